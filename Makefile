@@ -1,0 +1,46 @@
+# Every verb installs what it needs. Without arguments: make help.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
+export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 0
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow check bench format
+
+help: ## list the verbs
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+install: $(STAMP) ## create .venv with the locked packages
+
+$(STAMP): requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or set PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+quickstart: install ## train the quickstart model and print where its report is
+	$(BIN)/pipelinerl train quickstart $(ARGS)
+
+test: install ## unit, contract and integration tests
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+
+test-slow: install ## whole runs: crashes, Prefect workers, S3
+	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+check: install ## lint, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: install ## apply the formatter
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install ## measure the engine against its peers (NAME=engine)
+	$(BIN)/pipelinerl bench $(or $(NAME),engine)

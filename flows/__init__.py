@@ -1,0 +1,1 @@
+"""Prefect flows, one file each, and the command line."""

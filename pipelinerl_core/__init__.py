@@ -1,0 +1,3 @@
+"""PipelineRL: asynchronous reinforcement learning of language models."""
+
+__version__ = "0.1.0"

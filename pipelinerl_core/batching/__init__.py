@@ -1,0 +1,1 @@
+"""Pack rollouts by token budget, collate them to tensors."""

@@ -1,0 +1,133 @@
+"""TOML preset or file + dotted overrides -> RunConfig. Every mistake becomes one line that says what, why and what to set."""
+
+import difflib
+import tomllib
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.errors import ConfigError
+
+PRESETS = resources.files("pipelinerl_core.config") / "presets"
+
+
+def preset_names() -> list[str]:
+    """Names of the shipped presets."""
+    return sorted(entry.name.removesuffix(".toml") for entry in PRESETS.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_config(source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """The configuration of a preset name or TOML file, with `section.key=value` overrides; raises ConfigError."""
+    values = _read(source)
+    for override in overrides:
+        _apply(values, override)
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> RunConfig:
+    """Validate a nested mapping; raises ConfigError with one line."""
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(detail, values) for detail in error.errors())) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    if source.endswith(".toml"):
+        path = Path(source)
+        if not path.is_file():
+            raise ConfigError(f"{source}: no such file. Give a TOML file or a preset: {', '.join(preset_names())}")
+        text = path.read_text(encoding="utf-8")
+    elif source in preset_names():
+        text = (PRESETS / f"{source}.toml").read_text(encoding="utf-8")
+    else:
+        raise ConfigError(
+            f"{source}: no such preset{_nearest(source, preset_names())}. "
+            f"Presets: {', '.join(preset_names())}; or give a file that ends in .toml"
+        )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source}: not valid TOML: {error}") from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place; the value is read as TOML, and as a plain string when it is not TOML."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{override}: not an override. Write section.key=value, for example trainer.steps=20")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, last = key.split(".")
+    table = values
+    for part in path:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{override}: {part} is a value, not a section")
+    if path and last == "kind" and table.get("kind") not in (None, value):
+        table.clear()  # another variant: keys of the old one would not be known to it
+    table[last] = value
+
+
+def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
+    location = [str(part) for part in detail["loc"]]
+    dotted = ".".join(_without_tags(location, values))
+    if detail["type"] == "extra_forbidden":
+        known = known_keys()
+        return f"{dotted}: no such key{_nearest(dotted, known)}. `pipelinerl config --keys` lists all"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not dotted:
+        return message
+    return f"{dotted}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
+    """Drop the union tags that pydantic puts into a location (prompts.sums.lengths -> prompts.lengths)."""
+    if len(location) > 1 and location[0] == "prompts" and location[1] not in values.get("prompts", {}):
+        return [location[0], *location[2:]]
+    return location
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def known_keys() -> list[str]:
+    """Every dotted key that a configuration may have, sorted."""
+    return sorted(key for key, _ in fields())
+
+
+def fields() -> list[tuple[str, FieldInfo]]:
+    """(dotted key, field) of every leaf, in order of declaration; variants of a union share their section's name."""
+    leaves: dict[str, FieldInfo] = {}
+    for section, info in RunConfig.model_fields.items():
+        models = [model for model in _models(info.annotation) if issubclass(model, BaseModel)]
+        if not models:
+            leaves[section] = info
+        for model in models:
+            for name, leaf in model.model_fields.items():
+                leaves.setdefault(f"{section}.{name}", leaf)
+    return list(leaves.items())
+
+
+def _models(annotation: Any) -> list[type]:
+    """The classes of an annotation: itself, or the members of its union."""
+    members = typing.get_args(annotation)
+    if members:
+        return [model for member in members for model in _models(member)]
+    return [annotation] if isinstance(annotation, type) else []
+
+
+def as_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(config.model_dump(mode="json"))

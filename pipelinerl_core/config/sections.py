@@ -1,0 +1,269 @@
+"""One frozen section per stage. A default lives on its field and nowhere else; the text below a field is its help."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen section: unknown keys are errors, the text under a field is its help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The model that learns."""
+
+    path: str = "builtin:sums"
+    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`, no network)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in engine and trainer; the head is computed in float32 on both sides."""
+    chat_template: bool = False
+    """Wrap each prompt as a user message with the tokenizer's chat template."""
+
+
+class SumsPrompts(Section):
+    """Sums of one-digit numbers, "3+4+8=", 2 to 8 summands or more: the quickstart's task."""
+
+    kind: Literal["sums"] = "sums"
+    lengths: tuple[int, ...] = Field((2, 2, 3, 3, 4, 5, 6, 8), min_length=1)
+    """Numbers of summands, drawn uniformly; repeat one to make it likelier."""
+
+
+class ReasoningGymPrompts(Section):
+    """Procedural tasks of the reasoning-gym library, scored by its own verifiers."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+    tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
+    """Task names, see `reasoning_gym.factory`; drawn uniformly."""
+
+
+class FilePrompts(Section):
+    """Rows of a JSON-lines or Parquet file."""
+
+    kind: Literal["file"] = "file"
+    path: str
+    """A .jsonl or .parquet file."""
+    prompt_column: str = "prompt"
+    """Column with the text shown to the model."""
+    answer_column: str = "answer"
+    """Column with the right answer."""
+
+
+class HuggingFacePrompts(Section):
+    """A data set of the Hugging Face hub by name, or a local one by path."""
+
+    kind: Literal["huggingface"] = "huggingface"
+    path: str
+    """Name on the hub, or a directory written by `save_to_disk`, or a directory of data files."""
+    split: str = "train"
+    """Split to read."""
+    prompt_column: str = "prompt"
+    """Column with the text shown to the model."""
+    answer_column: str = "answer"
+    """Column with the right answer."""
+
+
+PromptsConfig = Annotated[
+    SumsPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts, Field(discriminator="kind")
+]
+
+
+class RewardConfig(Section):
+    """How completions are scored: in child processes, with hard limits."""
+
+    kind: Literal["auto", "exact_match", "sums", "reasoning_gym"] = "auto"
+    """Verifier; auto takes the one that belongs to the prompts (exact_match for files and data sets)."""
+    workers: int = Field(1, ge=1)
+    """Child processes per actor."""
+    timeout_seconds: float = Field(5.0, gt=0)
+    """Limit of one scoring; the child is killed beyond it."""
+
+
+class RolloutsConfig(Section):
+    """What is sampled."""
+
+    group_size: int = Field(8, ge=2)
+    """Rollouts of one prompt; the others are the baseline of each."""
+    max_tokens: int = Field(64, ge=1)
+    """Limit of a completion."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by the same."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; must stay 1 for training, because truncation breaks the importance ratio."""
+    filter_zero_variance: bool = False
+    """Leave out groups whose rewards are all equal (they carry no gradient) and refill their places."""
+
+
+class EngineConfig(Section):
+    """The engine inside each actor."""
+
+    kind: Literal["embedded"] = "embedded"
+    """embedded: ours, CPU, any decoder of transformers with full attention."""
+    concurrency: int = Field(64, ge=1)
+    """Sequences in flight per actor at all times."""
+    kv: Literal["keep", "recompute", "drain"] = "keep"
+    """KV cache of running sequences at a swap: keep it, recompute it under the new weights, or finish them first."""
+    deterministic: bool = False
+    """Fix every tensor shape so that tokens do not depend on what else is in the batch (slower; float32 only)."""
+
+
+class ScheduleConfig(Section):
+    """When groups are leased, trained and given up."""
+
+    kind: Literal["pipeline"] = "pipeline"
+    """pipeline: generation and training never wait for each other."""
+    max_lag: int = Field(4, ge=0)
+    """Oldest token that is trained, in optimizer steps; 0 is synchronous training."""
+    stale: Literal["mask", "drop"] = "mask"
+    """Tokens beyond max_lag: mask them out of the loss, or drop their whole group."""
+
+
+class TrainerConfig(Section):
+    """The optimizer steps."""
+
+    steps: int = Field(100, ge=1)
+    """Optimizer steps of the run."""
+    ranks: Literal[1] = 1
+    """Trainer processes."""
+    groups_per_step: int = Field(16, ge=1)
+    """Groups of one optimizer step."""
+    pack_tokens: int = Field(2048, ge=16)
+    """Token budget of one forward pass."""
+
+
+class LearnerConfig(Section):
+    """Optimizer and its schedule."""
+
+    kind: Literal["torch"] = "torch"
+    """torch: plain PyTorch on one rank."""
+    lr: float = Field(1e-4, gt=0)
+    """Peak learning rate (AdamW)."""
+    warmup_steps: int = Field(10, ge=0)
+    """Steps of linear warm-up."""
+    beta2: float = Field(0.95, gt=0, lt=1)
+    """AdamW's second-moment decay."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: float = Field(0.3, gt=0)
+    """Largest global gradient norm."""
+
+
+class LossConfig(Section):
+    """The objective (docs/algorithms.md)."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    """reinforce: REINFORCE with a truncated importance ratio."""
+    ratio_max: float = Field(5.0, gt=0)
+    """Ceiling of the importance ratio."""
+    normalization: Literal["token", "sequence", "prompt", "constant"] = "token"
+    """What a token's weight is divided by: tokens of the step, of its rollout, of its group, or a constant."""
+
+
+class WeightsConfig(Section):
+    """How weight versions reach the actors."""
+
+    transport: Literal["shm", "object_store"] = "shm"
+    """shm: shared memory of one host; object_store: through the run's store, any number of hosts."""
+    publish_every: int = Field(1, ge=1)
+    """Publish every k-th version; versions keep their step numbers."""
+    durable_every: int = Field(1, ge=1)
+    """Keep every k-th version in the object store too; the others can be rebuilt by replay."""
+
+
+class CheckpointConfig(Section):
+    """How much is trained again after a crash."""
+
+    every_seconds: float = Field(30.0, gt=0)
+    """Time between checkpoints of model and optimizer."""
+
+
+class EvalConfig(Section):
+    """Held-out accuracy: mean reward of one sample per prompt at temperature 1."""
+
+    num_prompts: int = Field(1000, ge=0)
+    """Held-out prompts; 0 switches evaluation off."""
+
+
+class PlacementConfig(Section):
+    """Where the roles run."""
+
+    kind: Literal["local", "work_pools"] = "local"
+    """local: children of the flow on this host; work_pools: actor and trainer are deployments on their own pools."""
+    actors: int = Field(1, ge=1)
+    """Number of actors."""
+    threads: int = Field(1, ge=1)
+    """Compute threads of each role; more than its share of the cores slows every role down."""
+    hub_host: str = "127.0.0.1"
+    """Address the hub binds to; loopback unless actors live on other hosts."""
+    hub_port: int = Field(0, ge=0, le=65535)
+    """Port of the hub, 0 for any free one."""
+    lease_seconds: float = Field(10.0, gt=0)
+    """Time after which the leases of a silent actor go to another."""
+    max_restarts: int = Field(5, ge=0)
+    """Restarts of each role before the run fails."""
+
+
+class TrackingConfig(Section):
+    """Where runs are recorded."""
+
+    mlflow_uri: str = ""
+    """MLflow tracking URI; empty means a SQLite file under the root; `none` switches MLflow off."""
+    experiment: str = "pipelinerl"
+    """MLflow experiment."""
+
+
+class StoreConfig(Section):
+    """The object store of a run."""
+
+    segment_seconds: float = Field(1.0, gt=0)
+    """Longest time finished groups wait before they are sealed as a segment."""
+
+
+class RunConfig(Section):
+    """Everything that defines a run."""
+
+    seed: int = 0
+    """Seed of prompts, sampling and everything else that draws numbers."""
+    model: ModelConfig = ModelConfig()
+    prompts: PromptsConfig = SumsPrompts()
+    reward: RewardConfig = RewardConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    engine: EngineConfig = EngineConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    learner: LearnerConfig = LearnerConfig()
+    loss: LossConfig = LossConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    placement: PlacementConfig = PlacementConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    store: StoreConfig = StoreConfig()
+
+    @property
+    def window_groups(self) -> int:
+        """Admission window W: groups that may be outstanding at once, (max_lag + 1) * groups_per_step."""
+        return (self.schedule.max_lag + 1) * self.trainer.groups_per_step
+
+    @model_validator(mode="after")
+    def _rules_between_sections(self) -> "RunConfig":
+        in_flight = -(-self.engine.concurrency * self.placement.actors // self.rollouts.group_size)
+        if in_flight > self.window_groups and self.schedule.max_lag > 0:
+            raise ValueError(
+                f"engine.concurrency={self.engine.concurrency} x placement.actors={self.placement.actors} needs "
+                f"{in_flight} groups in flight, but schedule.max_lag={self.schedule.max_lag} admits only "
+                f"{self.window_groups}: slots would stand empty. Set schedule.max_lag to at least "
+                f"{-(-in_flight // self.trainer.groups_per_step) - 1}, or lower engine.concurrency"
+            )
+        if self.rollouts.top_p != 1.0:
+            raise ValueError(
+                f"rollouts.top_p={self.rollouts.top_p} truncates the distribution, which breaks the importance "
+                "ratio of the loss. Set rollouts.top_p=1"
+            )
+        if self.engine.deterministic and self.model.dtype != "float32":
+            raise ValueError(
+                f"engine.deterministic=true needs exact arithmetic, but model.dtype={self.model.dtype}. "
+                "Set model.dtype=float32"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Engines: requests in, tokens with log-probabilities and weight versions out."""

@@ -1,0 +1,78 @@
+"""The error tree. Every message says what was found, what the rule is, and what to set or do.
+
+PipelineRLError
+ +-- ConfigError            the user asked for something impossible: one line, exit code 2
+ +-- StoreError             the object store refused or lost something
+ |    +-- MissingObject     a key that a manifest or commit names is not there
+ |    +-- ChecksumMismatch  bytes differ from the sha256 recorded for them
+ +-- StreamError            the channel between a role and the hub
+ |    +-- SchemaMismatch    rows of another major schema version, or malformed
+ |    +-- HubUnavailable    no hub answered within the deadline
+ |    +-- StaleLease        rows for a lease that this actor no longer holds
+ +-- EngineError            the engine cannot generate
+ |    +-- SwapError         a weight swap failed; the engine keeps its last good version
+ +-- RewardError            a verifier failed (data, counted; never a crash of its own)
+ +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
+ +-- Fenced                 a newer epoch of this role has taken over
+ +-- DeadlineExceeded       a named wait ran out of time
+"""
+
+
+class PipelineRLError(Exception):
+    """Base of every error that this project raises on purpose."""
+
+
+class ConfigError(PipelineRLError):
+    """A wrong configuration or input; the command line prints it as one line and exits with 2."""
+
+
+class StoreError(PipelineRLError):
+    """The object store refused, lost or corrupted an object."""
+
+
+class MissingObject(StoreError):
+    """An object that a manifest or commit names does not exist."""
+
+
+class ChecksumMismatch(StoreError):
+    """The bytes of an object differ from their recorded sha256."""
+
+
+class StreamError(PipelineRLError):
+    """The channel between a role and the hub failed."""
+
+
+class SchemaMismatch(StreamError):
+    """Rows of another major schema version, or rows that break the schema."""
+
+
+class HubUnavailable(StreamError):
+    """No hub answered within the deadline."""
+
+
+class StaleLease(StreamError):
+    """Rows were sent for a lease that this actor no longer holds."""
+
+
+class EngineError(PipelineRLError):
+    """The engine cannot generate."""
+
+
+class SwapError(EngineError):
+    """A weight swap failed; the engine keeps its last good version or is dead."""
+
+
+class RewardError(PipelineRLError):
+    """A verifier failed to give a reward."""
+
+
+class ParityError(PipelineRLError):
+    """Engine and trainer disagree on the log-probabilities of the same tokens."""
+
+
+class Fenced(PipelineRLError):
+    """A newer epoch of this role has taken over; this process must stop."""
+
+
+class DeadlineExceeded(PipelineRLError):
+    """A named wait ran out of time."""

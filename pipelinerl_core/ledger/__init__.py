@@ -1,0 +1,1 @@
+"""Prompt accounting: leases, admission, order, fates."""

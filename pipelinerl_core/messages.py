@@ -1,0 +1,272 @@
+"""The hub protocol (docs/protocol.md): JSON messages of the Flight exchange, one class per kind.
+
+Every message is idempotent: a client repeats it until it is answered, and a repeat changes nothing. Rows travel as
+Arrow record batches beside the messages that name them. A request carries `id`; its answer carries the same id as `re`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from pipelinerl_core.types import GroupRef, Prompt, WeightManifest
+
+
+class Message(BaseModel):
+    """Frozen, closed, JSON only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Lease(Message):
+    """The right and duty of one actor to produce one attempt of one group."""
+
+    group_id: int
+    attempt: int
+    lease_id: str
+    deadline_seconds: float
+    """Unix seconds at which it expires unless renewed by a sync."""
+    group_size: int
+    prompt: Prompt
+
+
+class LeaseRef(Message):
+    """Names one lease that an actor holds."""
+
+    group_id: int
+    attempt: int
+    lease_id: str
+
+
+class FateRecord(Message):
+    """A group that left the ledger without being trained, or its training in a commit."""
+
+    group_id: int
+    attempt: int
+    fate: Literal["trained", "filtered", "dropped_stale", "failed"]
+    num_tokens: int
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+class Register(Message):
+    """First message of every peer, and again whenever the hub answers with an unknown boot_id."""
+
+    kind: Literal["register"] = "register"
+    id: int = 0
+    role: Literal["actor", "trainer"]
+    name: str
+    epoch: int
+    leases: tuple[LeaseRef, ...] = ()
+    """Leases an actor still works on."""
+    step: int | None = None
+    """Trainer: the step whose reservation it holds."""
+    reservation: tuple[GroupRef, ...] = ()
+    """Trainer: the groups of that reservation."""
+    committed_step: int = -1
+    """Trainer: its newest commit."""
+    manifest: WeightManifest | None = None
+    """Trainer: the weights of that commit, to be announced if they were not."""
+
+
+class Sync(Message):
+    """An actor's heartbeat: renews leases, asks for work, hears of versions. Nothing else announces anything."""
+
+    kind: Literal["sync"] = "sync"
+    id: int = 0
+    boot_id: str
+    engine_version: int
+    running: int
+    waiting: int
+    concurrency: int
+    want: int
+    """Groups it could start now."""
+    leases: tuple[str, ...]
+    """lease_id of every lease it knows and has not finished; the hub sends again what is missing here."""
+    num_tokens: int
+    """Tokens sampled since this actor epoch began."""
+    running_seconds: float
+    """Integral of `running` since this actor epoch began, sequence-seconds."""
+    swaps: tuple[dict[str, Any], ...] = ()
+    """Swaps that the hub has not acknowledged, each a SwapRecord."""
+    counters: dict[str, float] = Field(default_factory=dict)
+    """Free-form counters of the role, for example cpu_seconds, rss_bytes, reward_errors."""
+
+
+class Group(Message):
+    """A finished group; its rows are the record batch that travels with this message."""
+
+    kind: Literal["group"] = "group"
+    id: int = 0
+    lease_id: str
+    ref: GroupRef
+    seq: int | None = None
+    """Segment that holds the rows, when they are sealed already."""
+
+
+class Sealed(Message):
+    """Rows are durable in rollouts/<actor>/<epoch>/<seq>.arrow: the hub may forget what it can read back."""
+
+    kind: Literal["sealed"] = "sealed"
+    id: int = 0
+    actor: str
+    epoch: int
+    seq: int
+    groups: tuple[tuple[int, int], ...]
+    """(group_id, attempt) of each group in the segment."""
+
+
+class Reserve(Message):
+    """Trainer rank 0 asks for the groups of a step; the hub answers with them, or that they are not ready yet."""
+
+    kind: Literal["reserve"] = "reserve"
+    id: int = 0
+    step: int
+    epoch: int
+    wait_seconds: float = 0.5
+
+
+class Rows(Message):
+    """A trainer rank asks for the rows of reserved groups."""
+
+    kind: Literal["rows"] = "rows"
+    id: int = 0
+    step: int
+    groups: tuple[tuple[int, int], ...]
+
+
+class Committed(Message):
+    """Step n is committed: the hub announces the version and forgets the groups."""
+
+    kind: Literal["committed"] = "committed"
+    id: int = 0
+    step: int
+    epoch: int
+    manifest: WeightManifest | None
+    """None when this version was not published (weights.publish_every > 1)."""
+    groups: tuple[tuple[int, int], ...]
+    fates: tuple[FateRecord, ...] = ()
+    """The untrained fates that this commit records, which the hub may now forget."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Step metrics, for the live view and the tracker."""
+    is_last: bool = False
+
+
+class Bye(Message):
+    """Clean end of a peer: its leases are released at once."""
+
+    kind: Literal["bye"] = "bye"
+    id: int = 0
+
+
+Request = Annotated[Register | Sync | Group | Sealed | Reserve | Rows | Committed | Bye, Field(discriminator="kind")]
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+
+
+class Registered(Message):
+    """Answer to register."""
+
+    kind: Literal["registered"] = "registered"
+    re: int
+    boot_id: str
+    newest_version: int
+    sync_seconds: float
+    credit: int
+    """Groups this actor may have at the hub that the trainer has not taken."""
+
+
+class SyncReply(Message):
+    """Answer to sync."""
+
+    kind: Literal["sync_reply"] = "sync_reply"
+    re: int
+    boot_id: str
+    leases: tuple[Lease, ...] = ()
+    stop_leases: tuple[str, ...] = ()
+    """Leases that are no longer this actor's: stop working on them."""
+    manifest: WeightManifest | None = None
+    """Newest announced weights."""
+    state: Literal["run", "pause", "drain"] = "run"
+    sync_seconds: float = 0.05
+    swaps_acknowledged: int = -1
+    """Highest swap version whose report has arrived."""
+
+
+class Ack(Message):
+    """A group, sealed, committed or bye message was taken in (or had been before)."""
+
+    kind: Literal["ack"] = "ack"
+    re: int
+    note: str = ""
+
+
+class Reserved(Message):
+    """Answer to reserve: the groups of the step, or is_ready=False."""
+
+    kind: Literal["reserved"] = "reserved"
+    re: int
+    is_ready: bool
+    groups: tuple[GroupRef, ...] = ()
+    fates: tuple[FateRecord, ...] = ()
+    """Untrained fates since the last commit: the commit of this step records them."""
+    next_group_id: int = 0
+    """Prompt frontier: no group at or beyond it was ever leased."""
+    open_groups: tuple[int, ...] = ()
+    """Groups below the frontier without a fate, those of this reservation excluded."""
+    low_water: dict[str, int] = Field(default_factory=dict)
+    """"<actor>/<epoch>" -> lowest segment seq that may hold rows of an undecided group."""
+    tokens: dict[str, int] = Field(default_factory=dict)
+    """Live token ledger: generated, trained, masked_stale, dropped_stale, filtered, failed, superseded, ..."""
+    swaps: tuple[dict[str, Any], ...] = ()
+    """SwapRecord of every swap heard of since the last commit."""
+    actors: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """"<actor>/<epoch>" -> ActorSample now."""
+    reason: str = ""
+    """Why it is not ready, in words for a log line."""
+
+
+class RowsHeader(Message):
+    """Precedes the record batch of one group; `remaining` counts those that follow."""
+
+    kind: Literal["rows_header"] = "rows_header"
+    re: int
+    group_id: int
+    attempt: int
+    remaining: int
+
+
+class Refused(Message):
+    """The request broke a rule. `code` is stable: unknown_boot, stale_lease, schema, fenced, not_reserved, missing_rows."""
+
+    kind: Literal["refused"] = "refused"
+    re: int
+    code: str
+    detail: str
+
+
+class Credit(Message):
+    """Unasked: the trainer has taken `num_groups` groups of this actor."""
+
+    kind: Literal["credit"] = "credit"
+    num_groups: int
+
+
+class Goodbye(Message):
+    """Unasked: the hub is shutting down."""
+
+    kind: Literal["goodbye"] = "goodbye"
+
+
+Answer = Annotated[
+    Registered | SyncReply | Ack | Reserved | RowsHeader | Refused | Credit | Goodbye,
+    Field(discriminator="kind"),
+]
+
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message on the wire (UTF-8 JSON)."""
+    return message.model_dump_json().encode()

@@ -1,0 +1,215 @@
+"""The JSON objects of a run in the object store, and the key of every object (docs/storage.md).
+
+<root>/<run_id>/
+  run.json                               resolved configuration, seeds, code version, MLflow run id; written once
+  hub.json                               where the hub is, and that it lives; rewritten every second
+  epochs/<k>.json                        one per start of hub and trainer
+  rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
+  partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
+  batches/<step>.<k>/<rank>.arrow        the rows as trained
+  weights/<version>.<k>/                 data first, manifest.json last
+  checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
+  commits/<step>.<k>.json                the truth about a step
+  evals/<version>.json                   held-out accuracy of a version
+  report.json report.html weights.parquet
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.types import FileEntry, WeightManifest
+
+RUN_KEY = "run.json"
+HUB_KEY = "hub.json"
+REPORT_JSON_KEY = "report.json"
+REPORT_HTML_KEY = "report.html"
+WEIGHTS_TABLE_KEY = "weights.parquet"
+
+
+def epoch_key(epoch: int) -> str:
+    """Record of one start of hub or trainer."""
+    return f"epochs/{epoch:06d}.json"
+
+
+def rollout_key(actor: str, epoch: int, seq: int) -> str:
+    """Segment of finished groups; one writer per (actor, epoch)."""
+    return f"rollouts/{actor}/{epoch:06d}/{seq:08d}.arrow"
+
+
+def partial_key(actor: str, epoch: int, seq: int) -> str:
+    """Segment of the write-ahead log of open groups."""
+    return f"partials/{actor}/{epoch:06d}/{seq:08d}.arrow"
+
+
+def batch_key(step: int, epoch: int, rank: int) -> str:
+    """The rows that one rank trained in a step."""
+    return f"batches/{step:08d}.{epoch}/{rank:04d}.arrow"
+
+
+def weights_prefix(version: int, epoch: int) -> str:
+    """Files of one durable weight version."""
+    return f"weights/{version:08d}.{epoch}"
+
+
+def checkpoint_prefix(step: int, epoch: int) -> str:
+    """Files of one checkpoint."""
+    return f"checkpoints/{step:08d}.{epoch}"
+
+
+def commit_key(step: int, epoch: int) -> str:
+    """The truth about one step."""
+    return f"commits/{step:08d}.{epoch}.json"
+
+
+def eval_key(version: int) -> str:
+    """Held-out accuracy of one version."""
+    return f"evals/{version:08d}.json"
+
+
+def parse_commit_key(key: str) -> tuple[int, int]:
+    """(step, epoch) of a commit key."""
+    step, epoch, _ = key.rpartition("/")[2].split(".")
+    return int(step), int(epoch)
+
+
+class Record(BaseModel):
+    """Frozen JSON object; unknown fields of a newer minor version are kept out silently."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    format_version: int = 1
+    """Readers refuse another major version by name."""
+
+
+class RunRecord(Record):
+    """run.json."""
+
+    run_id: str
+    created_at: float
+    code_version: str
+    config: dict[str, Any]
+    """The resolved RunConfig."""
+    flow_run_id: str | None = None
+    mlflow_run_id: str | None = None
+    mlflow_uri: str | None = None
+
+
+class EpochRecord(Record):
+    """epochs/<k>.json: fences every earlier epoch of the same role."""
+
+    epoch: int
+    role: Literal["hub", "trainer"]
+    parent: int | None
+    """Newest earlier epoch of the same role."""
+    adopted_through: int
+    """Last commit of earlier epochs that counts; -1 for none."""
+    started_at: float
+    host: str
+    pid: int
+
+
+class SwapRecord(Record):
+    """One swap in one actor."""
+
+    actor: str
+    actor_epoch: int
+    version: int
+    at: float
+    """Unix seconds."""
+    pause_seconds: float
+    num_bytes: int
+    num_running: int
+    num_tokens: int
+    """Tokens the actor epoch had sampled when it happened."""
+
+
+class ActorSample(Record):
+    """What an actor had done when a step was reserved."""
+
+    at: float
+    engine_version: int
+    running: int
+    waiting: int
+    concurrency: int
+    num_tokens: int
+    running_seconds: float
+    counters: dict[str, float] = Field(default_factory=dict)
+
+
+class CheckpointRef(Record):
+    """The newest finished checkpoint when a step was committed."""
+
+    step: int
+    epoch: int
+
+
+class Commit(Record):
+    """commits/<step>.<k>.json. Step 0 commits the initial weights."""
+
+    run_id: str
+    step: int
+    epoch: int
+    batches: tuple[FileEntry, ...]
+    """`name` is the key."""
+    weights_sha256: str
+    """sha256 of the safetensors bytes of the weights after the step, published or not."""
+    manifest: WeightManifest | None
+    """None when this version was not published."""
+    checkpoint: CheckpointRef | None
+    fates: tuple[FateRecord, ...] = ()
+    """Fate of every group decided since the commit before, `trained` included."""
+    next_group_id: int = 0
+    open_groups: tuple[int, ...] = ()
+    low_water: dict[str, int] = Field(default_factory=dict)
+    tokens: dict[str, int] = Field(default_factory=dict)
+    """Token ledger at the reservation of this step."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Keys of tracking/metrics.py."""
+    swaps: tuple[SwapRecord, ...] = ()
+    """Swaps the hub has heard of since the commit before."""
+    actors: dict[str, ActorSample] = Field(default_factory=dict)
+    """"<actor>/<epoch>" -> sample at the reservation of this step."""
+    reserved_at: float
+    computed_at: float
+    committed_at: float
+
+
+class CheckpointManifest(Record):
+    """checkpoints/<step>.<k>/manifest.json, written last."""
+
+    step: int
+    epoch: int
+    files: tuple[FileEntry, ...]
+    values: dict[str, Any]
+    """JSON part of the learner's state."""
+
+
+class EvalRecord(Record):
+    """evals/<version>.json."""
+
+    version: int
+    num_prompts: int
+    accuracy: float
+    mean_tokens: float
+    errors: int
+    seconds: float
+    samples: tuple[dict[str, Any], ...] = ()
+    """A few {prompt, completion, reward}."""
+
+
+class HubRecord(Record):
+    """hub.json: where the hub is, that it lives, and what the run looks like now."""
+
+    url: str
+    boot_id: str
+    host: str
+    pid: int
+    process_started_at: float
+    """Start time of the process (psutil), so that a reused pid is not taken for it."""
+    beat: float
+    """Unix seconds of the last rewrite."""
+    live: dict[str, Any] = Field(default_factory=dict)
+    """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, tokens_per_second, actors,
+    reward_mean, lag_mean, swap_pause_seconds."""

@@ -1,0 +1,1 @@
+"""Verifiers, run in child processes with hard limits."""

@@ -1,0 +1,1 @@
+"""One module per role: builds its parts and runs its loop."""

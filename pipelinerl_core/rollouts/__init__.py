@@ -1,0 +1,1 @@
+"""Keep sequences in flight, continue partial ones, form groups."""

@@ -1,0 +1,1 @@
+"""The object store: file://, memory://, s3://."""

@@ -1,0 +1,1 @@
+"""Arrow schemas, codec, Flight channel, segment log."""

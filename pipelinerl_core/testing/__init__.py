@@ -1,0 +1,1 @@
+"""Shipped fakes and builders for tests."""

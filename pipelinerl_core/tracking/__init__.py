@@ -1,0 +1,1 @@
+"""Metric declarations, MLflow, run reports."""

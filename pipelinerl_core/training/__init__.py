@@ -1,0 +1,1 @@
+"""Model loading, learner, optimizer, checkpoint."""

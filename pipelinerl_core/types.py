@@ -1,0 +1,279 @@
+"""The nouns of the system. Every object that crosses from one room to another is defined here.
+
+Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # the model sampled an end token, which is part of the completion
+    LENGTH = "length"  # max_tokens or the engine's length limit was reached
+    ABORT = "abort"  # taken back before its end; a continuation may follow
+
+
+class Outcome(StrEnum):
+    """What scoring made of a rollout."""
+
+    SCORED = "scored"  # reward is a number
+    ERROR = "error"  # reward is null, never 0
+
+
+class Fate(StrEnum):
+    """How a group left the ledger."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"  # all rewards equal: no gradient in it
+    DROPPED_STALE = "dropped_stale"
+    FAILED = "failed"  # fewer than two rollouts could be scored
+
+
+class WeightSpan(NamedTuple):
+    """Completion tokens [start, end) were sampled by one weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem of a prompt source."""
+
+    prompt_id: str
+    """Hex digest of source and text: equal for equal problems, whatever their position."""
+    source: str
+    """Name of the prompt source."""
+    env: str
+    """Name of the verifier that scores it."""
+    text: str
+    """What the model is shown, before tokenisation."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """What the verifier needs (JSON values only), for example {"answer": "15"}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """How tokens are drawn. The seed is one per rollout; noise is keyed by (seed, position)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """What an engine has sampled for one request so far."""
+
+    token_ids: Int32Array
+    """[C], with the end token if there is one."""
+    rollout_logprobs: Float32Array
+    """[C] log-probability of each token under the distribution it was drawn from."""
+    weight_spans: tuple[WeightSpan, ...]
+    """Cover [0, C) without gaps, versions not decreasing."""
+    finish_reason: FinishReason | None = None
+    """None while it is still running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EngineRequest:
+    """One sequence to generate: token ids in, nothing is tokenised by an engine."""
+
+    request_id: str
+    prompt_token_ids: Int32Array
+    """[P], at least one token."""
+    max_tokens: int
+    """Completion tokens in all, those of `prior` included."""
+    sampler: Sampler
+    prior: Completion | None = None
+    """Tokens already sampled; they keep their log-probabilities and versions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Chunk:
+    """New tokens of one request, all sampled by one weight version.
+
+    Example: 3 tokens under version 7, then 2 under version 8 and the end -> two chunks; the second carries
+    `completion`, the whole of it with `finish_reason` set.
+    """
+
+    request_id: str
+    token_ids: Int32Array
+    rollout_logprobs: Float32Array
+    weight_version: int
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A glance at an engine. Counters grow from its start."""
+
+    running: int
+    """Sequences that hold a slot."""
+    waiting: int
+    """Sequences accepted but not started."""
+    kv_usage: float
+    """Share of the KV memory in use, in [0, 1]."""
+    num_tokens: int
+    """Tokens sampled since the start."""
+    num_steps: int
+    """Decode steps since the start."""
+    running_seconds: float
+    """Integral of `running` over time since the start, in sequence-seconds: mean running = its slope."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """What one swap of weights cost."""
+
+    version: int
+    pause_seconds: float
+    """How long no token could be sampled."""
+    num_bytes: int
+    num_running: int
+    """Sequences that were in the middle when it happened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One finished and scored completion of a prompt: one row of the `rollout` schema."""
+
+    group_id: int
+    """Position of the group in the prompt ledger."""
+    rollout_index: int
+    """0 .. group_size - 1."""
+    attempt: int
+    lease_id: str
+    prompt_id: str
+    source: str
+    env: str
+    actor: str
+    group_size: int
+    prompt_token_ids: Int32Array
+    """[P]"""
+    completion_token_ids: Int32Array
+    """[C]"""
+    rollout_logprobs: Float32Array
+    """[C], 0 where loss_mask is False."""
+    weight_spans: tuple[WeightSpan, ...]
+    loss_mask: BoolArray
+    """[C], True on tokens that were sampled and may be trained."""
+    reward: float | None
+    """None with outcome `error`."""
+    outcome: Outcome
+    finish_reason: FinishReason
+    error: str | None
+    """One line: the boundary that was crossed and what it said."""
+    sampler: Sampler
+    max_tokens: int
+    started_at: float
+    """Unix seconds when the first token was asked for."""
+    finished_at: float
+    """Unix seconds when the last token was sampled."""
+    scored_at: float
+    """Unix seconds when the reward was known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens."""
+        return len(self.completion_token_ids)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest weight version that sampled a token of it."""
+        return self.weight_spans[0].version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingRow:
+    """A rollout as it is trained: one row of the `batch` schema, in training order."""
+
+    rollout: Rollout
+    loss_mask: BoolArray
+    """[C] after the lag rule."""
+    advantage: float
+    loss_weight: float
+    """Weight of each of its tokens in the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """What the learner saw in one optimizer step; sums and means over sampled tokens of the step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+    ess: float
+    """(sum w)^2 / (n sum w^2) of untruncated token ratios, in (0, 1]."""
+    ess_sequence: float
+    """The same over sequences (ratio = product over tokens)."""
+    ratio_mean: float
+    ratio_clipped_fraction: float
+    kl: float
+    """Mean of rollout_logprob - trainer_logprob over trained tokens (k1 estimate of KL(behaviour | current))."""
+    entropy: float
+    num_tokens: int
+    """Tokens of the forward pass, prompts included."""
+    num_trained_tokens: int
+    num_packs: int
+    pack_fill: float
+    """Used share of the token budget of the packs."""
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a manifest."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """One published set of weights. Written after its data; a reader trusts nothing without it."""
+
+    version: int
+    """Number of optimizer steps inside the weights, 0 = initial."""
+    epoch: int
+    """Trainer epoch that published it."""
+    files: tuple[FileEntry, ...]
+    key: str | None
+    """Prefix of the durable copy in the object store, relative to the run; None when there is none."""
+    shm: str | None
+    """Directory of the copy in shared memory on `host`; None when there is none."""
+    host: str
+    published_at: float
+    """Unix seconds."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(entry.size for entry in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRef:
+    """Names one finished group exactly."""
+
+    group_id: int
+    attempt: int
+    actor: str
+    actor_epoch: int
+    num_rollouts: int
+    num_tokens: int
+    """Completion tokens of all its rollouts."""

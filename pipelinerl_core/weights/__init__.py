@@ -1,0 +1,1 @@
+"""Weight versions: manifest, publish, subscribe."""

@@ -1,0 +1,1 @@
+"""Prefect tasks: thin supervision of the roles."""
