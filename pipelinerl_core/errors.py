@@ -13,6 +13,7 @@ PipelineRLError
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
+ +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the weights are untouched
  +-- Fenced                 a newer epoch of this role has taken over
  +-- DeadlineExceeded       a named wait ran out of time
 """
@@ -68,6 +69,10 @@ class RewardError(PipelineRLError):
 
 class ParityError(PipelineRLError):
     """Engine and trainer disagree on the log-probabilities of the same tokens."""
+
+
+class TrainingDiverged(PipelineRLError):
+    """A number of an optimizer step is not finite; the weights are still those before the step."""
 
 
 class Fenced(PipelineRLError):

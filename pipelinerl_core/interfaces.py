@@ -130,7 +130,7 @@ class Scorer(Protocol):
 
 
 class ObjectStore(Protocol):
-    """Objects under one prefix (a root or one run). Keys are relative, use "/", and are validated against traversal."""
+    """Objects under one prefix (a root or one run). Keys are relative, use "/", are checked against traversal."""
 
     url: str
 

@@ -1,7 +1,7 @@
 """The hub protocol (docs/protocol.md): JSON messages of the Flight exchange, one class per kind.
 
 Every message is idempotent: a client repeats it until it is answered, and a repeat changes nothing. Rows travel as
-Arrow record batches beside the messages that name them. A request carries `id`; its answer carries the same id as `re`.
+Arrow record batches beside the messages that name them. A request carries `id`; its answer carries it as `re`.
 """
 
 from typing import Annotated, Any, Literal
@@ -189,6 +189,9 @@ class SyncReply(Message):
     """Newest announced weights."""
     state: Literal["run", "pause", "drain"] = "run"
     sync_seconds: float = 0.05
+    credit: int = 0
+    """Groups the actor may have at the hub that the trainer has not taken: level-triggered, so that a lost Credit
+    message costs nothing. The actor counts its own unacknowledged sends against it."""
     swaps_acknowledged: int = -1
     """Highest swap version whose report has arrived."""
 
@@ -237,7 +240,7 @@ class RowsHeader(Message):
 
 
 class Refused(Message):
-    """The request broke a rule. `code` is stable: unknown_boot, stale_lease, schema, fenced, not_reserved, missing_rows."""
+    """The request broke a rule. `code`: unknown_boot, stale_lease, schema, fenced, not_reserved, missing_rows."""
 
     kind: Literal["refused"] = "refused"
     re: int

@@ -1,4 +1,4 @@
-"""TOML preset or file + dotted overrides -> RunConfig. Every mistake becomes one line that says what, why and what to set."""
+"""TOML preset or file + dotted overrides -> RunConfig. Every mistake is one line: what, why, what to set."""
 
 import difflib
 import tomllib

@@ -15,7 +15,7 @@ class ModelConfig(Section):
     """The model that learns."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`, no network)."""
+    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in engine and trainer; the head is computed in float32 on both sides."""
     chat_template: bool = False
@@ -87,6 +87,8 @@ class RolloutsConfig(Section):
     """Rollouts of one prompt; the others are the baseline of each."""
     max_tokens: int = Field(64, ge=1)
     """Limit of a completion."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """Longest prompt an engine makes room for; a longer one is a rollout with outcome error."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -218,6 +220,8 @@ class StoreConfig(Section):
 
     segment_seconds: float = Field(1.0, gt=0)
     """Longest time finished groups wait before they are sealed as a segment."""
+    segment_bytes: int = Field(16_000_000, gt=0)
+    """Size at which waiting groups are sealed at once."""
 
 
 class RunConfig(Section):

@@ -1,1 +1,14 @@
-"""Prompt accounting: leases, admission, order, fates."""
+"""Prompt accounting: leases, admission, order, fates. Pure logic: no input, no output, an injected clock.
+
+    never leased --grant--> leased --rows arrive--> ready --reserve--> reserved --commit--> trained
+                              |  ^                    |
+                      expiry  v  | attempt + 1        +--> filtered, failed (at once), dropped_stale (at a reserve)
+                            queued
+
+Every group below the prompt frontier is in exactly one of these places.
+"""
+
+from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
+from pipelinerl_core.ledger.ledger import Ledger
+
+__all__ = ["ActorKey", "Arrival", "Grant", "GroupSummary", "Ledger", "SealedGroup", "SyncResult"]

@@ -1,0 +1,18 @@
+"""One actor on the machine of a work pool: the train flow starts it as deployment actor/actor."""
+
+from typing import Annotated
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from tasks.pooled import run_pooled
+
+RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
+Name = Annotated[str, Field(description="Name of the actor in the run, unique among its actors.")]
+
+
+@flow(name="actor", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+def actor(run_url: RunUrl, name: Name = "actor-0") -> None:
+    """Generate rollouts for a live run until it ends. Any number of actors may join, leave or die."""
+    run_pooled(run_url, name)

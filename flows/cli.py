@@ -1,0 +1,207 @@
+"""The command line, light on purpose: commands import what they need when they run; --help answers at once."""
+
+import importlib
+import subprocess
+from typing import Annotated, Any
+
+import typer
+
+from flows.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, answer, exit_codes
+from flows.environment import set_defaults
+from pipelinerl_core.errors import ConfigError
+
+app = typer.Typer(
+    name="pipelinerl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Asynchronous reinforcement learning of language models.
+
+    Generation and training run side by side; new weights are swapped in the middle of sequences.
+
+    First steps:
+
+    - `pipelinerl doctor` says whether this machine is ready
+    - `pipelinerl train quickstart` trains a small model on two cores
+    - `pipelinerl status latest` shows how it goes
+    - `pipelinerl resume latest` goes on after a stop or a crash
+
+    Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input.
+    """,
+)
+
+Root = Annotated[
+    str,
+    typer.Option(help="Where runs are kept: a path or s3://bucket/prefix. Default: $PIPELINERL_ROOT, then ./runs."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Run = Annotated[str, typer.Argument(help="Id under the root, `latest`, or the path or URL of a run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Single settings, for example trainer.steps=20.")
+]
+_PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def main() -> None:
+    """Console script `pipelinerl`."""
+    set_defaults()
+    with exit_codes():
+        app()
+
+
+def _module(name: str) -> Any:
+    """A module that is too heavy to import for --help."""
+    return importlib.import_module(name)
+
+
+@app.command()
+def train(
+    source: Annotated[str, typer.Argument(metavar="PRESET|FILE.toml", help="A shipped preset or a TOML file.")],
+    overrides: Overrides = None,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Train a model; at the end print accuracy before and after, and where the report is.
+
+    Examples:
+
+    - `pipelinerl train quickstart`
+    - `pipelinerl train quickstart trainer.steps=50 placement.actors=2`
+    - `pipelinerl train mine.toml --root s3://bucket/runs --json > report.json`
+
+    `pipelinerl config --keys` lists every setting. Ctrl-C stops everything; `resume` goes on.
+    """
+    config = _module("pipelinerl_core.config").load_config(source, overrides or ())
+    arguments = {"preset": source, "overrides": tuple(overrides or ()), "root": root}
+    _finish(_module("flows.launch").run_training(config, arguments), root, as_json)
+
+
+@app.command()
+def resume(run: Run, root: Root = "", as_json: Json = False) -> None:
+    """Go on with a run where its last commit is, after a stop, a crash or a kill. Nothing is lost or trained twice.
+
+    Example: `pipelinerl resume latest`. Refused while the run is live.
+    """
+    runs = _module("tasks.runs")
+    url = runs.locate_run(run, root)
+    runs.refuse_if_live(url)
+    record = runs.find_run(url).record
+    arguments = {"preset": record.run_id, "resume": url, "root": url.rpartition("/")[0]}
+    config = _module("pipelinerl_core.config").build_config(record.config)
+    _finish(_module("flows.launch").run_training(config, arguments), root, as_json)
+
+
+def _finish(report: dict[str, Any], root: str, as_json: bool) -> None:
+    """Print what a run came to."""
+    inspect = _module("flows.inspect_run")
+    answer(report, inspect.summary(report, inspect.report_location(report["run_id"], root)), as_json=as_json)
+
+
+@app.command()
+def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
+    """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
+
+    Examples: `pipelinerl status`, `pipelinerl status quickstart-1a2b3c4d --json`
+    """
+    store = _module("pipelinerl_core.storage.object_store").open_store(_module("tasks.runs").locate_run(run, root))
+    live = _module("pipelinerl_core.tracking.live")
+    document = {**live.run_status(store), "url": store.url}
+    answer(document, [] if as_json else [live.format_status(store), f"at: {store.url}"], as_json=as_json)
+
+
+@app.command()
+def replay(
+    run: Run,
+    from_step: Annotated[int | None, typer.Option(help="First step; default the first of the run.")] = None,
+    to_step: Annotated[int | None, typer.Option(help="Last step; default the last of the run.")] = None,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Train recorded batches again and compare losses and weights with the commits; exit 1 if any differs.
+
+    Example: `pipelinerl replay latest --from-step 10 --to-step 20`
+    """
+    arguments = {"run": _module("tasks.runs").locate_run(run, root)}
+    arguments |= {
+        key: str(step) for key, step in (("from-step", from_step), ("to-step", to_step)) if step is not None
+    }
+    _run_role("replay", arguments, ["--json"] if as_json else [])
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    version: Annotated[str, typer.Option(help="first, last, or the number of a durable weight version.")] = "last",
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Measure held-out accuracy of a weight version: mean reward of one sample per prompt at temperature 1.
+
+    Example: `pipelinerl evaluate latest --version first`
+    """
+    document = _module("flows.inspect_run").evaluate_version(_module("tasks.runs").locate_run(run, root), version)
+    line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
+    answer(document, [line.format(**document)], as_json=as_json)
+
+
+@app.command()
+def prepare(
+    model: Annotated[str, typer.Option(help="The built-in model to build.")] = "builtin:sums", as_json: Json = False
+) -> None:
+    """Build a built-in model now rather than at the first `train`; no network, about a minute, cached."""
+    _run_role("prepare", {"model": model}, ["--json"] if as_json else [])
+
+
+@app.command()
+def config(
+    source: Annotated[str, typer.Argument(metavar="PRESET|FILE.toml")] = "quickstart",
+    overrides: Overrides = None,
+    keys: Annotated[bool, typer.Option("--keys", help="List every setting with its default and meaning.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print the resolved configuration as TOML that `train` reads.
+
+    Examples: `pipelinerl config quickstart trainer.steps=50 > mine.toml`, `pipelinerl config --keys`
+    """
+    if keys:
+        listed = _module("flows.settings").every_key()
+        lines = [f"{entry['key']} = {entry['default']}\n    {entry['meaning']}" for entry in listed]
+        answer(listed, lines, as_json=as_json)
+        return
+    loader = _module("pipelinerl_core.config")
+    resolved = loader.load_config(source, overrides or ())
+    answer(resolved.model_dump(mode="json"), [loader.as_toml(resolved).rstrip()], as_json=as_json)
+
+
+@app.command()
+def doctor(root: Root = "", as_json: Json = False) -> None:
+    """Say whether this machine is ready: versions, cores, thread settings, memory, disk, servers; exit 1 if not."""
+    examination = _module("flows.doctor").examine(root)
+    answer(examination.document, examination.lines, as_json=as_json)
+    raise typer.Exit(EXIT_FAILURE if examination.problems else EXIT_OK)
+
+
+@app.command(context_settings=_PASS_THROUGH)
+def bench(
+    context: typer.Context, name: Annotated[str, typer.Argument(help="engine: tokens per second against its peers.")]
+) -> None:
+    """Run a benchmark; what follows its name goes to the benchmark.
+
+    Example: `pipelinerl bench engine --json`
+    """
+    if name != "engine":
+        raise ConfigError(f"bench {name}: no such benchmark; there is: engine")
+    _run_role("bench_engine", {}, context.args)
+
+
+def _run_role(role: str, arguments: dict[str, str], flags: list[str]) -> None:
+    """Run a role as a child that writes the result to our stdout, and take over its exit code."""
+    commands = _module("tasks.commands")
+    command = commands.guarded([*commands.role_command(role, arguments), *flags])
+    code = subprocess.run(command, env=commands.role_environment(1, ""), check=False).returncode
+    raise typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""How commands answer: one JSON document or a few lines on stdout, everything else on stderr, and exit codes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+
+EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def answer(document: Any, lines: list[str], *, as_json: bool) -> None:
+    """The result of a command, on stdout."""
+    text = json.dumps(document, indent=2) if as_json else "\n".join(lines)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn the project's errors into a message on stderr and an exit code."""
+    try:
+        yield
+    except ConfigError as error:
+        say(f"pipelinerl: {' '.join(str(error).split())}")
+        raise SystemExit(EXIT_BAD_INPUT) from None
+    except PipelineRLError as error:
+        say(f"pipelinerl: {type(error).__name__}: {error}")
+        raise SystemExit(EXIT_FAILURE) from None

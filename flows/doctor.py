@@ -1,0 +1,150 @@
+"""Is this machine ready? Every finding is a line; what stands in the way of a run is a problem."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.config.sections import ModelConfig
+from pipelinerl_core.errors import ConfigError
+from tasks.checks import check_http, check_mlflow, check_root
+from tasks.commands import guarded, role_environment
+from tasks.runs import SHARED_MEMORY, local_directory, root_url
+
+PACKAGES = ("torch", "transformers", "pyarrow", "prefect", "mlflow", "s3fs", "datasets", "vllm", "deepspeed")
+OPTIONAL = frozenset({"vllm", "deepspeed"})
+TORCH_SECONDS = 120.0
+LOW_MEMORY_BYTES = 2e9
+LOW_DISK_BYTES = 1e9
+LOW_SHARED_MEMORY_BYTES = 64e6
+_TORCH_PROGRAM = (
+    "import json, torch; "
+    "print(json.dumps({'version': torch.__version__, 'threads': torch.get_num_threads(), "
+    "'cuda_devices': torch.cuda.device_count()}))"
+)
+
+
+@dataclass
+class Examination:
+    """What the doctor found."""
+
+    document: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def note(self, name: str, value: Any, *, problem: str = "") -> None:
+        """Record a finding, and what is wrong with it if anything is."""
+        self.document[name] = value
+        text = "  ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else str(value)
+        self.lines.append(
+            f"{'!!' if problem else 'ok'}  {name:<14} {text}" + (f"\n      {problem}" if problem else "")
+        )
+        if problem:
+            self.problems.append(problem)
+
+
+def examine(root: str) -> Examination:
+    """Look at everything a local run needs; takes a few seconds."""
+    found = Examination()
+    found.note("python", platform.python_version())
+    _packages(found)
+    found.note("cores", {"usable": len(os.sched_getaffinity(0)), "load_1min": round(os.getloadavg()[0], 2)})
+    _threads(found)
+    _memory(found)
+    _torch(found)
+    _space(found, root_url(root))
+    path = ModelConfig().path
+    found.note("model", f"{path}: {resolve_model_path(path) or 'not built yet; the first `train` builds it'}")
+    _reachable(found, "root", root_url(root), lambda: check_root(root_url(root)))
+    _servers(found)
+    found.document["problems"] = found.problems
+    return found
+
+
+def _packages(found: Examination) -> None:
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "none"
+    missing = [name for name, number in versions.items() if number == "none" and name not in OPTIONAL]
+    found.note(
+        "packages", versions, problem=f"not installed: {', '.join(missing)}. Run `make install`" if missing else ""
+    )
+
+
+def _threads(found: Examination) -> None:
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    in_roles = role_environment(1, "")
+    found.note(
+        "thread limits", {name: f"{os.environ.get(name, 'unset')} (roles: {in_roles[name]})" for name in names}
+    )
+
+
+def _memory(found: Examination) -> None:
+    available = psutil.virtual_memory().available
+    low = available < LOW_MEMORY_BYTES
+    problem = f"less than {LOW_MEMORY_BYTES / 1e9:.0f} GB of memory is free" if low else ""
+    found.note("memory", {"available_gb": round(available / 1e9, 1)}, problem=problem)
+
+
+def _torch(found: Examination) -> None:
+    command = guarded([sys.executable, "-c", _TORCH_PROGRAM])
+    try:
+        ended = subprocess.run(
+            command, env=role_environment(1, ""), capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
+        )
+        found.note("torch", json.loads(ended.stdout))
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
+        found.note("torch", "does not import", problem=last[0])
+    except subprocess.TimeoutExpired:
+        found.note("torch", "does not import", problem=f"no answer within {TORCH_SECONDS:.0f} s")
+
+
+def _space(found: Examination, root: str) -> None:
+    places = {"/dev/shm": (SHARED_MEMORY, LOW_SHARED_MEMORY_BYTES)}
+    directory = local_directory(root)
+    if directory is not None:
+        existing: Path = next(path for path in (directory, *directory.parents) if path.exists())
+        places["disk"] = (existing, LOW_DISK_BYTES)
+    for name, (path, least) in places.items():
+        if not path.exists():
+            found.note(name, "missing", problem=f"{path} does not exist; set weights.transport=object_store")
+            continue
+        free = shutil.disk_usage(path).free
+        problem = f"less than {least / 1e6:.0f} MB is free at {path}" if free < least else ""
+        found.note(name, {"free_gb": round(free / 1e9, 2)}, problem=problem)
+
+
+def _servers(found: Examination) -> None:
+    prefect = os.environ.get("PREFECT_API_URL", "")
+    if prefect:
+        _reachable(found, "prefect", prefect, lambda: check_http("PREFECT_API_URL", prefect))
+    else:
+        found.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
+    mlflow = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if mlflow:
+        _reachable(found, "mlflow", mlflow, lambda: check_mlflow(mlflow))
+    else:
+        found.note("mlflow", "a SQLite file under the root, unless tracking.mlflow_uri is set")
+
+
+def _reachable(found: Examination, name: str, what: str, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except ConfigError as error:
+        found.note(name, what, problem=str(error))
+    else:
+        found.note(name, what)

@@ -1,0 +1,40 @@
+"""What the command line says about a run, from the run's objects alone."""
+
+from collections.abc import Mapping
+from threading import Event
+from typing import Any
+
+from pipelinerl_core.records import REPORT_HTML_KEY
+from pipelinerl_core.roles.context import open_run
+from tasks.roles import evaluate
+from tasks.runs import run_url
+
+
+def report_location(run_id: str, root: str) -> str:
+    """Path or URL of the report of a run."""
+    return f"{run_url(root, run_id).removeprefix('file://')}/{REPORT_HTML_KEY}"
+
+
+def summary(report: Mapping[str, Any], location: str) -> list[str]:
+    """The end of a run for people: accuracy before and after, the shape of the run, where the report is."""
+    lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
+    if report["eval_first"] is not None and report["eval_last"] is not None:
+        lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}")
+    if report["reward_first"] is not None and report["reward_last"] is not None:
+        lines.append(f"  training reward    {report['reward_first']:.3f} -> {report['reward_last']:.3f}")
+    if report["lag"]["mean"] is not None:
+        lines.append(f"  lag of the tokens  mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
+    if report["swap_pause_seconds"]["p50"] is not None:
+        pause = report["swap_pause_seconds"]
+        lines.append(
+            f"  {report['num_swaps']} swaps         p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms"
+        )
+    lines.append(f"  report             {location}")
+    return lines
+
+
+def evaluate_version(url: str, version: str) -> dict[str, Any]:
+    """Run the evaluator on a version; its record."""
+    record = evaluate(open_run(url), version, Event())
+    assert record is not None  # nothing sets the stop event
+    return record.model_dump(mode="json")

@@ -1,0 +1,92 @@
+"""Run the train flow from the command line: a Prefect server if there is none, signals, and what to do next."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+from flows.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
+from flows.local_server import local_server
+from flows.train_flow import train
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.storage.object_store import open_store
+from tasks.checks import check_all, check_http
+from tasks.runs import LATEST_KEY, root_url
+
+
+def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Check everything, then run the flow in this process; returns the report.
+
+    Raises SystemExit with 130 or 143 after Ctrl-C or SIGTERM, when every child is gone.
+    """
+    root = root_url(arguments["root"])
+    begun = time.time()
+    with _sigterm_raises():
+        try:
+            check_all(config, root)
+            with _prefect_server(config, root):
+                report: dict[str, Any] = train(**arguments)
+                return report
+        except KeyboardInterrupt:
+            say(f"interrupted; everything is stopped. {_how_to_resume(root, begun)}")
+            raise SystemExit(EXIT_INTERRUPTED) from None
+        except _Terminated:
+            say(f"terminated; everything is stopped. {_how_to_resume(root, begun)}")
+            raise SystemExit(EXIT_TERMINATED) from None
+        except Exception:
+            say(_how_to_resume(root, begun))
+            raise
+
+
+class _Terminated(BaseException):
+    """SIGTERM; like KeyboardInterrupt no Exception, so that nothing swallows it."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C; Prefect's own handler, during the flow, ends in this one."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
+    """The server of PREFECT_API_URL or the active profile; one of our own for the time of the command otherwise."""
+    configured = get_current_settings().api.url
+    if configured:
+        check_http("PREFECT_API_URL", str(configured))
+        yield
+        return
+    if config.placement.kind == "work_pools":
+        raise ConfigError(
+            "placement.kind=work_pools needs a Prefect server that the workers share. Set PREFECT_API_URL, "
+            "or placement.kind=local"
+        )
+    say("starting a local Prefect server (set PREFECT_API_URL to use your own)")
+    with local_server(root) as url, temporary_settings({PREFECT_API_URL: url}):
+        say(f"Prefect UI: {url.removesuffix('/api')} while this command runs")
+        yield
+
+
+def _how_to_resume(root: str, begun: float) -> str:
+    """The command that goes on with the run this command has opened, if it got that far."""
+    try:
+        latest = json.loads(open_store(root).get(LATEST_KEY))
+    except MissingObject:
+        return "No run was opened."
+    if latest["at"] < begun:
+        return "No run was opened."
+    return f"Go on with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}"

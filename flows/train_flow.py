@@ -1,0 +1,121 @@
+"""The train flow: hub and trainer, first evaluation, actors, until the last step; then evaluation and report."""
+
+import logging
+import os
+import secrets
+import shutil
+from dataclasses import replace
+from typing import Annotated, Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+from pydantic import Field
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.records import eval_key
+from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
+from tasks.mlflow_runs import RunTracker, open_tracker
+from tasks.placement import HUB, TRAINER, Crew
+from tasks.preflight import preflight
+from tasks.report import write_reports
+from tasks.runs import (
+    create_run,
+    find_run,
+    locate_run,
+    new_run_id,
+    refuse_if_live,
+    remember_latest,
+    root_url,
+    run_url,
+    shared_memory_of,
+)
+from tasks.tracking import RunWatch
+
+logger = logging.getLogger(__name__)
+
+INITIAL_WEIGHTS_SECONDS = 600.0
+"""Loading the model, or training again what followed the newest checkpoint, ends within this time."""
+FOLLOW_SECONDS = 1.0
+
+Preset = Annotated[
+    str, Field(description="A shipped preset such as quickstart, or a TOML file on the machine that runs the flow.")
+]
+Overrides = Annotated[
+    tuple[str, ...],
+    Field(description='Single settings, each "section.key=value", for example "trainer.steps=20".'),
+]
+Root = Annotated[
+    str, Field(description="Where runs are kept, a path or s3://bucket/prefix. Empty: $PIPELINERL_ROOT, then ./runs.")
+]
+Resume = Annotated[
+    str,
+    Field(
+        description="Go on with this run instead (id under the root, `latest`, path or URL); its own configuration "
+        "holds, preset and overrides are not read."
+    ),
+]
+
+
+@flow(name="train", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+def train(
+    preset: Preset = "quickstart", overrides: Overrides = (), root: Root = "", resume: Resume = ""
+) -> dict[str, Any]:
+    """Train a model: generation and training side by side, weights swapped in flight.
+
+    A retry of this flow run resumes the same run. Returns the report (report.json).
+    """
+    run, tracker = open_or_create(preset, overrides, root, resume)
+    logger.info("run %s", run.store.url)
+    with RunWatch(run, tracker) as watch:
+        if watch.committed_step < run.config.trainer.steps:
+            run_roles(run, watch)
+        report = write_reports(run)
+        watch.finish(report)
+    return report
+
+
+def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: str) -> tuple[RunContext, RunTracker]:
+    """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
+    flow_run_id = str(flow_run.id)
+    url = locate_run(resume, root) if resume else run_url(root, new_run_id(preset, flow_run_id))
+    run = find_run(url)
+    config = run.config if run else load_config(preset, overrides)
+    refuse_if_live(url)
+    preflight(config, root_url(root))
+    tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id)
+    if run is None:
+        run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
+    remember_latest(url)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    return replace(run, token=token), tracker
+
+
+def run_roles(run: RunContext, watch: RunWatch) -> None:
+    """From the first process to the last; whatever happens, none of them is left."""
+    crew = Crew(run)
+    try:
+        crew.start(HUB)
+        crew.start(TRAINER)
+        crew.wait_until(
+            "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
+        )
+        if run.config.eval.num_prompts and not run.store.exists(eval_key(0)):
+            crew.evaluate("first")
+        for index in range(run.config.placement.actors):
+            crew.start(f"actor-{index}")
+        follow(crew, watch)
+        crew.stop()
+        if run.config.eval.num_prompts:
+            crew.evaluate("last")
+    finally:
+        crew.stop()
+        shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+
+
+def follow(crew: Crew, watch: RunWatch) -> None:
+    """Until the trainer has taken its last step; raises what made any role fail before."""
+    while not crew.has_ended(TRAINER):
+        watch.poll()
+        crew.wait(FOLLOW_SECONDS)
+    watch.poll()

@@ -1,0 +1,81 @@
+"""Reserved groups -> the rows of one optimizer step: advantage, loss_weight and loss_mask, decided once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl_core.algo.advantages import leave_one_out
+from pipelinerl_core.algo.staleness import live_mask
+from pipelinerl_core.algo.weighting import loss_weights
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.types import Outcome, Rollout, TrainingRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AssembledStep:
+    """The rows of a step, and what did not become a row or a trained token."""
+
+    rows: list[TrainingRow]
+    """Ordered by (group_id, rollout_index), whatever order the groups arrived in."""
+    num_errors: int
+    """Rollouts without a reward: in no row, no baseline and no denominator."""
+    num_error_tokens: int
+    """Sampled tokens of those rollouts."""
+    num_sampled: int
+    """Sampled tokens of the rows."""
+    num_masked_stale: int
+    """Those of them that the lag rule masked; the others are trained."""
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that enter the loss."""
+        return self.num_sampled - self.num_masked_stale
+
+
+def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunConfig) -> AssembledStep:
+    """The rows that step `step` trains.
+
+    Rollouts without a reward are left out. The advantage of the others comes from the rewards of exactly the rollouts
+    in the step, and loss_weight counts their sampled tokens before the stale mask (docs/algorithms.md).
+
+    Raises ValueError for a group with fewer than two scored rollouts, and for a token that is newer than the weights.
+    """
+    ordered = sorted((sorted(group, key=lambda rollout: rollout.rollout_index) for group in groups), key=_group_id)
+    scored = [[rollout for rollout in group if rollout.outcome is Outcome.SCORED] for group in ordered]
+    errors = [rollout for group in ordered for rollout in group if rollout.outcome is not Outcome.SCORED]
+    weights = loss_weights(
+        [[_num_sampled(rollout) for rollout in group] for group in scored],
+        normalization=config.loss.normalization,
+        max_tokens=config.rollouts.max_tokens,
+    )
+    rows = [
+        _row(rollout, advantage, weight, step=step, max_lag=config.schedule.max_lag)
+        for group, group_weights in zip(scored, weights, strict=True)
+        for rollout, advantage, weight in zip(group, leave_one_out(_rewards(group)), group_weights, strict=True)
+    ]
+    num_sampled = sum(_num_sampled(row.rollout) for row in rows)
+    return AssembledStep(
+        rows=rows,
+        num_errors=len(errors),
+        num_error_tokens=sum(_num_sampled(rollout) for rollout in errors),
+        num_sampled=num_sampled,
+        num_masked_stale=num_sampled - sum(int(np.count_nonzero(row.loss_mask)) for row in rows),
+    )
+
+
+def _row(rollout: Rollout, advantage: float, weight: float, *, step: int, max_lag: int) -> TrainingRow:
+    live_C = live_mask(rollout.weight_spans, rollout.num_tokens, step=step, max_lag=max_lag)
+    return TrainingRow(rollout=rollout, loss_mask=rollout.loss_mask & live_C, advantage=advantage, loss_weight=weight)
+
+
+def _rewards(group: Sequence[Rollout]) -> list[float]:
+    return [rollout.reward for rollout in group if rollout.reward is not None]
+
+
+def _num_sampled(rollout: Rollout) -> int:
+    return int(np.count_nonzero(rollout.loss_mask))
+
+
+def _group_id(group: Sequence[Rollout]) -> int:
+    return group[0].group_id

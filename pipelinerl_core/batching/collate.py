@@ -1,0 +1,103 @@
+"""Rows -> packs of tensors.
+
+Shapes: T = packed tokens, S = sequences, L = longest sequence, N = sampled tokens, P = prompt tokens,
+C = completion tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelinerl_core.algo.packed import PackedBatch, PackLayout
+from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.types import Rollout, TrainingRow
+
+Int64Array = NDArray[np.int64]
+
+
+class PackBatcher:
+    """Packs rows by a token budget, deterministically: equal rows give equal packs."""
+
+    def __init__(self, pack_tokens: int) -> None:
+        """`pack_tokens` is the budget of one pack, in tokens of its forward pass."""
+        self._pack_tokens = pack_tokens
+
+    def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
+        """Packs that hold every sampled token of the rows once; rows without one have nothing to compute."""
+        kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
+        packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens)
+        return [collate(rows, [kept[position] for position in positions]) for positions in packs]
+
+    def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
+        """Packs that hold every completion token of the rollouts once, for scoring: weights and advantages are 0."""
+        return self.rows([_unweighted(rollout) for rollout in rollouts])
+
+
+def num_forward_tokens(rollout: Rollout) -> int:
+    """Tokens of a rollout in a forward pass: all but the last, which predicts nothing that was sampled."""
+    return len(rollout.prompt_token_ids) + rollout.num_tokens - 1
+
+
+def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
+    """One pack of the rows at `indices`, in that order.
+
+    Raises ValueError for a row without a prompt: nothing would predict its first token.
+    """
+    chosen = [rows[index] for index in indices]
+    for row in chosen:
+        if len(row.rollout.prompt_token_ids) == 0:
+            raise ValueError(
+                f"rollout {row.rollout.rollout_index} of group {row.rollout.group_id} has no prompt tokens: "
+                "at least one is needed to predict its first token"
+            )
+    lengths_S = np.array([num_forward_tokens(row.rollout) for row in chosen], dtype=np.int64)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    longest = int(lengths_S.max())
+    sequence_T = np.repeat(np.arange(len(chosen)), lengths_S)
+    positions_T = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
+    sampled = [np.flatnonzero(row.rollout.loss_mask) for row in chosen]
+    counts_S = np.array([len(offsets) for offsets in sampled], dtype=np.int64)
+    # The token before completion token c stands at place P + c - 1 of its sequence.
+    first_sources_S = starts_S + np.array([len(row.rollout.prompt_token_ids) for row in chosen]) - 1
+    return PackedBatch(
+        input_ids_T=_int64(np.concatenate([_inputs(row.rollout) for row in chosen])),
+        position_ids_T=_int64(positions_T),
+        layout=PackLayout(
+            slots_T=_int64(sequence_T * longest + positions_T), num_sequences=len(chosen), longest=longest
+        ),
+        row_S=_int64(np.array(indices)),
+        source_N=_int64(np.repeat(first_sources_S, counts_S) + np.concatenate(sampled)),
+        target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
+        sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
+        rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
+        advantages_N=_float32(np.repeat([row.advantage for row in chosen], counts_S)),
+        loss_weights_N=_float32(np.repeat([row.loss_weight for row in chosen], counts_S)),
+        loss_mask_N=torch.from_numpy(_select([row.loss_mask for row in chosen], sampled)),
+    )
+
+
+def _inputs(rollout: Rollout) -> NDArray[np.int32]:
+    return np.concatenate([rollout.prompt_token_ids, rollout.completion_token_ids[:-1]])
+
+
+def _select(columns: Sequence[NDArray[Any]], offsets: Sequence[Int64Array]) -> NDArray[Any]:
+    return np.concatenate([column[chosen] for column, chosen in zip(columns, offsets, strict=True)])
+
+
+def _int64(values: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _float32(values: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def _unweighted(rollout: Rollout) -> TrainingRow:
+    everything_C = np.ones(rollout.num_tokens, dtype=np.bool_)
+    return TrainingRow(
+        rollout=replace(rollout, loss_mask=everything_C), loss_mask=everything_C, advantage=0.0, loss_weight=0.0
+    )

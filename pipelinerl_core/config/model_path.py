@@ -1,0 +1,84 @@
+"""Where the files of a model are, and everything that defines the models which `pipelinerl prepare` builds.
+
+Nothing here imports torch: a flow can ask whether a model is there without loading it.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+from pipelinerl_core.config.sections import Section, SumsPrompts
+from pipelinerl_core.errors import ConfigError
+
+BUILTIN_PREFIX = "builtin:"
+
+
+class SumsModel(Section):
+    """A small Qwen2 model that has read people's answers to sums: some worked out, most of them hasty guesses."""
+
+    revision: int = 1
+    """Raised when the code of the demonstrations or of the training changes what is built."""
+    seed: int = 0
+    """Seed of the initial weights and of the demonstrations."""
+    alphabet: str = "0123456789+=,. "
+    """One token per character, after the padding token (id 0) and the end token (id 1)."""
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_positions: int = 256
+    lengths: tuple[int, ...] = SumsPrompts().lengths
+    """Numbers of summands of the demonstrations."""
+    worked_out_share: float = 0.35
+    """Share of demonstrations in running sums; the others guess near the sum."""
+    guess_error: int = 6
+    """Largest distance of a guess from the sum."""
+    steps: int = 450
+    rows: int = 128
+    """Demonstrations per step."""
+    lr: float = 2e-3
+    warmup_steps: int = 50
+
+
+BUILTIN_MODELS = {"builtin:sums": SumsModel()}
+
+
+def cache_directory() -> Path:
+    """$PIPELINERL_CACHE, or ~/.cache/pipelinerl."""
+    return Path(os.environ.get("PIPELINERL_CACHE") or Path.home() / ".cache" / "pipelinerl")
+
+
+def digest(recipe: SumsModel) -> str:
+    """16 hex digits over all that defines the weights: the recipe and the libraries that compute them."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
+    text = json.dumps([recipe.model_dump(mode="json"), libraries], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def model_directory(recipe: SumsModel) -> Path:
+    """The directory of a built model; it exists only when it is whole."""
+    return cache_directory() / "models" / digest(recipe)
+
+
+def builtin_recipe(path: str) -> SumsModel | None:
+    """What a `builtin:` name stands for, None for any other path; raises ConfigError for an unknown name."""
+    if not path.startswith(BUILTIN_PREFIX):
+        return None
+    if path not in BUILTIN_MODELS:
+        close = difflib.get_close_matches(path, BUILTIN_MODELS, n=1, cutoff=0)[0]
+        raise ConfigError(f"model.path={path}: no such built-in model; did you mean {close}?")
+    return BUILTIN_MODELS[path]
+
+
+def resolve_model_path(path: str) -> Path | None:
+    """The directory that holds the model and its tokenizer now, or None when there is none (yet).
+
+    Raises ConfigError for an unknown `builtin:` name.
+    """
+    recipe = builtin_recipe(path)
+    directory = Path(path).expanduser() if recipe is None else model_directory(recipe)
+    return directory if directory.is_dir() else None

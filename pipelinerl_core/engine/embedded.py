@@ -1,0 +1,386 @@
+"""The embedded engine: a transformers decoder over a fixed number of slots, on one thread of one event loop.
+
+One loop admits, decodes, samples, stamps and retires; between two of its steps it gives the event loop a turn. A step
+is a plain function, so every coroutine that runs is between two steps: a swap or an abort needs no lock and no pause
+protocol, it just happens. An engine with nothing to do has no task at all.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.decoder import SlotDecoder, prefill_batches
+from pipelinerl_core.engine.sampling import sample
+from pipelinerl_core.engine.sequence import Sequence, check_request
+from pipelinerl_core.engine.slots import SlotTable
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.types import (
+    Chunk,
+    Completion,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Int32Array,
+    SwapReport,
+)
+
+KVPolicy = Literal["keep", "recompute", "drain"]
+
+
+class EmbeddedEngine:
+    """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
+
+    model: a transformers causal LM on the CPU, this engine's own object; full attention only.
+    eos_token_ids: tokens that end a completion and belong to it.
+    weight_version: version of the weights the model holds now.
+    kv: at a swap, keep the KV cache of running sequences (they go on at once, attending to keys of older weights);
+        recompute it under the new weights within the pause; or drain: admit nothing, swap when the slots are empty.
+    deterministic: every step has one shape (all slots, all max_len keys) and prompts are fed through decode steps,
+        so that tokens and log-probabilities depend on the request and the weights alone, bit for bit, in a
+        continuation too. Slower: attention is over max_len, and each prompt token takes a step. float32 weights and
+        a fixed thread count are up to the caller.
+    stream_interval: emit a chunk every so many tokens; 0: only at a swap and at the end, which is the fastest.
+
+    A continuation whose prior holds tokens of a newer version than the engine's waits until that version is swapped
+    in. Nothing is cut off: a request that could outgrow its slot is refused.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_len: int,
+        eos_token_ids: Iterable[int],
+        weight_version: int = 0,
+        kv: KVPolicy = "keep",
+        deterministic: bool = False,
+        stream_interval: int = 0,
+    ) -> None:
+        if slots < 1 or max_len < 2:
+            raise EngineError(f"slots={slots}, max_len={max_len}: at least one slot of two tokens is needed")
+        self._decoder = SlotDecoder(model, slots=slots, max_len=max_len)
+        self._is_eos_V = np.isin(np.arange(self._decoder.vocab_size), list(eos_token_ids))
+        self._table = SlotTable(slots, max_len, self._is_eos_V, fixed_shape=deterministic)
+        self._version = weight_version
+        self._kv = kv
+        self._deterministic = deterministic
+        self._stream_interval = stream_interval
+        self._waiting: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._in_slot: dict[int, Sequence] = {}
+        self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
+        self._task: asyncio.Task[None] | None = None
+        self._swap_lock = asyncio.Lock()
+        self._drained: asyncio.Future[None] | None = None
+        self._failure: str | None = None
+        self._num_tokens = 0
+        self._num_steps = 0
+        self._running_seconds = 0.0
+        self._counted_at = time.perf_counter()
+
+    # ---- the contract --------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """Version that samples the next token."""
+        return self._version
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        """Chunks of one sequence; see `interfaces.Engine`. It takes its place in the queue when first awaited."""
+        self._check_open(request.request_id)
+        check_request(request, max_len=self._table.max_len, is_eos_V=self._is_eos_V)
+        return self._stream(request)
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        """Make `update` the weights of the next token; see `interfaces.Engine`.
+
+        Names, shapes, types and the version are checked before anything is touched. Versions never decrease.
+        pause_seconds is the time the engine's thread is taken, checks and chunks included; of kv=drain it does not
+        include the wait for running sequences, which still sample.
+        """
+        async with self._swap_lock:
+            start = time.perf_counter()
+            self._check_update(update)
+            checked_seconds = time.perf_counter() - start
+            if self._kv == "drain":
+                await self._drain()
+            start = time.perf_counter()
+            num_running = len(self._running)
+            self._replace_weights(update)
+            self._wake()
+            pause_seconds = checked_seconds + time.perf_counter() - start
+        return SwapReport(
+            version=update.version,
+            pause_seconds=pause_seconds,
+            num_bytes=update.num_bytes,
+            num_running=num_running,
+        )
+
+    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
+        """Take sequences back with what they have sampled; see `interfaces.Engine`."""
+        completions: dict[str, Completion] = {}
+        for request_id in list(request_ids):
+            sequence = self._running.get(request_id) or self._waiting.get(request_id)
+            if sequence is not None:
+                completions[request_id] = self._finish(sequence, FinishReason.ABORT)
+        return completions
+
+    def stats(self) -> EngineStats:
+        """A glance at the engine; kv_usage is the share of token places in the slots that hold a token."""
+        self._count_time()
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_usage=float(self._table.num_fed.sum()) / (self._table.slots * self._table.max_len),
+            num_tokens=self._num_tokens,
+            num_steps=self._num_steps,
+            running_seconds=self._running_seconds,
+        )
+
+    async def close(self) -> None:
+        """Stop and release memory; running generators end with EngineError. Closing twice is harmless."""
+        self._fail("the engine was closed")
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._decoder.memory.clear()
+
+    # ---- one request ---------------------------------------------------------------------------------------------
+
+    def _check_open(self, request_id: str) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        if request_id in self._running or request_id in self._waiting:
+            raise EngineError(f"request {request_id!r} is open already; ids of open requests must differ")
+
+    async def _stream(self, request: EngineRequest) -> AsyncIterator[Chunk]:
+        self._check_open(request.request_id)  # again: time may have passed since generate()
+        sequence = Sequence(request)
+        self._waiting[request.request_id] = sequence
+        self._wake()
+        try:
+            while True:
+                # No deadline of its own: whatever ends the loop puts an error into every outbox.
+                item = await sequence.outbox.get()
+                if isinstance(item, str):
+                    raise EngineError(item)
+                yield item
+                if item.completion is not None:
+                    return
+        finally:
+            self._forget(sequence)
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Make sure the loop runs if there is something to do."""
+        if (self._task is None or self._task.done()) and (self._running or self._admissible(1)):
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
+
+    async def _run(self) -> None:
+        try:
+            while self._running or self._admissible(1):
+                self._step()
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            # Steps are whole, so the engine stays usable; only those that wait for it must hear of it.
+            self._end_all("the engine's task was cancelled")
+            raise
+        except Exception as error:  # noqa: BLE001 - every generator must hear why nothing comes any more
+            self._fail(f"the engine failed under weight version {self._version}: {type(error).__name__}: {error}")
+
+    def _step(self) -> None:
+        """Admit into free slots, feed one token to each slot, sample, retire."""
+        batches = prefill_batches(self._admit())
+        with torch.inference_mode():
+            for batch in batches[:-1]:
+                self._decoder.prefill(*batch)
+            step = self._table.step_input()
+            logits_RV = self._decoder.decode(
+                step.token_ids_R,
+                step.positions_R,
+                num_keys=step.num_keys,
+                prefill=batches[-1] if batches else None,
+            )
+            temperature, top_p, uniform = self._table.sampler_inputs(len(step.token_ids_R))
+            token_ids_R, logprobs_R = sample(
+                logits_RV,
+                torch.from_numpy(temperature),
+                None if top_p is None else torch.from_numpy(top_p),
+                torch.from_numpy(uniform),
+            )
+        outcome = self._table.advance(token_ids_R, logprobs_R)
+        self._num_steps += 1
+        self._num_tokens += outcome.num_sampled
+        for slots, reason in ((outcome.stopped, FinishReason.STOP), (outcome.exhausted, FinishReason.LENGTH)):
+            for slot in slots.tolist():
+                self._finish(self._in_slot[slot], reason)
+        if self._stream_interval:
+            for slot, sequence in self._in_slot.items():
+                if self._table.num_completion(slot) - sequence.num_sent >= self._stream_interval:
+                    self._emit(sequence)
+
+    def _admissible(self, count: int) -> list[Sequence]:
+        """The first waiting sequences, at most `count`, that may start under the present weights."""
+        if self._drained is not None:
+            return []
+        found: list[Sequence] = []
+        for sequence in self._waiting.values():
+            if len(found) == count:
+                break
+            if sequence.oldest_weights <= self._version:
+                found.append(sequence)
+        return found
+
+    def _admit(self) -> list[tuple[int, Int32Array]]:
+        """Fill free slots in order of arrival; returns what is to be prefilled: all but the last token of each."""
+        if not self._free_slots or not self._waiting:
+            return []
+        self._count_time()
+        admitted: list[tuple[int, Int32Array]] = []
+        for sequence in self._admissible(len(self._free_slots)):
+            request = sequence.request
+            slot = heapq.heappop(self._free_slots)
+            del self._waiting[request.request_id]
+            self._running[request.request_id] = sequence
+            self._in_slot[slot] = sequence
+            sequence.slot = slot
+            # The last known token is always fed by a decode step, which samples what follows it.
+            num_prefilled = 0 if self._deterministic else len(request.prompt_token_ids) + sequence.num_prior - 1
+            self._table.admit(slot, request, num_fed=num_prefilled)
+            admitted.append((slot, self._table.fed_tokens(slot)))
+        return admitted
+
+    # ---- ends and swaps ------------------------------------------------------------------------------------------
+
+    def _emit(self, sequence: Sequence, reason: FinishReason | None = None) -> Completion | None:
+        whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)
+        return sequence.emit(*whole, self._version, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        completion = self._emit(sequence, reason)
+        assert completion is not None
+        self._forget(sequence)
+        return completion
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Free what a sequence holds. Harmless when it has ended already."""
+        request_id = sequence.request.request_id
+        if self._waiting.get(request_id) is sequence:
+            del self._waiting[request_id]
+        if sequence.slot is None:
+            return
+        self._count_time()
+        self._table.release(sequence.slot)
+        self._in_slot.pop(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
+        del self._running[request_id]
+        sequence.slot = None
+        if self._drained is not None and not self._running and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _end_all(self, message: str) -> None:
+        for sequence in [*self._running.values(), *self._waiting.values()]:
+            sequence.outbox.put_nowait(message)
+            self._forget(sequence)
+
+    def _fail(self, message: str) -> None:
+        """The engine is of no use any more; everyone who waits hears why."""
+        self._failure = self._failure or message
+        self._end_all(self._failure)
+
+    def _count_time(self) -> None:
+        """Bring the integral of `running` up to now; called before every change of it."""
+        now = time.perf_counter()
+        self._running_seconds += len(self._running) * (now - self._counted_at)
+        self._counted_at = now
+
+    def _check_update(self, update: WeightUpdate) -> None:
+        if self._failure is not None:
+            raise SwapError(f"no swap to version {update.version}: {self._failure}")
+        if update.version < self._version:
+            raise SwapError(
+                f"the update is version {update.version}, the engine has {self._version}: versions never decrease"
+            )
+        self._decoder.check(update.tensors)
+
+    async def _drain(self) -> None:
+        """Admit nothing until the slots are empty; at most the longest rest of a running sequence."""
+        if not self._running:
+            return
+        self._drained = asyncio.get_running_loop().create_future()
+        try:
+            await self._drained
+        finally:
+            self._drained = None
+            self._wake()
+        if self._failure is not None:
+            raise SwapError(f"the engine ended while it was drained: {self._failure}")
+
+    def _replace_weights(self, update: WeightUpdate) -> None:
+        for sequence in self._running.values():
+            self._emit(sequence)  # tokens up to here are of the old version
+        try:
+            self._decoder.load(update.tensors)
+        except Exception as error:
+            self._fail(f"the swap to version {update.version} broke off half-way: {type(error).__name__}: {error}")
+            raise SwapError(self._failure) from error
+        self._version = update.version
+        if self._kv == "recompute":
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """Store the keys and values of all running sequences again, under the present weights."""
+        with torch.inference_mode():
+            if self._deterministic:
+                for position in range(int(self._table.num_fed.max())):
+                    step = self._table.refeed_input(position)
+                    self._decoder.decode(step.token_ids_R, step.positions_R, num_keys=step.num_keys)
+                return
+            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+                self._decoder.prefill(*batch)
+
+
+def load_engine(
+    path: str | Path,
+    config: RunConfig,
+    *,
+    max_prompt_tokens: int,
+    eos_token_ids: Iterable[int] | None = None,
+    weight_version: int = 0,
+) -> EmbeddedEngine:
+    """The engine of a run from a model directory (config.json and safetensors; the network is never asked).
+
+    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens.
+    eos_token_ids default to those of the model's generation configuration. Raises EngineError.
+    """
+    if not Path(path).is_dir():
+        raise EngineError(f"{path}: no such model directory")
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    return EmbeddedEngine(
+        model,
+        slots=config.engine.concurrency,
+        max_len=max_prompt_tokens + config.rollouts.max_tokens,
+        eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
+        weight_version=weight_version,
+        kv=config.engine.kv,
+        deterministic=config.engine.deterministic,
+    )
+
+
+def _eos_of(model: Any) -> list[int]:
+    """End tokens of the generation configuration, which transformers fills from config.json where it has none."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

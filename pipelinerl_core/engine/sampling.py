@@ -1,0 +1,71 @@
+"""Drawing tokens: noise by a counter-based hash, inverse transform sampling, exact log-probabilities.
+
+The uniform number of a token depends on (seed of its sampler, its position in the completion) alone: not on the slot,
+the batch, or what was drawn before. So a completion that is continued elsewhere draws what it would have drawn.
+
+The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the state
+of a sequence is mix(seed), output i is mix(state + (i + 1) * golden gamma), all modulo 2^64.
+
+Shape suffixes: R rows (one per decoded slot), V vocabulary.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, odd
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_MASK_64 = (1 << 64) - 1
+
+
+def noise_key(seed: int) -> np.uint64:
+    """The hash state of one sequence; any Python int is a seed (taken modulo 2^64)."""
+    return np.uint64(_mix(np.array([seed & _MASK_64], np.uint64))[0])
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), multiples of 2^-52, one per (key, position in the completion)."""
+    counters = (positions + 1).astype(np.uint64) * _GAMMA
+    return (_mix(keys + counters) >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: a bijection of 64-bit words; each input bit flips about half of the output bits."""
+    x = (x ^ (x >> np.uint64(30))) * _MULTIPLIER_1
+    x = (x ^ (x >> np.uint64(27))) * _MULTIPLIER_2
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(
+    logits_RV: Tensor, temperature_R: Tensor, top_p_R: Tensor | None, uniform_R: Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Draw one token per row: its id [R], and its log-probability [R] under the distribution it was drawn from.
+
+    That distribution is softmax(logits / temperature), truncated to the nucleus and renormalised where top_p < 1
+    (None: nowhere). Token = the first whose cumulative probability exceeds uniform * total. The cumulative sum is in
+    float64: in float32 it stops growing in the tail of a large vocabulary. uniform < 1 - 2^-53 and "exceeds" together
+    never pick a token of probability zero.
+    """
+    logprobs_RV = torch.log_softmax(logits_RV / temperature_R[:, None], dim=-1)
+    if top_p_R is not None:
+        logprobs_RV = _nucleus(logprobs_RV, top_p_R)
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
+    threshold = uniform_R[:, None] * cumulative_RV[:, -1:]
+    # The clamp matters for rows of NaN only, which the engine finds by their log-probability.
+    token_ids = torch.searchsorted(cumulative_RV, threshold, right=True).clamp_(max=logits_RV.shape[1] - 1)
+    return token_ids[:, 0].numpy(), logprobs_RV.gather(1, token_ids)[:, 0].numpy()
+
+
+def _nucleus(logprobs_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """Keep the fewest most likely tokens that reach top_p together, renormalised. Rows of top_p 1 stay bit for bit.
+
+    Holtzman et al., "The curious case of neural text degeneration", ICLR 2020.
+    """
+    sorted_RV, order_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
+    probs_RV = sorted_RV.exp().double()
+    is_dropped_RV = probs_RV.cumsum(-1) - probs_RV >= top_p_R[:, None]
+    is_dropped_RV[:, 0] = False
+    kept_RV = logprobs_RV.masked_fill(is_dropped_RV.scatter(1, order_RV, is_dropped_RV), float("-inf"))
+    return torch.where(top_p_R[:, None] < 1, torch.log_softmax(kept_RV, dim=-1), logprobs_RV)

@@ -1,0 +1,135 @@
+"""One request on its way through an engine: what may be asked for, and how its tokens leave as chunks."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_core.errors import EngineError
+from pipelinerl_core.types import (
+    Chunk,
+    Completion,
+    EngineRequest,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    WeightSpan,
+)
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_LOGPROBS = np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in the queue or in a slot."""
+
+    request: EngineRequest
+    slot: int | None = None
+    """None while it waits, and again when it has ended."""
+    spans: list[WeightSpan] = field(default_factory=list)
+    num_sent: int = 0
+    """Completion tokens that left in chunks, or came with the prior."""
+    outbox: "asyncio.Queue[Chunk | str]" = field(default_factory=asyncio.Queue)
+    """For the generator; a string is the message of the EngineError that ends it."""
+
+    def __post_init__(self) -> None:
+        if self.request.prior is not None:
+            self.spans = list(self.request.prior.weight_spans)
+            self.num_sent = len(self.request.prior.token_ids)
+
+    @property
+    def oldest_weights(self) -> int:
+        """Version of the newest prior token: older weights may not continue it, since versions never decrease."""
+        return self.spans[-1].version if self.spans else -1
+
+    @property
+    def num_prior(self) -> int:
+        """Completion tokens that came with the request."""
+        return 0 if self.request.prior is None else len(self.request.prior.token_ids)
+
+    def prior_tokens(self) -> tuple[Int32Array, Float32Array]:
+        """Completion tokens and log-probabilities that came with the request."""
+        prior = self.request.prior
+        return (_NO_TOKENS, _NO_LOGPROBS) if prior is None else (prior.token_ids, prior.rollout_logprobs)
+
+    def emit(
+        self,
+        token_ids: Int32Array,
+        rollout_logprobs: Float32Array,
+        version: int,
+        finish_reason: FinishReason | None = None,
+    ) -> Completion | None:
+        """Send what no chunk carried yet, stamped with `version`; a reason makes it the last chunk.
+
+        Both arrays are [C], the whole completion so far. Nothing is sent when there is nothing new and no reason.
+        """
+        start, self.num_sent = self.num_sent, len(token_ids)
+        if len(token_ids) > start:
+            is_same = bool(self.spans) and self.spans[-1].version == version
+            span_start = self.spans.pop().start if is_same else start
+            self.spans.append(WeightSpan(version, span_start, len(token_ids)))
+        elif finish_reason is None:
+            return None
+        completion = None
+        if finish_reason is not None:
+            completion = Completion(
+                token_ids=token_ids,
+                rollout_logprobs=rollout_logprobs,
+                weight_spans=tuple(self.spans),
+                finish_reason=finish_reason,
+            )
+        chunk = Chunk(
+            request_id=self.request.request_id,
+            token_ids=token_ids[start:],
+            rollout_logprobs=rollout_logprobs[start:],
+            weight_version=version,
+            completion=completion,
+        )
+        self.outbox.put_nowait(chunk)
+        return completion
+
+
+def check_request(request: EngineRequest, *, max_len: int, is_eos_V: NDArray[np.bool_]) -> None:
+    """Raise EngineError for a request that can never be served; is_eos_V [V] marks the end tokens."""
+    name, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
+    num_prior = 0 if request.prior is None else len(request.prior.token_ids)
+    if prompt_len == 0:
+        raise EngineError(f"{name} has an empty prompt; at least one token is needed to sample the next")
+    if request.max_tokens <= num_prior:
+        raise EngineError(
+            f"{name}: max_tokens={request.max_tokens} leaves nothing to sample after {num_prior} prior tokens"
+        )
+    if prompt_len + request.max_tokens > max_len:
+        raise EngineError(
+            f"{name}: {prompt_len} prompt tokens + max_tokens={request.max_tokens} exceed the engine's "
+            f"max_len={max_len}. Shorten the prompt, lower max_tokens or build the engine with a larger max_len"
+        )
+    sampler = request.sampler
+    if not 0 < sampler.temperature < float("inf") or not 0 < sampler.top_p <= 1:
+        raise EngineError(
+            f"{name}: temperature={sampler.temperature} must be above 0 and top_p={sampler.top_p} in (0, 1]"
+        )
+    _check_tokens(name, request.prompt_token_ids, len(is_eos_V))
+    if request.prior is not None and num_prior > 0:
+        _check_prior(name, request.prior, is_eos_V)
+
+
+def _check_prior(name: str, prior: Completion, is_eos_V: NDArray[np.bool_]) -> None:
+    num_tokens, spans = len(prior.token_ids), prior.weight_spans
+    _check_tokens(name, prior.token_ids, len(is_eos_V))
+    if is_eos_V[prior.token_ids[-1]]:
+        raise EngineError(f"{name}: its prior ends with end token {prior.token_ids[-1]} and cannot be continued")
+    is_covered = [0, *(span.end for span in spans)] == [*(span.start for span in spans), num_tokens]
+    if not is_covered or len(prior.rollout_logprobs) != num_tokens:
+        raise EngineError(
+            f"{name}: its prior has {num_tokens} tokens, {len(prior.rollout_logprobs)} log-probabilities and spans "
+            f"{[tuple(span) for span in spans]}; all three must cover the same tokens"
+        )
+
+
+def _check_tokens(name: str, token_ids: Int32Array, vocab_size: int) -> None:
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise EngineError(f"{name} has token id {low if low < 0 else high}, outside of [0, {vocab_size})")

@@ -1,0 +1,141 @@
+"""Who may work on which group, until when."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipelinerl_core.ledger.groups import ActorKey, Grant
+from pipelinerl_core.messages import LeaseRef
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """A lease that is in force."""
+
+    grant: Grant
+    actor: ActorKey
+    deadline_seconds: float
+    is_claimed: bool
+    """It was granted by an earlier hub and claimed at a registration: its holder has it, it is never sent again."""
+
+
+class Leases:
+    """Leases in force, and the groups that wait to be leased once more."""
+
+    def __init__(self, *, lease_seconds: float, first_attempt: int, boot_id: str) -> None:
+        """`first_attempt`: number of the first attempt of this hub; those below were granted by earlier ones."""
+        self._lease_seconds = lease_seconds
+        self._first_attempt = first_attempt
+        self._boot_id = boot_id
+        self._held: dict[int, HeldLease] = {}
+        self._by_actor: dict[ActorKey, dict[str, HeldLease]] = {}
+        self._queue: dict[int, int] = {}  # group_id -> attempt of its next lease
+
+    @property
+    def num_held(self) -> int:
+        """Leases in force."""
+        return len(self._held)
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that wait to be leased once more."""
+        return len(self._queue)
+
+    def group_ids(self) -> list[int]:
+        """Groups leased or queued."""
+        return [*self._held, *self._queue]
+
+    def held(self, group_id: int) -> HeldLease | None:
+        """The lease in force of a group."""
+        return self._held.get(group_id)
+
+    def is_queued(self, group_id: int) -> bool:
+        """Whether the group waits to be leased once more."""
+        return group_id in self._queue
+
+    def num_held_by(self, actor: ActorKey) -> int:
+        """Leases in force of one actor."""
+        return len(self._by_actor.get(actor, ()))
+
+    def first_queued(self) -> int | None:
+        """The queued group that is leased next: they have no tokens yet, so the lowest group_id."""
+        return min(self._queue, default=None)
+
+    def queue(self, group_id: int, attempt: int | None = None) -> None:
+        """Let a group wait for a new lease; `attempt` is the number of its next one."""
+        self._queue[group_id] = self._first_attempt if attempt is None else max(attempt, self._first_attempt)
+
+    def grant(self, group_id: int, actor: ActorKey, now: float) -> Grant:
+        """Lease a group: the next attempt of a queued one, the first of a new one."""
+        attempt = self._queue.pop(group_id, self._first_attempt)
+        lease_id = f"{group_id}.{attempt}.{self._boot_id}"
+        return self._hold(
+            LeaseRef(group_id=group_id, attempt=attempt, lease_id=lease_id), actor, now, is_claimed=False
+        )
+
+    def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
+        """Put a lease of an earlier hub in force again."""
+        self._queue.pop(lease.group_id, None)
+        self._hold(lease, actor, now, is_claimed=True)
+
+    def renew(self, actor: ActorKey, lease_ids: Iterable[str], now: float) -> tuple[list[Grant], list[str]]:
+        """Reconcile with what an actor lists: (leases it should have and does not list, leases not its own)."""
+        mine = self._by_actor.get(actor, {})
+        listed = set(lease_ids)
+        missing = []
+        for lease_id, lease in mine.items():
+            if lease_id not in listed and lease.is_claimed:
+                continue  # finished, on its way: delivered within lease_seconds or lost
+            lease.deadline_seconds = now + self._lease_seconds
+            if lease_id not in listed:
+                missing.append(lease.grant)
+        return missing, sorted(listed - mine.keys())
+
+    def remove(self, group_id: int) -> None:
+        """The group is finished or decided: nobody works on it any more."""
+        self._queue.pop(group_id, None)
+        self._drop(group_id)
+
+    def release(self, actor: ActorKey) -> list[int]:
+        """Queue every group of an actor that is gone."""
+        group_ids = [lease.grant.group_id for lease in self._by_actor.get(actor, {}).values()]
+        for group_id in group_ids:
+            self._requeue(group_id)
+        return group_ids
+
+    def expire(self, now: float) -> list[int]:
+        """Queue every group whose lease has run out."""
+        late = [group_id for group_id, lease in self._held.items() if lease.deadline_seconds < now]
+        for group_id in late:
+            self._requeue(group_id)
+        return late
+
+    def extend(self, seconds: float) -> None:
+        """Move every deadline."""
+        for lease in self._held.values():
+            lease.deadline_seconds += seconds
+
+    def _hold(self, lease: LeaseRef, actor: ActorKey, now: float, *, is_claimed: bool) -> Grant:
+        grant = Grant(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            lease_id=lease.lease_id,
+            deadline_seconds=now + self._lease_seconds,
+        )
+        held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed)
+        self._held[lease.group_id] = held
+        self._by_actor.setdefault(actor, {})[lease.lease_id] = held
+        return grant
+
+    def _requeue(self, group_id: int) -> None:
+        lease = self._drop(group_id)
+        if lease is not None:
+            self.queue(group_id, lease.grant.attempt + 1)
+
+    def _drop(self, group_id: int) -> HeldLease | None:
+        lease = self._held.pop(group_id, None)
+        if lease is not None:
+            mine = self._by_actor[lease.actor]
+            del mine[lease.grant.lease_id]
+            if not mine:
+                del self._by_actor[lease.actor]
+        return lease

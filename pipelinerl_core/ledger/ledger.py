@@ -1,0 +1,394 @@
+"""The truth about a run as its peers may know it: who is who, who gets what, what is reserved, committed, announced.
+
+Not thread-safe; the hub calls it under one lock.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import Fenced
+from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorBook
+from pipelinerl_core.ledger.admission import check_window, free_places
+from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
+from pipelinerl_core.ledger.pool import GroupPool
+from pipelinerl_core.ledger.reservations import Reservation
+from pipelinerl_core.ledger.segments import SegmentIndex
+from pipelinerl_core.ledger.tokens import SETTLED_COUNTER, TokenLedger
+from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
+from pipelinerl_core.records import ActorSample, Commit, SwapRecord
+from pipelinerl_core.types import GroupRef, WeightManifest
+
+# Actors find a restarted hub within a second or two; until then their leases are nobody else's.
+GRACE_SECONDS = 5.0
+
+
+class Ledger:
+    """Leases, reservations, commits, tokens and announcements of one run."""
+
+    def __init__(
+        self, config: RunConfig, *, clock: Callable[[], float], boot_id: str = "0", first_attempt: int = 0
+    ) -> None:
+        """`first_attempt` > 0: earlier hubs granted lower attempts, whose holders have a grace time to register.
+
+        Raises ConfigError for an admission window that would never open again.
+        """
+        check_window(config)
+        self._config = config
+        self._clock = clock
+        self._pool = GroupPool(config, boot_id=boot_id, first_attempt=first_attempt)
+        self._grace_until = clock()
+        if first_attempt:
+            self._grace_until += min(config.placement.lease_seconds, GRACE_SECONDS)
+        self._newest_epochs: dict[str, int] = {}
+        self._heard: dict[ActorKey, float] = {}
+        self._trainer_epoch = -1
+        self.book = ActorBook()
+        self.committed_step = -1
+        self.manifest: WeightManifest | None = None
+        self.is_draining = False
+        """Grant nothing more."""
+
+    def restore(self, commit: Commit, sealed: Iterable[SealedGroup], manifest: WeightManifest | None) -> None:
+        """Go on after the newest commit, with what was found in the segments at and above its low-water marks.
+
+        Groups without a fate are ready where rows were found, the others wait for their holders to register, and are
+        leased once more when the grace time is over. Token totals come from the commit; groups that it trained are
+        added to them here, because its totals are those of the moment of their reservation.
+        """
+        pool = self._pool
+        self.committed_step = commit.step
+        self.manifest = manifest
+        pool.next_group_id = commit.next_group_id
+        for group_id in commit.open_groups:
+            pool.leases.queue(group_id)
+        pool.tokens = TokenLedger.restore(commit.tokens, commit.actors)
+        pool.segments = SegmentIndex(commit.low_water)
+        self.book.restore(commit.actors)
+        trained = {record.group_id: record for record in commit.fates if record.fate == "trained"}
+        for group_id in trained:
+            pool.leases.queue(group_id)  # for a moment: their rows tell how many tokens were masked
+        attempts = {group_id: record.attempt for group_id, record in trained.items()}
+        refs = ((group, group.summary.ref) for group in sealed)
+        self.restore_segments(g for g, ref in refs if attempts.get(ref.group_id, ref.attempt) == ref.attempt)
+        for record in trained.values():
+            pool.close(record, commit.step)
+        for key in commit.actors:
+            self._heard[ActorKey.parse(key)] = self._grace_until - self._config.placement.lease_seconds
+
+    def restore_segments(self, sealed: Iterable[SealedGroup]) -> None:
+        """Groups found in the store, before any peer registers."""
+        for group in sealed:
+            summary, ref = group.summary, group.summary.ref
+            self._pool.segments.seal(summary.actor, group.seq)
+            if ref.group_id >= self._pool.next_group_id or self._pool.leases.is_queued(ref.group_id):
+                self._pool.add(summary, "")
+            self.place(ref.group_id, ref.attempt, summary.actor, group.seq)
+
+    # ---- glances ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_leased(self) -> int:
+        """Groups leased."""
+        return self._pool.leases.num_held
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that lost their lease and have no new one."""
+        return self._pool.leases.num_queued
+
+    @property
+    def num_ready(self) -> int:
+        """Groups ready."""
+        return len(self._pool.ready)
+
+    @property
+    def num_reserved(self) -> int:
+        """Groups in reservations."""
+        return self._pool.num_reserved
+
+    @property
+    def num_outstanding(self) -> int:
+        """Groups that hold a place of the admission window."""
+        return self.num_leased + self.num_ready + self.num_reserved
+
+    @property
+    def next_group_id(self) -> int:
+        """Prompt frontier: no group at or beyond it was ever leased."""
+        return self._pool.next_group_id
+
+    @property
+    def newest_version(self) -> int:
+        """Newest announced weights; -1 before the first."""
+        return self.manifest.version if self.manifest else -1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last step is committed."""
+        return self.committed_step >= self._config.trainer.steps
+
+    def needs_rows(self, group_id: int, attempt: int) -> bool:
+        """Whether the trainer may still ask for the rows of this attempt."""
+        return self._pool.needs_rows(group_id, attempt)
+
+    def is_open(self, group_id: int) -> bool:
+        """Whether a group was leased and has no fate."""
+        return self._pool.is_open(group_id)
+
+    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
+        """(actor epoch, seq) of the segment that holds a group."""
+        return self._pool.segments.where(group_id, attempt)
+
+    def ready_by_actor(self) -> Counter[ActorKey]:
+        """Groups of each actor that the trainer has not taken."""
+        return Counter(summary.actor for summary in self._pool.ready.values())
+
+    def num_leased_by(self, actor: ActorKey) -> int:
+        """Leases of an actor."""
+        return self._pool.leases.num_held_by(actor)
+
+    def is_gone(self, actor: ActorKey) -> bool:
+        """Whether an actor epoch has left or died."""
+        return self._pool.tokens.account(actor).is_gone
+
+    def tokens(self) -> dict[str, int]:
+        """The token ledger now; it always closes."""
+        return self._pool.tokens.totals()
+
+    # ---- actors ----------------------------------------------------------------------------------------------
+
+    def register_actor(self, actor: ActorKey, leases: Sequence[LeaseRef] = ()) -> None:
+        """An actor epoch (re)appears with the leases it holds; earlier epochs of its name are gone. Raises Fenced."""
+        self._check_actor(actor)
+        for other in [key for key in self._heard if key.name == actor.name and key.epoch < actor.epoch]:
+            self.bye(other)
+        self._newest_epochs[actor.name] = actor.epoch
+        self._revive(actor)
+        for lease in leases:
+            self._pool.claim(lease, actor, self._clock())
+
+    def sync(self, actor: ActorKey, message: Sync) -> SyncResult:
+        """Renew, reconcile and grant. Raises Fenced for an epoch that a newer one has replaced."""
+        self._check_actor(actor)
+        now = self._clock()
+        self._revive(actor)
+        self._pool.tokens.report(actor, message.num_tokens)
+        swaps = self.book.hear(actor, message, now)
+        missing, foreign = self._pool.leases.renew(actor, message.leases, now)
+        granted = self._grant(actor, message.want - len(missing), message.engine_version, now)
+        return SyncResult(leases=(*missing, *granted), stop_leases=tuple(foreign), swaps=tuple(swaps))
+
+    def add_group(self, summary: GroupSummary, lease_id: str) -> Arrival:
+        """Take in a finished group. Raises StaleLease when its lease is not in force."""
+        return self._pool.add(summary, lease_id)
+
+    def sealed(self, actor: ActorKey, seq: int, groups: Iterable[tuple[int, int]]) -> None:
+        """Rows are durable in a segment."""
+        for group_id, attempt in groups:
+            self.place(group_id, attempt, actor, seq)
+        self._pool.segments.seal(actor, seq)
+
+    def place(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
+        """A segment holds the rows of a group; of no interest once the group is decided."""
+        if self._pool.is_open(group_id):
+            self._pool.segments.place(group_id, attempt, actor, seq)
+
+    def bye(self, actor: ActorKey) -> None:
+        """An actor epoch is gone: its leases are free, what it had in flight is superseded."""
+        self._heard.pop(actor, None)
+        self._pool.leases.release(actor)
+        self._pool.tokens.account(actor).is_gone = True
+
+    def expire(self) -> list[int]:
+        """Let silent actors and their leases go; returns the groups whose lease ran out. Call it now and then."""
+        now = self._clock()
+        for actor, heard in list(self._heard.items()):
+            if heard + self._config.placement.lease_seconds < now:
+                del self._heard[actor]
+                self._pool.tokens.account(actor).is_gone = True
+        return self._pool.leases.expire(now)
+
+    def extend(self, seconds: float) -> None:
+        """The hub itself did not run for so long: no actor was silent."""
+        self._pool.leases.extend(seconds)
+        self._grace_until += seconds
+        self._heard = {actor: heard + seconds for actor, heard in self._heard.items()}
+
+    def _check_actor(self, actor: ActorKey) -> None:
+        newest = self._newest_epochs.get(actor.name, actor.epoch)
+        if newest > actor.epoch:
+            raise Fenced(
+                f"actor {actor.name}: epoch {actor.epoch} was replaced by epoch {newest}; this process must end"
+            )
+
+    def _revive(self, actor: ActorKey) -> None:
+        self._heard[actor] = self._clock()
+        self._pool.tokens.account(actor).is_gone = False
+
+    def _grant(self, actor: ActorKey, want: int, engine_version: int, now: float) -> list[Grant]:
+        if self.is_draining or self.is_done or now < self._grace_until:
+            return []
+        free = free_places(
+            self._config,
+            num_outstanding=self.num_outstanding,
+            committed_step=self.committed_step,
+            engine_version=engine_version,
+        )
+        return [self._pool.leases.grant(self._pool.next_group(), actor, now) for _ in range(min(want, free))]
+
+    # ---- trainer ---------------------------------------------------------------------------------------------
+
+    def check_trainer(self, epoch: int) -> None:
+        """Raises Fenced when a newer trainer has taken over."""
+        if epoch < self._trainer_epoch:
+            raise Fenced(f"trainer epoch {epoch} was replaced by epoch {self._trainer_epoch}; this process must end")
+
+    def register_trainer(self, epoch: int, step: int | None = None, refs: Sequence[GroupRef] = ()) -> None:
+        """A trainer (re)appears, perhaps with a reservation it holds. A newer epoch frees those of earlier ones.
+
+        After a restart of the hub the groups of that reservation are taken out of wherever they are: the trainer may
+        be about to commit them. Rows that are missing come from their actors, which offer unsealed groups again.
+        """
+        self._take_over(epoch)
+        if step is None or not refs or step <= self.committed_step or step in self._pool.reservations:
+            return
+        summaries = {ref.group_id: self._pool.seize(ref) for ref in refs}
+        found = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
+        self._reserve(step, list(refs), found, is_told=False)
+
+    def reserve(self, step: int, epoch: int) -> Reserved:
+        """The groups of a step, or that they are not ready; the same question has the same answer. Raises Fenced."""
+        self._take_over(epoch)
+        if step <= self.committed_step:
+            raise Fenced(f"step {step} is committed already (the newest is {self.committed_step})")
+        reservation = self._pool.reservations.get(step)
+        if reservation is not None:
+            return reservation.answer
+        unknown = [
+            earlier for earlier in range(self.committed_step + 1, step) if earlier not in self._pool.reservations
+        ]
+        if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
+            return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")
+        chosen = self._pool.choose(step)
+        needed = self._config.trainer.groups_per_step
+        if len(chosen) < needed:
+            reason = f"{len(chosen)} of {needed} groups are ready, {self.num_leased} leased, {self.num_queued} queued"
+            return Reserved(re=0, is_ready=False, reason=reason)
+        summaries = {group_id: self._pool.ready.pop(group_id) for group_id in chosen}
+        return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_told=True)
+
+    def reserved(self, step: int) -> set[tuple[int, int]]:
+        """(group_id, attempt) of the groups reserved for a step."""
+        reservation = self._pool.reservations.get(step)
+        return {(ref.group_id, ref.attempt) for ref in reservation.refs.values()} if reservation else set()
+
+    def committed(
+        self,
+        step: int,
+        groups: Sequence[tuple[int, int]],
+        fates: Sequence[FateRecord],
+        manifest: WeightManifest | None,
+    ) -> bool:
+        """Step n is committed: forget its groups, announce its version. False when that was known.
+
+        `fates` are the fates that the commit records, with or without those of `groups`. Raises ValueError when a
+        commit before it is missing: read it from the store first.
+        """
+        if step <= self.committed_step:
+            self.announce(manifest)
+            return False
+        if step > self.committed_step + 1:
+            raise ValueError(f"commit {step} follows {self.committed_step}: a commit is missing")
+        pool = self._pool
+        tokens_of = {(record.group_id, record.attempt): record.num_tokens for record in fates}
+        reservation = pool.reservations.pop(step, None)
+        others = list(groups)
+        if reservation is not None:
+            others = pool.forget(reservation, groups)
+            pool.give_back(reservation, list(reservation.refs))
+            pool.fates = [*reservation.answer.fates, *pool.fates]
+            self.book.commit_swaps(SwapRecord.model_validate(swap) for swap in reservation.answer.swaps)
+        for group_id, attempt in others:
+            num_tokens = tokens_of.get((group_id, attempt), 0)
+            pool.close(FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=num_tokens), step)
+        for record in fates:
+            if record.fate != "trained":
+                pool.close(record, step)
+        recorded = {record.group_id for record in fates}
+        pool.fates = [record for record in pool.fates if record.group_id not in recorded]
+        self.committed_step = step
+        self.announce(manifest)
+        return True
+
+    def announce(self, manifest: WeightManifest | None) -> None:
+        """Tell the actors of a committed version; the same version again may lie somewhere else."""
+        if manifest is not None and self.newest_version <= manifest.version <= self.committed_step:
+            self.manifest = manifest
+
+    def _take_over(self, epoch: int) -> None:
+        self.check_trainer(epoch)
+        if epoch > self._trainer_epoch:
+            self._trainer_epoch = epoch
+            for step in sorted(self._pool.reservations):
+                self._free(self._pool.reservations.pop(step))
+
+    def _free(self, reservation: Reservation) -> None:
+        """What a reservation holds goes back: groups, and what its answer would have recorded."""
+        self._pool.give_back(reservation, list(reservation.refs))
+        self._pool.fates = [*reservation.answer.fates, *self._pool.fates]
+        self.book.return_swaps([SwapRecord.model_validate(swap) for swap in reservation.answer.swaps])
+
+    def _reserve(
+        self, step: int, refs: list[GroupRef], summaries: dict[int, GroupSummary], *, is_told: bool
+    ) -> Reserved:
+        """Take the groups, and note everything that the commit of this step will say.
+
+        is_told: the trainer will commit this very answer. If not, it goes by the answer of an earlier hub, and fates
+        and swaps wait for the next reservation.
+        """
+        pool = self._pool
+        pool.reservations[step] = reservation = Reservation(
+            step=step,
+            answer=Reserved(re=0, is_ready=True),
+            refs={ref.group_id: ref for ref in refs},
+            summaries=summaries,
+        )
+        tokens = self._tokens_before(step)
+        actors = {str(actor): self._sample(actor, tokens).model_dump() for actor in self.book.samples}
+        fates: tuple[FateRecord, ...] = ()
+        swaps: list[SwapRecord] = []
+        if is_told:
+            fates, pool.fates = tuple(pool.fates), []
+            swaps = self.book.take_swaps()
+        reservation.answer = Reserved(
+            re=0,
+            is_ready=True,
+            groups=tuple(refs),
+            fates=fates,
+            next_group_id=pool.next_group_id,
+            open_groups=pool.open_groups(),
+            low_water=pool.segments.low_water(pool.is_open),
+            tokens=tokens.totals(),
+            swaps=tuple(swap.model_dump() for swap in swaps),
+            actors=actors,
+        )
+        return reservation.answer
+
+    def _tokens_before(self, step: int) -> TokenLedger:
+        """The token ledger as if every earlier step were committed: a commit of this step implies theirs."""
+        tokens = self._pool.tokens.copy()
+        for earlier, reservation in self._pool.reservations.items():
+            if earlier < step:
+                for group_id in reservation.refs:
+                    self._pool.train(reservation, group_id, tokens)
+        return tokens
+
+    def _sample(self, actor: ActorKey, tokens: TokenLedger) -> ActorSample:
+        """What a commit says of an actor, with what a restarted hub needs to go on."""
+        sample = self.book.samples[actor]
+        counters = {
+            **sample.counters,
+            SETTLED_COUNTER: float(tokens.account(actor).settled),
+            SWAP_COUNTER: float(self.book.swap_version(actor)),
+        }
+        return sample.model_copy(update={"counters": counters})

@@ -1,0 +1,241 @@
+"""Where every group is, and the moves between these places; tokens move with their groups."""
+
+from collections.abc import Iterable, Sequence
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import StaleLease
+from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary
+from pipelinerl_core.ledger.leases import Leases
+from pipelinerl_core.ledger.order import deadline, earliest, split_trained
+from pipelinerl_core.ledger.reservations import Reservation
+from pipelinerl_core.ledger.segments import SegmentIndex
+from pipelinerl_core.ledger.tokens import NOBODY, TokenLedger
+from pipelinerl_core.messages import FateRecord, LeaseRef
+from pipelinerl_core.types import Fate, GroupRef
+
+
+class GroupPool:
+    """Every group below the frontier is leased, queued, ready, reserved, or decided: exactly one of these."""
+
+    def __init__(self, config: RunConfig, *, boot_id: str, first_attempt: int) -> None:
+        """`first_attempt`: number of this hub's first attempts; lower ones were granted by earlier hubs."""
+        self._config = config
+        self._first_attempt = first_attempt
+        self._attempts: dict[int, int] = {}  # decided group -> the attempt that counted; long ago: not known
+        self._nameless: dict[tuple[int, int], int] = {}  # decided groups whose tokens are NOBODY's -> tokens
+        self._superseded: set[tuple[int, int]] = set()  # each is counted once
+        self.leases = Leases(
+            lease_seconds=config.placement.lease_seconds, first_attempt=first_attempt, boot_id=boot_id
+        )
+        self.ready: dict[int, GroupSummary] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.fates: list[FateRecord] = []
+        """Untrained, not yet told to the trainer."""
+        self.tokens = TokenLedger()
+        self.segments = SegmentIndex()
+        self.next_group_id = 0
+
+    # ---- where -----------------------------------------------------------------------------------------------
+
+    @property
+    def num_reserved(self) -> int:
+        """Groups in reservations."""
+        return sum(len(reservation.refs) for reservation in self.reservations.values())
+
+    def reservation_of(self, group_id: int) -> Reservation | None:
+        """The reservation that holds a group."""
+        holders = (reservation for reservation in self.reservations.values() if group_id in reservation.refs)
+        return next(holders, None)
+
+    def is_open(self, group_id: int) -> bool:
+        """Whether a group was leased and has no fate."""
+        return (
+            group_id in self.ready
+            or self.leases.held(group_id) is not None
+            or self.leases.is_queued(group_id)
+            or self.reservation_of(group_id) is not None
+        )
+
+    def needs_rows(self, group_id: int, attempt: int) -> bool:
+        """Whether the trainer may still ask for the rows of this attempt."""
+        if group_id in self.ready:
+            return self.ready[group_id].ref.attempt == attempt
+        reservation = self.reservation_of(group_id)
+        return reservation is not None and reservation.refs[group_id].attempt == attempt
+
+    def open_groups(self) -> tuple[int, ...]:
+        """Groups without a fate that are in no reservation."""
+        return tuple(sorted([*self.leases.group_ids(), *self.ready]))
+
+    # ---- to leased -------------------------------------------------------------------------------------------
+
+    def next_group(self) -> int:
+        """The group to lease next: those that lost a lease, then the next prompt."""
+        queued = self.leases.first_queued()
+        if queued is not None:
+            return queued
+        self.next_group_id += 1
+        return self.next_group_id - 1
+
+    def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
+        """A lease of an earlier hub stays its holder's while nobody else has the group."""
+        if lease.attempt >= self._first_attempt:
+            return
+        self.extend_frontier(lease.group_id)
+        if self.leases.is_queued(lease.group_id):
+            self.leases.claim(lease, actor, now)
+
+    def extend_frontier(self, group_id: int) -> None:
+        """An earlier hub leased this group and all before it, perhaps after its last commit."""
+        for unknown in range(self.next_group_id, group_id + 1):
+            self.leases.queue(unknown)
+        self.next_group_id = max(self.next_group_id, group_id + 1)
+
+    # ---- to ready --------------------------------------------------------------------------------------------
+
+    def add(self, summary: GroupSummary, lease_id: str) -> Arrival:
+        """Take in a finished group. Raises StaleLease when its lease is not in force."""
+        ref = summary.ref
+        if self._is_known(summary):
+            return Arrival.KNOWN
+        if not self._may_deliver(summary, lease_id):
+            self._supersede(summary)
+            raise StaleLease(f"group {ref.group_id}: lease {lease_id} of {summary.actor} is not in force")
+        self.extend_frontier(ref.group_id)
+        self.leases.remove(ref.group_id)
+        self.tokens.arrive(summary.actor, ref.num_tokens)
+        if len(summary.rewards) < 2:
+            self.decide(summary, Fate.FAILED)
+            return Arrival.FAILED
+        if self._config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1:
+            self.decide(summary, Fate.FILTERED)
+            return Arrival.FILTERED
+        self.ready[ref.group_id] = summary
+        return Arrival.READY
+
+    def _is_known(self, summary: GroupSummary) -> bool:
+        ref = summary.ref
+        if ref.group_id in self.ready:
+            return self.ready[ref.group_id].ref.attempt == ref.attempt
+        reservation = self.reservation_of(ref.group_id)
+        if reservation is not None:
+            is_same = reservation.refs[ref.group_id].attempt == ref.attempt
+            if is_same:
+                reservation.summaries.setdefault(ref.group_id, summary)
+            return is_same
+        if ref.group_id >= self.next_group_id or self.is_open(ref.group_id):
+            return False
+        num_tokens = self._nameless.pop((ref.group_id, ref.attempt), 0)
+        self.tokens.assign(summary.actor, num_tokens)
+        return self._attempts.get(ref.group_id, ref.attempt) == ref.attempt
+
+    def _may_deliver(self, summary: GroupSummary, lease_id: str) -> bool:
+        group_id, attempt = summary.ref.group_id, summary.ref.attempt
+        lease = self.leases.held(group_id)
+        if lease is not None:
+            return (
+                lease.grant.lease_id == lease_id and lease.actor == summary.actor and lease.grant.attempt == attempt
+            )
+        is_free = self.leases.is_queued(group_id) or group_id >= self.next_group_id
+        return is_free and attempt < self._first_attempt
+
+    def _supersede(self, summary: GroupSummary) -> None:
+        key = (summary.ref.group_id, summary.ref.attempt)
+        if key not in self._superseded:
+            self._superseded.add(key)
+            self.tokens.supersede(summary.actor, summary.ref.num_tokens)
+
+    # ---- to reserved and back --------------------------------------------------------------------------------
+
+    def choose(self, step: int) -> list[int]:
+        """The groups of a step in training order, earliest deadline first; drops those that are stale at it."""
+        schedule = self._config.schedule
+        deadlines = []
+        for group_id, summary in list(self.ready.items()):
+            last = deadline(summary, step, max_lag=schedule.max_lag, stale=schedule.stale)
+            if last is None:
+                self.decide(summary, Fate.DROPPED_STALE)
+            else:
+                deadlines.append((last, group_id))
+        return earliest(deadlines, self._config.trainer.groups_per_step)
+
+    def seize(self, ref: GroupRef) -> GroupSummary | None:
+        """Take a group that a trainer holds out of wherever it is; its summary if these rows are here.
+
+        The trainer may be about to commit it, so its word counts more than another attempt or lease.
+        """
+        self.extend_frontier(ref.group_id)
+        self.leases.remove(ref.group_id)
+        summary = self.ready.pop(ref.group_id, None)
+        if summary is not None and summary.ref.attempt != ref.attempt:
+            self.tokens.settle(summary.actor, {"superseded": summary.ref.num_tokens})
+            summary = None
+        if summary is None:
+            self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), ref.num_tokens)
+        return summary
+
+    def give_back(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+        """Groups of a reservation are ready again; those whose rows never came are leased once more."""
+        for group_id in group_ids:
+            ref = reservation.refs.pop(group_id)
+            summary = reservation.summaries.pop(group_id, None)
+            if summary is not None:
+                self.ready[group_id] = summary
+            else:
+                self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), -ref.num_tokens)
+                pass
+
+    # ---- to decided ------------------------------------------------------------------------------------------
+
+    def decide(self, summary: GroupSummary, fate: Fate) -> None:
+        """An untrained fate of a group whose tokens are here."""
+        ref = summary.ref
+        self.ready.pop(ref.group_id, None)
+        self._attempts[ref.group_id] = ref.attempt
+        self.tokens.settle(summary.actor, {fate.value: ref.num_tokens})
+        record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
+        self.fates.append(FateRecord.model_validate(record))
+
+    def train(self, reservation: Reservation, group_id: int, tokens: TokenLedger) -> None:
+        """Book the tokens of a reserved group as trained in its step, in this or in a copy of the token ledger."""
+        ref = reservation.refs[group_id]
+        summary = reservation.summaries.get(group_id)
+        if summary is None:
+            split = {"trained": ref.num_tokens}
+        else:
+            split = split_trained(summary, reservation.step, self._config.schedule.max_lag)
+        tokens.settle(ActorKey(ref.actor, ref.actor_epoch), split)
+
+    def close(self, record: FateRecord, step: int) -> None:
+        """A commit decided a group that is in no reservation here: an earlier hub reserved it."""
+        group_id, attempt = record.group_id, record.attempt
+        if group_id < self.next_group_id and not self.is_open(group_id):
+            return
+        self.extend_frontier(group_id)
+        self.leases.remove(group_id)
+        summary = self.ready.pop(group_id, None)
+        self._attempts[group_id] = attempt
+        if summary is not None and summary.ref.attempt == attempt:
+            split: dict[str, int] = {record.fate: summary.ref.num_tokens}
+            if record.fate == "trained":
+                split = split_trained(summary, step, self._config.schedule.max_lag)
+            self.tokens.settle(summary.actor, split)
+            return
+        if summary is not None:
+            self.tokens.settle(summary.actor, {"superseded": summary.ref.num_tokens})
+        self._nameless[group_id, attempt] = record.num_tokens
+        self.tokens.arrive(NOBODY, record.num_tokens)
+        self.tokens.settle(NOBODY, {record.fate: record.num_tokens})
+
+    def forget(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Groups of a reservation are trained; returns those of `groups` that it does not hold."""
+        others = []
+        for group_id, attempt in groups:
+            ref = reservation.refs.get(group_id)
+            if ref is None or ref.attempt != attempt:
+                others.append((group_id, attempt))
+                continue
+            self.train(reservation, group_id, self.tokens)
+            self._attempts[group_id] = attempt
+            del reservation.refs[group_id]
+        return others

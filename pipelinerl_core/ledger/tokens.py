@@ -1,0 +1,112 @@
+"""The token ledger, which closes at all times:
+
+generated = trained + masked_stale + dropped_stale + filtered + failed + superseded + in_flight + ready
+
+An actor epoch has generated what it says it sampled, or more if more of it has arrived. What has neither left nor is
+present is in flight while the actor lives, and superseded once it is gone. `ready` holds reserved groups too.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.records import ActorSample
+
+SETTLED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
+"""Where tokens end."""
+SETTLED_COUNTER = "settled_tokens"
+"""Counter of an ActorSample: tokens of this actor epoch that had ended somewhere."""
+NOBODY = ActorKey("", 0)
+"""Owner of tokens whose actor is not known: groups decided before this hub, whose rows it has not seen."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Tokens of one actor epoch."""
+
+    reported: int = 0
+    present: int = 0
+    settled: int = 0
+    is_gone: bool = False
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled."""
+        return max(self.reported, self.present + self.settled)
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens sampled that have not arrived."""
+        return self.generated - self.present - self.settled
+
+
+@dataclass(slots=True)
+class TokenLedger:
+    """Accounts of every actor epoch, and the totals of what has ended."""
+
+    accounts: dict[ActorKey, Account] = field(default_factory=dict)
+    settled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SETTLED, 0))
+
+    @classmethod
+    def restore(cls, tokens: Mapping[str, int], actors: Mapping[str, ActorSample]) -> "TokenLedger":
+        """From a commit. Tokens of gone actors follow from their accounts and are not taken over twice."""
+        ledger = cls()
+        for key, sample in actors.items():
+            settled = int(sample.counters.get(SETTLED_COUNTER, 0))
+            ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, settled=settled)
+        for name in SETTLED[:-1]:
+            ledger.settled[name] = tokens.get(name, 0)
+        known = sum(account.settled for account in ledger.accounts.values())
+        elsewhere = sum(ledger.settled.values())
+        ledger.settled["superseded"] = max(0, known - elsewhere)
+        if elsewhere > known:
+            ledger.account(NOBODY).settled = elsewhere - known
+        return ledger
+
+    def account(self, actor: ActorKey) -> Account:
+        """The account of an actor epoch, opened on demand."""
+        return self.accounts.setdefault(actor, Account())
+
+    def report(self, actor: ActorKey, num_tokens: int) -> None:
+        """An actor says what it has sampled so far."""
+        account = self.account(actor)
+        account.reported = max(account.reported, num_tokens)
+
+    def arrive(self, actor: ActorKey, num_tokens: int) -> None:
+        """Tokens are here; a negative number takes them back."""
+        self.account(actor).present += num_tokens
+
+    def settle(self, actor: ActorKey, split: Mapping[str, int]) -> None:
+        """Tokens that are here end."""
+        account = self.account(actor)
+        for name, num_tokens in split.items():
+            account.present -= num_tokens
+            account.settled += num_tokens
+            self.settled[name] += num_tokens
+
+    def supersede(self, actor: ActorKey, num_tokens: int) -> None:
+        """Tokens arrived that nobody wants."""
+        self.arrive(actor, num_tokens)
+        self.settle(actor, {"superseded": num_tokens})
+
+    def assign(self, actor: ActorKey, num_tokens: int) -> None:
+        """Tokens of NOBODY that ended turn out to be this actor's."""
+        self.account(NOBODY).settled -= num_tokens
+        self.account(actor).settled += num_tokens
+
+    def totals(self) -> dict[str, int]:
+        """The ledger, by name."""
+        accounts = self.accounts.values()
+        lost = sum(account.in_flight for account in accounts if account.is_gone)
+        return {
+            "generated": sum(account.generated for account in accounts),
+            **self.settled,
+            "superseded": self.settled["superseded"] + lost,
+            "in_flight": sum(account.in_flight for account in accounts if not account.is_gone),
+            "ready": sum(account.present for account in accounts),
+        }
+
+    def copy(self) -> "TokenLedger":
+        """An independent copy."""
+        return copy.deepcopy(self)

@@ -1,0 +1,41 @@
+"""Prompts from a JSON-lines or Parquet file."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+
+from pipelinerl_core.config.sections import FilePrompts, RunConfig
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.table import TableSource, text_column
+
+BLOCK_BYTES = 1 << 26
+"""Unit in which JSON lines are parsed, and so the longest line that can be read."""
+
+
+def build(config: RunConfig) -> TableSource:
+    """The source of a configuration; raises ConfigError when the file or a column is not there or not usable."""
+    section = config.prompts
+    assert isinstance(section, FilePrompts)
+    table = _read(Path(section.path).expanduser(), section.path)
+    prompts = text_column(table, section.prompt_column, "prompts.prompt_column", section.path)
+    answers = text_column(table, section.answer_column, "prompts.answer_column", section.path)
+    return TableSource(Path(section.path).name, verifier_name(config), prompts, answers, config.seed)
+
+
+def _read(path: Path, given: str) -> pa.Table:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(
+            f"prompts.path={given}: the name must end in .jsonl or .parquet. Rename or convert the file"
+        )
+    if not path.is_file():
+        raise ConfigError(f"prompts.path={given}: no such file. Set prompts.path to a .jsonl or .parquet file")
+    try:
+        if path.suffix == ".parquet":
+            return pyarrow.parquet.read_table(path)
+        return pyarrow.json.read_json(path, read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES))
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"prompts.path={given}: cannot be read as {path.suffix[1:]}: {reason}") from None

@@ -1,0 +1,122 @@
+"""Prompts from the procedural tasks of the reasoning-gym library."""
+
+import difflib
+import random
+import sys
+from functools import lru_cache
+from typing import Any
+
+from reasoning_gym.factory import DATASETS, create_dataset
+
+from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, repeated, stable_seed
+from pipelinerl_core.types import Prompt
+
+NAME = "reasoning_gym"
+
+INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
+
+PAGE_ENTRIES = 500
+"""Entries generated from one seed: the library's own size, for which all its tasks work."""
+
+MAX_DRAWS = 200
+"""Draws per training prompt; a share of 0.2 is held out, so a task for which all of them are has too few entries."""
+
+MAX_HELD_OUT_DRAWS = 20
+"""Draws per held-out prompt (5 are expected) before held-out entries are taken again."""
+
+HASH_SEEDED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+"""Tasks whose entries depend on the order of sets of strings, which differs between processes (library 0.1.25)."""
+
+
+def build(config: RunConfig) -> "GymSource":
+    """The source of a configuration; raises ConfigError for a task that is unknown or cannot be used."""
+    assert isinstance(config.prompts, ReasoningGymPrompts)
+    for task in config.prompts.tasks:
+        _check(task)
+    return GymSource(config.prompts.tasks, config.seed, verifier_name(config))
+
+
+class GymSource:
+    """Endless entries of one or several tasks; a position names its task, its seed and its entry."""
+
+    name = NAME
+
+    def __init__(self, tasks: tuple[str, ...], seed: int, env: str) -> None:
+        """`tasks` are names of the library, drawn uniformly."""
+        self._tasks = tasks
+        self._seed = seed
+        self._env = env
+
+    def prompt(self, index: int) -> Prompt:
+        """The entry at a position of the training sequence; never a held-out one."""
+        rng = random.Random(stable_seed(self._seed, NAME, index))
+        task = rng.choice(self._tasks)
+        for draw in range(MAX_DRAWS):
+            prompt = self._entry(task, index, self._seed, draw)
+            if not is_held_out(prompt.prompt_id, GENERATED_SHARE):
+                return prompt
+        raise ConfigError(f"prompts.tasks={task}: {MAX_DRAWS} draws were all held out; it has too few entries")
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """`count` held-out entries, the same for every seed; from the first again when there are fewer."""
+        rng = random.Random(stable_seed(NAME, "held_out"))
+        found: dict[str, Prompt] = {}
+        for index in range(MAX_HELD_OUT_DRAWS * (count + 1)):
+            if len(found) == count:
+                break
+            prompt = self._entry(rng.choice(self._tasks), index, "held_out", 0)
+            if is_held_out(prompt.prompt_id, GENERATED_SHARE):
+                found.setdefault(prompt.prompt_id, prompt)
+        if count and not found:
+            raise ConfigError(f"prompts.tasks={', '.join(self._tasks)}: too few entries to hold any out")
+        return repeated(list(found.values()), count)
+
+    def _entry(self, task: str, index: int, stream: object, draw: int) -> Prompt:
+        number, position = divmod(index, PAGE_ENTRIES)
+        entry = _page(task, stable_seed(stream, NAME, number, draw) % 2**31)[position]
+        text = entry["question"] + INSTRUCTION
+        return Prompt(
+            prompt_id=prompt_id(NAME, text),
+            source=NAME,
+            env=self._env,
+            text=text,
+            task={"task": task, "answer": entry["answer"], "metadata": with_tagged_tuples(entry["metadata"])},
+        )
+
+
+@lru_cache(maxsize=256)
+def _page(task: str, seed: int) -> Any:
+    """The library's data set of PAGE_ENTRIES entries for one seed."""
+    return create_dataset(task, seed=seed, size=PAGE_ENTRIES)
+
+
+def with_tagged_tuples(value: Any) -> Any:
+    """A tree in which tuples are {"__tuple__": [...]}: JSON has none, and some verifiers compare with them."""
+    if isinstance(value, tuple):
+        return {"__tuple__": [with_tagged_tuples(item) for item in value]}
+    if isinstance(value, list):
+        return [with_tagged_tuples(item) for item in value]
+    if isinstance(value, dict):
+        return {key: with_tagged_tuples(item) for key, item in value.items()}
+    return value
+
+
+def _check(task: str) -> None:
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0)[0]
+        raise ConfigError(f"prompts.tasks={task}: reasoning-gym has no such task; did you mean {close}?")
+    if task in HASH_SEEDED and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"prompts.tasks={task}: its entries depend on Python's hash seed, on which processes differ. "
+            "Set PYTHONHASHSEED=0 in the environment or leave the task out"
+        )
+    try:
+        create_dataset(task, seed=0, size=PAGE_ENTRIES)[0]
+    except Exception as error:  # noqa: BLE001  (a task may fail in any way; none of them is ours)
+        reason = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"prompts.tasks={task}: reasoning-gym makes no entry: {type(error).__name__}: {reason}. Leave it out"
+        ) from None

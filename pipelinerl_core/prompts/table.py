@@ -1,0 +1,91 @@
+"""Prompts from the rows of an Arrow table: the part that files and data sets share."""
+
+import difflib
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.split import TABLE_SHARE, is_held_out, prompt_id, repeated, stable_seed
+from pipelinerl_core.types import Prompt
+
+
+class TableSource:
+    """Endless passes over the training rows, each pass in an order of its own."""
+
+    def __init__(self, name: str, env: str, prompts: pa.ChunkedArray, answers: pa.ChunkedArray, seed: int) -> None:
+        """`prompts` and `answers` are string columns of equal length without nulls; see `text_column`."""
+        self.name = name
+        self._env = env
+        self._prompts = prompts
+        self._answers = answers
+        self._seed = seed
+        self._training, self._held_out = _split(name, prompts)
+        self._order = lru_cache(maxsize=2)(self._pass_order)
+
+    def prompt(self, index: int) -> Prompt:
+        """The training row at a position: every row once per pass over them, then in another order again."""
+        number, position = divmod(index, len(self._training))
+        return self._row(int(self._order(number)[position]))
+
+    def held_out(self, count: int) -> list[Prompt]:
+        """`count` held-out rows in the order of the file, from the first again when there are fewer."""
+        return [self._row(int(row)) for row in repeated(self._held_out.tolist(), count)]
+
+    def _pass_order(self, number: int) -> NDArray[np.int64]:
+        """[training rows] row numbers in the order of one pass."""
+        return np.random.default_rng(stable_seed(self._seed, self.name, number)).permutation(self._training)
+
+    def _row(self, row: int) -> Prompt:
+        text = self._prompts[row].as_py()
+        return Prompt(
+            prompt_id=prompt_id(self.name, text),
+            source=self.name,
+            env=self._env,
+            text=text,
+            task={"answer": self._answers[row].as_py()},
+        )
+
+
+def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.ChunkedArray:
+    """A column of text or numbers, as text; raises ConfigError when it is missing, of another kind, or has nulls.
+
+    `key` is the configuration key that names the column, `origin` the file or data set, for the message.
+    """
+    if column not in table.column_names:
+        close = difflib.get_close_matches(column, table.column_names, n=1, cutoff=0)
+        nearest = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{key}={column}: no such column in {origin} ({', '.join(table.column_names)}){nearest}")
+    values = table[column]
+    try:
+        texts = pc.cast(values, pa.large_string())
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        raise ConfigError(
+            f"{key}={column}: in {origin} it holds {values.type}, but must hold text or numbers. Name another column"
+        ) from None
+    if texts.null_count:
+        row = pc.index(pc.is_null(texts), True).as_py()
+        raise ConfigError(f"{key}={column}: row {row} of {origin} has no value. Leave out such rows")
+    return texts
+
+
+def _split(name: str, prompts: pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row numbers of the training side and of the held-out side, neither of them empty.
+
+    The hash of a prompt decides. In a table so small that it puts all rows on one side, the prompt with the
+    smallest hash is held out, in all rows that have it.
+    """
+    ids = [prompt_id(name, text.as_py()) for text in prompts]
+    held_out = np.array([is_held_out(identity, TABLE_SHARE) for identity in ids], dtype=bool)
+    if held_out.all() or not held_out.any():
+        smallest = min(ids, default="")
+        held_out = np.array([identity == smallest for identity in ids], dtype=bool)
+    if held_out.all():
+        raise ConfigError(
+            f"{name}: {len(ids)} rows with {len(set(ids))} different prompts. "
+            "Give at least two different ones: one is held out"
+        )
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

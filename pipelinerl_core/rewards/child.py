@@ -1,0 +1,249 @@
+"""One child process that scores, kept alive: its queue, its deadline, its restarts."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_core.errors import RewardError
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 60.0
+"""Limit of starting a child: reasoning-gym takes seconds to import on a busy host."""
+CLOSE_SECONDS = 1.0
+"""Grace between closing a child's input and killing it."""
+MAX_RETRIES = 2
+"""Further attempts at a scoring after the child died of something else than the deadline."""
+MAX_STARTS = 3
+"""Failed starts in a row after which everything in the queue fails."""
+BACKOFF_SECONDS = 0.2
+"""Pause after a failed start."""
+CONFIRM_SECONDS = 0.05
+"""Pause between seeing a deadline pass and believing it: after the loop itself stood still, answers come first."""
+READ_BYTES = 1 << 16
+
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONHASHSEED")
+"""Environment of a child: verifiers run on what a model wrote and get no tokens and no credentials."""
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildSpec:
+    """What a child runs and what it may use."""
+
+    name: str
+    """Name of the verifier, for messages."""
+    function: str
+    """module:function of the verifier."""
+    timeout_seconds: float
+    """Limit of one scoring, from when the child starts it."""
+    memory_bytes: int
+    """Limit of the child's address space."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    line: bytes
+    future: asyncio.Future[float]
+    failures: int = 0
+
+
+class ScoringChild:
+    """Answers requests in order of arrival. Lives on one event loop.
+
+    The child handles one request at a time, so the oldest unanswered one is the one it works on, since the moment of
+    the answer before it. When the child dies that one is to blame; the others are sent again to the next child.
+    The loop's thread must outlive it: the kernel ends a child with the thread that started it.
+    """
+
+    def __init__(self, spec: ChildSpec) -> None:
+        """Nothing is started before the first request."""
+        self._spec = spec
+        self._ids = itertools.count()
+        self._pending: dict[int, _Request] = {}  # in the order in which the child works on them
+        self._outbox: list[bytes] = []
+        self._input: asyncio.StreamWriter | None = None  # of a child that is ready
+        self._process: asyncio.subprocess.Process | None = None
+        self._wanted = asyncio.Event()
+        self._head_started = 0.0
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self._suspect: int | None = None  # seen over its deadline once
+        self._overdue: int | None = None  # the request whose deadline ended the child
+        self._failed_starts = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Requests without an answer."""
+        return len(self._pending)
+
+    def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[float]:
+        """The future reward; it ends with RewardError when there is none."""
+        loop = asyncio.get_running_loop()
+        identity = next(self._ids)
+        line = json.dumps({"id": identity, "text": text, "task": task}).encode() + b"\n"
+        request = _Request(line=line, future=loop.create_future())
+        if not self._pending:
+            self._head_started = loop.time()
+        self._pending[identity] = request
+        if self._task is None:
+            self._task = loop.create_task(self._keep_alive(), name=f"reward child {self._spec.name}")
+        self._wanted.set()
+        if self._input is not None:
+            if not self._outbox:
+                loop.call_soon(self._flush)  # one write for all requests of this turn of the loop
+            self._outbox.append(line)
+        return request.future
+
+    async def close(self) -> None:
+        """End the child; requests without an answer fail. Returns when the process is gone."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._fail_all("the scorer was closed")
+
+    # ---- life of the child ---------------------------------------------------------------------------------------
+
+    async def _keep_alive(self) -> None:
+        while True:
+            self._wanted.clear()
+            if not self._pending:
+                await self._wanted.wait()
+            process = await self._start()
+            self._process = process
+            try:
+                started = await self._serve(process)
+            finally:
+                await self._end(process)
+            if started:
+                self._failed_starts = 0
+                self._blame(process.returncode)
+            else:
+                await self._start_failed(process.returncode)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        spec = self._spec
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pipelinerl_core.rewards.worker", "--verifier", spec.function),
+            *("--memory-bytes", str(spec.memory_bytes), "--parent", str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment | SINGLE_THREADED,
+        )
+
+    async def _serve(self, process: asyncio.subprocess.Process) -> bool:
+        """Send what is pending and take in answers until the child's output ends; False if it never got ready."""
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                ready = await process.stdout.readline()
+        except TimeoutError:
+            logger.error("verifier %s: the child was not ready within %s s", self._spec.name, START_SECONDS)
+            return False
+        if not ready:
+            return False
+        self._input = process.stdin
+        self._outbox = [request.line for request in self._pending.values()]
+        self._flush()
+        self._watch()
+        rest = b""
+        while data := await process.stdout.read(READ_BYTES):
+            lines, newline, rest = (rest + data).rpartition(b"\n")
+            if newline:
+                self._answers(json.loads(b"[" + lines.replace(b"\n", b",") + b"]"))
+        return True
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Whatever state the child is in: gone afterwards."""
+        self._input = None
+        self._outbox = []
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        self._process = None
+
+    # ---- requests and answers ------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        if self._input is not None and self._outbox:
+            if len(self._outbox) == len(self._pending):  # the child was idle until now
+                self._head_started = asyncio.get_running_loop().time()
+            self._input.write(b"".join(self._outbox))
+        self._outbox = []
+
+    def _answers(self, answers: list[dict[str, Any]]) -> None:
+        self._head_started = asyncio.get_running_loop().time()
+        for answer in answers:
+            future = self._pending.pop(answer["id"]).future
+            if future.done():
+                continue  # nobody waits for it any more
+            if "error" in answer:
+                future.set_exception(RewardError(f"verifier {self._spec.name}: {answer['error']}"))
+            else:
+                future.set_result(answer["reward"])
+
+    def _watch(self) -> None:
+        """Kill the child when the request it works on is over its deadline; otherwise look again when it could be."""
+        if self._input is None or self._process is None:
+            return  # the next child starts a watch of its own
+        loop = asyncio.get_running_loop()
+        limit = self._spec.timeout_seconds
+        head = next(iter(self._pending), None)
+        remaining = limit if head is None else self._head_started + limit - loop.time()
+        if remaining > 0 or self._suspect != head:
+            self._suspect = head if remaining <= 0 else None
+            self._watch_timer = loop.call_later(max(remaining, CONFIRM_SECONDS), self._watch)
+            return
+        self._overdue = head
+        self._input = None
+        self._process.kill()
+
+    def _blame(self, exit_code: int | None) -> None:
+        """After the death of a child: deal with the request it was working on."""
+        overdue, self._overdue = self._overdue, None
+        if not self._pending:
+            return
+        head = next(iter(self._pending))
+        request = self._pending[head]
+        if overdue is not None:
+            if overdue == head:  # else its answer was on the way when the child was killed
+                limit = self._spec.timeout_seconds
+                self._fail(head, f"no result within reward.timeout_seconds={limit}, child process killed")
+            return
+        request.failures += 1
+        logger.warning("verifier %s: child process died (exit code %s)", self._spec.name, exit_code)
+        if request.failures > MAX_RETRIES or request.future.done():
+            self._fail(head, f"the child process died {request.failures} times over it (exit code {exit_code})")
+
+    async def _start_failed(self, exit_code: int | None) -> None:
+        self._failed_starts += 1
+        logger.error("verifier %s: child process did not start (exit code %s)", self._spec.name, exit_code)
+        if self._failed_starts >= MAX_STARTS:
+            self._failed_starts = 0
+            self._fail_all(f"the child process did not start, {MAX_STARTS} times (exit code {exit_code})")
+        await asyncio.sleep(BACKOFF_SECONDS)
+
+    def _fail(self, identity: int, reason: str) -> None:
+        future = self._pending.pop(identity).future
+        if not future.done():
+            future.set_exception(RewardError(f"verifier {self._spec.name}: {reason}"))
+
+    def _fail_all(self, reason: str) -> None:
+        for identity in list(self._pending):
+            self._fail(identity, reason)

@@ -1,0 +1,64 @@
+"""The scorer of a run: a few child processes behind one `score`."""
+
+import asyncio
+from types import MappingProxyType
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.errors import RewardError
+from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
+from pipelinerl_core.types import Prompt
+
+GIBIBYTE = 1 << 30
+
+VERIFIERS = MappingProxyType(
+    {
+        "sums": ("pipelinerl_core.rewards.verifiers:sums", 2 * GIBIBYTE),
+        "exact_match": ("pipelinerl_core.rewards.verifiers:exact_match", 2 * GIBIBYTE),
+        "reasoning_gym": ("pipelinerl_core.rewards.gym:reasoning_gym", 4 * GIBIBYTE),
+    }
+)
+"""Verifier -> its function, and the address space its child may use."""
+
+
+def build_scorer(config: RunConfig) -> "ProcessScorer":
+    """The scorer of a run; raises ConfigError where the verifier cannot score these prompts."""
+    name = verifier_name(config)
+    function, memory_bytes = VERIFIERS[name]
+    spec = ChildSpec(
+        name=name,
+        function=function,
+        timeout_seconds=config.reward.timeout_seconds,
+        memory_bytes=memory_bytes,
+    )
+    return ProcessScorer(spec, config.reward.workers)
+
+
+class ProcessScorer:
+    """Scores in child processes, each request in the one with the shortest queue.
+
+    Children start with the first requests. All methods run on one event loop, whose thread outlives the scorer.
+    """
+
+    def __init__(self, spec: ChildSpec, num_workers: int) -> None:
+        """Starts nothing yet."""
+        self._spec = spec
+        self._children = [ScoringChild(spec) for _ in range(num_workers)]
+        self._is_closed = False
+
+    async def score(self, prompt: Prompt, text: str) -> float:
+        """The reward of a completion. Raises RewardError, one line, when there is none.
+
+        A scoring that exceeds its deadline is not tried again; one whose child dies otherwise is, twice.
+        """
+        if self._is_closed:
+            raise RewardError(f"verifier {self._spec.name}: the scorer was closed")
+        if prompt.env != self._spec.name:
+            raise RewardError(f"verifier {self._spec.name}: the prompt asks for verifier {prompt.env}")
+        child = min(self._children, key=lambda candidate: candidate.num_pending)
+        return await child.submit(text, prompt.task)
+
+    async def close(self) -> None:
+        """End the child processes; what has no reward yet fails with RewardError."""
+        self._is_closed = True
+        await asyncio.gather(*(child.close() for child in self._children))

@@ -1,0 +1,192 @@
+"""Steps (3) to (5) of a training step, off the trainer's critical path, in order, on one thread.
+
+    learner --weights--> serialize, sha256 --> publish (data, manifest) --> checkpoint if due --> commit --> announce
+
+A version is announced only after its commit is written.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import DeadlineExceeded
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
+from pipelinerl_core.records import ActorSample, CheckpointRef, Commit, EpochRecord, SwapRecord, commit_key
+from pipelinerl_core.roles.history import check_not_fenced
+from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
+from pipelinerl_core.types import FileEntry
+from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# A store that takes longer than this for one batch file is broken.
+UPLOAD_DEADLINE_SECONDS = 120.0
+# Steps computed but not committed: one in the making, one being written.
+MAX_UNCOMMITTED = 2
+_KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComputedStep:
+    """Everything the commit of a step needs."""
+
+    step: int
+    weights: "Mapping[str, torch.Tensor]"
+    state: "tuple[dict[str, torch.Tensor], dict[str, Any]] | None"
+    """Learner state, when a checkpoint is due."""
+    batch: "Future[FileEntry] | None"
+    """The upload of the batch file."""
+    reserved: Reserved | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    reserved_at: float
+    computed_at: float
+
+
+class Committer:
+    """Commits computed steps one after the other; the first failure surfaces at the next call."""
+
+    def __init__(
+        self, store: ObjectStore, config: RunConfig, *, run_id: str, epoch: EpochRecord, link: HubLink | None
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._run_id = run_id
+        self._epoch = epoch
+        self._link = link
+        self._publisher = WeightPublisher(
+            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm"
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._pending: list[Future[Commit]] = []
+        self._checkpoint: CheckpointRef | None = None
+        self.newest: Commit | None = None
+
+    def adopt(self, commit: Commit) -> None:
+        """Go on after a commit of an earlier epoch."""
+        self.newest = commit
+        self._checkpoint = commit.checkpoint
+
+    def republish(self, commit: Commit, weights: "Mapping[str, torch.Tensor]") -> Commit:
+        """Make the weights of an adopted commit readable again (shared memory may be gone); same bytes."""
+        if commit.manifest is None:
+            return commit
+        manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None)
+        self.newest = commit.model_copy(update={"manifest": manifest})
+        return self.newest
+
+    def submit(self, computed: ComputedStep) -> None:
+        """Queue a step; blocks while MAX_UNCOMMITTED steps are on the way."""
+        while len(self._pending) >= MAX_UNCOMMITTED:
+            self._pending.pop(0).result()
+        self._pending.append(self._thread.submit(self._commit, computed))
+
+    def flush(self) -> None:
+        """Wait until every submitted step is committed."""
+        while self._pending:
+            self._pending.pop(0).result()
+
+    def close(self) -> None:
+        """Stop the thread; steps that were not committed are orphans."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _commit(self, computed: ComputedStep) -> Commit:
+        started = time.time()
+        step, is_last = computed.step, computed.step == self._config.trainer.steps
+        data = serialize(computed.weights)
+        weights = self._config.weights
+        manifest = None
+        if is_last or step % weights.publish_every == 0:
+            durable = is_last or step % weights.durable_every == 0 or computed.state is not None
+            manifest = self._publisher.publish_bytes(step, data, durable=durable)
+        published = time.time()
+        if computed.state is not None:
+            save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
+            self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
+        commit = self._commit_record(computed, hashlib.sha256(data).hexdigest())
+        commit = commit.model_copy(
+            update={
+                "manifest": manifest,
+                "metrics": {
+                    **computed.metrics,
+                    "time/commit_seconds": time.time() - started,
+                    "weights/published_seconds": published - started,
+                    "weights/bytes": float(len(data)),
+                },
+                "committed_at": time.time(),
+            }
+        )
+        check_not_fenced(self._store, self._epoch)
+        self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
+        self.newest = commit
+        self._announce(commit, computed.reserved, is_last=is_last)
+        if computed.state is not None:
+            prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+        return commit
+
+    def _commit_record(self, computed: ComputedStep, sha256: str) -> Commit:
+        reserved = computed.reserved
+        batches: tuple[FileEntry, ...] = ()
+        if computed.batch is not None:
+            try:
+                batches = (computed.batch.result(timeout=UPLOAD_DEADLINE_SECONDS),)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"step {computed.step}: its batch file was not written within {UPLOAD_DEADLINE_SECONDS:.0f} s"
+                ) from None
+        return Commit(
+            run_id=self._run_id,
+            step=computed.step,
+            epoch=self._epoch.epoch,
+            batches=batches,
+            weights_sha256=sha256,
+            manifest=None,
+            checkpoint=self._checkpoint,
+            fates=_fates(reserved) if reserved else (),
+            next_group_id=reserved.next_group_id if reserved else 0,
+            open_groups=reserved.open_groups if reserved else (),
+            low_water=reserved.low_water if reserved else {},
+            tokens=reserved.tokens if reserved else {},
+            swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps) if reserved else (),
+            actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()}
+            if reserved
+            else {},
+            reserved_at=computed.reserved_at,
+            computed_at=computed.computed_at,
+            committed_at=time.time(),
+        )
+
+    def _announce(self, commit: Commit, reserved: Reserved | None, *, is_last: bool) -> None:
+        if self._link is None:
+            return
+        message = Committed(
+            step=commit.step,
+            epoch=commit.epoch,
+            manifest=commit.manifest,
+            groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups) if reserved else (),
+            fates=reserved.fates if reserved else (),
+            metrics=commit.metrics,
+            is_last=is_last,
+        )
+        answer = self._link.request(message)
+        if isinstance(answer, Refused):
+            raise_refusal(answer)
+
+
+def _fates(reserved: Reserved) -> tuple[FateRecord, ...]:
+    """Untrained fates the hub reported, and `trained` for the groups of the reservation."""
+    trained: Sequence[FateRecord] = [
+        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
+        for ref in reserved.groups
+    ]
+    return (*reserved.fates, *trained)

@@ -1,0 +1,38 @@
+"""What every role reads at its start: the run record, its configuration, and the token of the hub."""
+
+import os
+from dataclasses import dataclass
+
+from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import RUN_KEY, RunRecord
+from pipelinerl_core.storage.object_store import open_store
+
+TOKEN_VARIABLE = "PIPELINERL_TOKEN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """An opened run."""
+
+    store: ObjectStore
+    record: RunRecord
+    config: RunConfig
+    token: str
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run."""
+        return self.record.run_id
+
+
+def open_run(url: str) -> RunContext:
+    """Open the run at a URL; ConfigError when there is none."""
+    store = open_store(url)
+    try:
+        record = RunRecord.model_validate_json(store.get(RUN_KEY))
+    except MissingObject:
+        raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`") from None
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    return RunContext(store=store, record=record, config=build_config(record.config), token=token)

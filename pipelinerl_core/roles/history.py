@@ -1,0 +1,72 @@
+"""What counts of a run's past: epochs, and the commits that later epochs have adopted.
+
+Readers ignore anything of epoch k beyond what epoch k + 1 adopted, so a late write of a fenced twin is harmless.
+"""
+
+import os
+import socket
+import time
+from typing import Literal
+
+from pipelinerl_core.errors import Fenced
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import Commit, EpochRecord, epoch_key, parse_commit_key
+
+# More starts of hub and trainer than any run has; a bound on the search for a free epoch number.
+_MAX_EPOCHS = 100_000
+
+
+def read_epochs(store: ObjectStore) -> list[EpochRecord]:
+    """Every start of hub and trainer, oldest first."""
+    return [EpochRecord.model_validate_json(store.get(key)) for key in store.list("epochs/")]
+
+
+def counted_commit_keys(store: ObjectStore, epochs: list[EpochRecord]) -> dict[int, str]:
+    """step -> key of the commit that counts, for every committed step in order."""
+    trainers = sorted((record for record in epochs if record.role == "trainer"), key=lambda record: record.epoch)
+    counted: dict[int, str] = {}
+    for key in store.list("commits/"):
+        step, epoch = parse_commit_key(key)
+        later = [record.adopted_through for record in trainers if record.epoch > epoch]
+        if step <= min(later, default=step):
+            counted[step] = key
+    return dict(sorted(counted.items()))
+
+
+def read_commit(store: ObjectStore, key: str) -> Commit:
+    """One commit."""
+    return Commit.model_validate_json(store.get(key))
+
+
+def take_epoch(store: ObjectStore, role: Literal["hub", "trainer"], adopted_through: int) -> EpochRecord:
+    """Claim the next epoch number; from here on every earlier epoch of the role is fenced."""
+    epochs = read_epochs(store)
+    parent = max((record.epoch for record in epochs if record.role == role), default=None)
+    candidate = max((record.epoch for record in epochs), default=0) + 1
+    while candidate < _MAX_EPOCHS:
+        record = EpochRecord(
+            epoch=candidate,
+            role=role,
+            parent=parent,
+            adopted_through=adopted_through,
+            started_at=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        try:
+            store.put(epoch_key(candidate), record.model_dump_json().encode(), create_only=True)
+        except FileExistsError:
+            candidate += 1
+            continue
+        return record
+    raise Fenced(f"no free epoch below {_MAX_EPOCHS} under {store.url}/epochs")
+
+
+def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
+    """Raise Fenced when a newer epoch of the same role exists."""
+    for key in reversed(store.list("epochs/")):
+        if key <= epoch_key(epoch.epoch):
+            return
+        newer = EpochRecord.model_validate_json(store.get(key))
+        if newer.role == epoch.role:
+            raise Fenced(f"{epoch.role} epoch {epoch.epoch} was taken over by epoch {newer.epoch} on {newer.host}")

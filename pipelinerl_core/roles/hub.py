@@ -1,0 +1,168 @@
+"""The hub: accounts for prompts, leases, lag and tokens; carries rollouts from actors to the trainer in memory.
+
+Start and restart are one path: newest commit, segments above its low-water marks, registrations during a grace time.
+It ends when the last step is committed or it is asked to, after telling the actors to leave.
+"""
+
+import argparse
+import logging
+import socket
+import sys
+import threading
+import time
+import uuid
+
+from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreError
+from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.records import HUB_KEY
+from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
+from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.roles.hub_live import LiveRecord
+from pipelinerl_core.roles.hub_service import Hub
+from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
+from pipelinerl_core.roles.process import (
+    configure_logging,
+    die_with_parent,
+    install_stop_signal,
+    leave,
+    limit_threads,
+)
+from pipelinerl_core.stream.server import FlightHubServer
+
+logger = logging.getLogger(__name__)
+
+# Attempts of one group that one hub may grant before they would look like the next hub's.
+ATTEMPTS_PER_BOOT = 1000
+_TICK_SECONDS = 0.1
+_BEAT_SECONDS = 1.0
+# How long actors may take to seal and leave once the last step is committed.
+DRAIN_SECONDS = 5.0
+# The same when asked to stop: the supervisor kills a hub that has not left after 3 s.
+STOP_SECONDS = 1.5
+# A run that was complete at the start: its trainer comes, sees that, and goes.
+_IDLE_SECONDS = 60.0
+_FAREWELL_SECONDS = 0.5
+
+
+def start_hub(context: RunContext) -> Hub:
+    """Take the next epoch and restore the ledger from the store; PipelineRLError while another hub lives."""
+    refuse_second_hub(context.store)
+    past = read_past(context.store)
+    committed = past.commit.step if past.commit else -1
+    epoch = take_epoch(context.store, "hub", committed)
+    boot_id = f"{epoch.epoch}-{uuid.uuid4().hex[:8]}"
+    is_first = epoch.parent is None
+    ledger = Ledger(
+        context.config,
+        clock=time.time,
+        boot_id=boot_id,
+        first_attempt=0 if is_first else epoch.epoch * ATTEMPTS_PER_BOOT,
+    )
+    if past.commit is not None:
+        ledger.restore(past.commit, past.sealed, past.manifest)
+    else:
+        ledger.restore_segments(past.sealed)
+    logger.info(
+        "hub epoch %d, boot %s: after commit %d, %d groups ready from %d in segments, %d open, next group %d",
+        epoch.epoch, boot_id, committed, ledger.num_ready, len(past.sealed), ledger.num_queued, ledger.next_group_id,
+    )  # fmt: skip
+    return Hub(context.config, ledger, build_source(context.config), context.store, boot_id=boot_id, rows=past.rows)
+
+
+class HubProcess:
+    """A hub that serves: Flight server, ticks, hub.json."""
+
+    def __init__(self, context: RunContext) -> None:
+        """Raises ConfigError without a token, PipelineRLError while another hub of the run lives."""
+        if not context.token:
+            raise ConfigError(
+                f"{TOKEN_VARIABLE} is not set: the hub admits nobody without a token. Set it, or let the flow"
+            )
+        placement = context.config.placement
+        self._store = context.store
+        self.hub = start_hub(context)
+        self._server = FlightHubServer(
+            self.hub, host=placement.hub_host, port=placement.hub_port, token=context.token
+        )
+        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url))
+        self._beat_at = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until the last step is committed and the actors have left, or until `stop`."""
+        self._server.start()
+        self._beat("run", is_due=True)
+        logger.info("listening at %s", self._server.url)
+        while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
+            self.hub.tick()
+            self._beat("run")
+        was_stopped = stop.is_set() and not self.hub.is_finished
+        logger.info("draining: %s", "asked to stop" if was_stopped else "the last step is committed")
+        if was_stopped:
+            self.hub.stop()
+        self._drain(stop)
+        self._beat("stopped" if was_stopped else "done", is_due=True)
+        has_ended = self._server.shutdown(_FAREWELL_SECONDS)
+        logger.info("hub left%s", "" if has_ended else ", some peers had not")
+
+    def _drain(self, stop: threading.Event) -> None:
+        """Answer syncs with `drain` until everybody has gone."""
+        begun = time.monotonic()
+        while True:
+            limit = STOP_SECONDS if stop.is_set() else DRAIN_SECONDS if self.hub.has_met_trainer else _IDLE_SECONDS
+            is_alone = self.hub.num_peers == 0 and (self.hub.has_met_trainer or stop.is_set())
+            if is_alone or time.monotonic() - begun > limit:
+                return
+            self.hub.tick()
+            self._beat("drain")
+            time.sleep(_TICK_SECONDS)
+
+    def _beat(self, state: str, *, is_due: bool = False) -> None:
+        if not is_due and time.monotonic() - self._beat_at < _BEAT_SECONDS:
+            return
+        self._beat_at = time.monotonic()
+        try:
+            self._store.put(HUB_KEY, self._live.record(state).model_dump_json().encode())
+        except StoreError as error:
+            logger.warning("%s not written: %s", HUB_KEY, error)
+
+
+def reachable_url(url: str) -> str:
+    """The hub's URL as other hosts see it: a wildcard address is replaced by this host's."""
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rpartition(":")
+    if host not in ("0.0.0.0", "[::]", "::"):
+        return url
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks the outgoing address
+            host = probe.getsockname()[0]
+        except OSError:
+            host = socket.gethostname()
+    return f"{scheme}://{host}:{port}"
+
+
+def main() -> int:
+    """Command line of the role."""
+    parser = argparse.ArgumentParser(description="The hub of a run.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    configure_logging()
+    stop = install_stop_signal()
+    try:
+        context = open_run(arguments.run)
+        limit_threads(context.config.placement.threads)
+        HubProcess(context).run(stop)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except PipelineRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

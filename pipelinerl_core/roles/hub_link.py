@@ -1,0 +1,157 @@
+"""A role's connection to the hub that survives restarts of the hub.
+
+hub.json says where the hub is; it is read again whenever a call fails. After every reconnection the role registers
+first, so that the hub knows its leases or its reservation before it sees anything else from it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import pyarrow as pa
+
+from pipelinerl_core.errors import Fenced, HubUnavailable, MissingObject, SchemaMismatch, StaleLease, StreamError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Rows, RowsHeader
+from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.stream.client import HubClient
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# Whoever finds no hub for this long seals, flushes and exits.
+HUB_DEADLINE_SECONDS = 120.0
+_POLL_SECONDS = 0.2
+REFUSALS: dict[str, type[Exception]] = {"fenced": Fenced, "stale_lease": StaleLease, "schema": SchemaMismatch}
+
+
+class HubLink:
+    """Requests that outlive a hub. Thread-safe; calls block until answered or the deadline passes."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        token: str,
+        role: Literal["actor", "trainer"],
+        name: str,
+        registration: Callable[[], Register],
+        faults: Callable[[str], bool] | None = None,
+        deadline_seconds: float = HUB_DEADLINE_SECONDS,
+    ) -> None:
+        self._store = store
+        self._token = token
+        self._role = role
+        self._name = name
+        self._registration = registration
+        self._faults = faults
+        self._deadline_seconds = deadline_seconds
+        self._lock = threading.RLock()
+        self._client: HubClient | None = None
+        self._url = ""
+        self._closed = False
+        self.registered: Registered | None = None
+
+    @property
+    def boot_id(self) -> str:
+        """boot_id of the hub this role is registered with."""
+        return self.registered.boot_id if self.registered else ""
+
+    def connect(self) -> Registered:
+        """Find the hub and register; HubUnavailable after the deadline."""
+        deadline = time.monotonic() + self._deadline_seconds
+        while True:
+            client = self._client
+            try:
+                return self._connect_once(client)
+            except HubUnavailable as error:
+                self._wait_or_raise(deadline, error)
+
+    def register_again(self) -> Registered:
+        """Register on the open connection: the hub answered with an unknown boot_id."""
+        return self._register()
+
+    def request(self, message: Request, rows: pa.RecordBatch | None = None) -> Answer:
+        """The hub's answer, through as many hubs as it takes."""
+        return self._through_restarts(lambda client: client.request(message, rows))
+
+    def request_rows(self, message: Rows) -> list[tuple[RowsHeader, pa.RecordBatch]]:
+        """The record batches of reserved groups; HubUnavailable, or StreamError for rows the hub does not have."""
+        return self._through_restarts(lambda client: client.request_rows(message))
+
+    def close(self, *, bye: bool = True) -> None:
+        """End the connection."""
+        with self._lock:
+            self._closed = True
+            if self._client is not None:
+                self._client.close(bye=bye)
+
+    def _through_restarts(self, call: Callable[[HubClient], T]) -> T:
+        deadline = time.monotonic() + self._deadline_seconds
+        while True:
+            client = self._client
+            try:
+                if client is None:
+                    self.connect()
+                    continue
+                return call(client)
+            except HubUnavailable as error:
+                self._wait_or_raise(deadline, error)
+                self._reconnect(client, error)
+
+    def _reconnect(self, failed: HubClient | None, error: HubUnavailable) -> None:
+        with self._lock:
+            if self._client is failed and not self._closed:
+                logger.warning("hub lost (%s); looking for it again", error)
+                try:
+                    self._connect_once(failed)
+                except HubUnavailable as still_gone:
+                    logger.debug("no hub yet: %s", still_gone)
+
+    def _connect_once(self, failed: HubClient | None) -> Registered:
+        with self._lock:
+            url = self._find()
+            if self._client is failed:
+                if failed is not None:
+                    failed.close(bye=False)
+                self._client = None
+                self._client = HubClient(
+                    url, token=self._token, role=self._role, name=self._name, faults=self._faults
+                )
+                self._url = url
+            return self._register()
+
+    def _register(self) -> Registered:
+        with self._lock:
+            if self._client is None:
+                raise HubUnavailable("not connected")
+            answer = self._client.request(self._registration())
+            if isinstance(answer, Refused):
+                raise_refusal(answer)
+            if not isinstance(answer, Registered):
+                raise HubUnavailable(f"the hub answered {answer.kind} to register")
+            self.registered = answer
+            return answer
+
+    def _find(self) -> str:
+        try:
+            return HubRecord.model_validate_json(self._store.get(HUB_KEY)).url
+        except MissingObject:
+            raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started") from None
+
+    def _wait_or_raise(self, deadline: float, error: HubUnavailable) -> None:
+        if self._closed or time.monotonic() > deadline:
+            raise HubUnavailable(
+                f"no hub for {self._deadline_seconds:.0f} s ({error}): it died and was not restarted"
+            ) from error
+        time.sleep(_POLL_SECONDS)
+
+
+def raise_refusal(refused: Refused) -> None:
+    """Turn a refusal into the error of its code."""
+    from_code = REFUSALS.get(refused.code)
+    if from_code is not None:
+        raise from_code(refused.detail)
+    raise StreamError(f"the hub refused ({refused.code}): {refused.detail}")

@@ -1,0 +1,375 @@
+"""What the hub does with each message: the ledger under one lock, and the rows of ready and reserved groups.
+
+    actor --sync--> leases, newest version          trainer --reserve--> waits until a step's groups are ready
+          --group-> rows kept, reserve woken                --rows-----> rows from memory, else from their segment
+          --sealed> where rows lie in the store             --committed> groups forgotten, version announced
+
+Prompts, summaries and reads from the store happen outside the lock.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import MissingObject, StaleLease
+from pipelinerl_core.interfaces import CreditSink, ObjectStore, PromptSource
+from pipelinerl_core.ledger import ActorKey, Arrival, Grant, Ledger
+from pipelinerl_core.messages import (
+    Ack,
+    Answer,
+    Bye,
+    Committed,
+    Group,
+    Lease,
+    Refused,
+    Register,
+    Registered,
+    Request,
+    Reserve,
+    Rows,
+    RowsHeader,
+    Sealed,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.hub_store import GroupKey, summarize
+from pipelinerl_core.stream.segments import SegmentReader
+
+logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 0.05
+# Groups one actor may always have at the hub, however small the window.
+MIN_CREDIT = 8
+# A reserve is repeated anyway; longer waits would only delay the end of the process.
+_MAX_WAIT_SECONDS = 5.0
+# Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
+_STALL_SECONDS = 2.0
+_RECENT_SWAPS = 200
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    credit: CreditSink
+    actor: ActorKey | None = None
+
+
+class Hub:
+    """The HubService of a run. `handle` raises errors.py's StaleLease, Fenced and StoreError; the carrier says so."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        source: PromptSource,
+        store: ObjectStore,
+        *,
+        boot_id: str,
+        rows: dict[GroupKey, pa.RecordBatch] | None = None,
+    ) -> None:
+        """`rows`: those of groups that the ledger was restored with."""
+        self.boot_id = boot_id
+        self._config = config
+        self._ledger = ledger
+        self._source = source
+        self._store = store
+        self._segments = SegmentReader(store)
+        self._rows = {key: batch for key, batch in (rows or {}).items() if ledger.needs_rows(*key)}
+        self._changed = threading.Condition()
+        self._prompt_lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._is_stopping = False
+        self._ticked_at = time.monotonic()
+        self.has_met_trainer = False
+        self.step_metrics: dict[str, float] = {}
+        """Of the newest commit."""
+        self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)
+        """Seconds."""
+        self.num_swaps = 0
+
+    # ---- the process asks ------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step is committed."""
+        with self._changed:
+            return self._ledger.is_done or (self._ledger.is_draining and not self._is_stopping)
+
+    @property
+    def num_peers(self) -> int:
+        """Open exchanges."""
+        with self._changed:
+            return len(self._peers)
+
+    def stop(self) -> None:
+        """Grant nothing more and tell the actors to leave."""
+        with self._changed:
+            self._is_stopping = self._ledger.is_draining = True
+            self._changed.notify_all()
+
+    def tick(self) -> None:
+        """Let silent actors go; call it a few times a second."""
+        now = time.monotonic()
+        with self._changed:
+            if now - self._ticked_at > _STALL_SECONDS:
+                logger.warning("the hub stood still for %.1f s: leases are extended", now - self._ticked_at)
+                self._ledger.extend(now - self._ticked_at)
+            self._ticked_at = now
+            expired = self._ledger.expire()
+        if expired:
+            logger.warning("leases expired, to be granted again: groups %s", expired)
+
+    def read(self, look: Callable[[Ledger], dict[str, object]]) -> dict[str, object]:
+        """A consistent look at the ledger."""
+        with self._changed:
+            return look(self._ledger)
+
+    # ---- HubService ------------------------------------------------------------------------------------------
+
+    def connected(self, peer: str, credit_sink: CreditSink) -> None:
+        """A peer's exchange has opened; it registers next."""
+        with self._changed:
+            self._peers[peer] = _Peer(credit_sink)
+
+    def disconnected(self, peer: str) -> None:
+        """A peer's exchange is gone; its leases stay until they expire, because it may come back."""
+        with self._changed:
+            self._peers.pop(peer, None)
+
+    def handle(
+        self, peer: str, request: Request, rows: pa.RecordBatch | None
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """Answers in order."""
+        if isinstance(request, Rows):
+            yield from self._send_rows(request)
+        else:
+            yield self._answer(peer, request, rows), None
+
+    def _answer(self, peer: str, request: Request, rows: pa.RecordBatch | None) -> Answer:
+        match request:
+            case Register():
+                return self._register(peer, request)
+            case Sync():
+                return self._sync(peer, request)
+            case Group():
+                return self._group(peer, request, rows)
+            case Sealed():
+                return self._sealed(request)
+            case Reserve():
+                return self._reserve(request)
+            case Committed():
+                return self._committed(request)
+            case Bye():
+                return self._bye(peer, request)
+            case _:
+                raise TypeError(f"no handler for {request.kind}")
+
+    # ---- actors ----------------------------------------------------------------------------------------------
+
+    def _register(self, peer: str, request: Register) -> Answer:
+        actor = None
+        if request.role == "trainer":
+            self._register_trainer(request)
+        else:
+            actor = ActorKey(request.name, request.epoch)
+        with self._changed:
+            if actor is not None:
+                self._ledger.register_actor(actor, request.leases)
+                self._peers[peer].actor = actor
+            answer = Registered(
+                re=request.id,
+                boot_id=self.boot_id,
+                newest_version=self._ledger.newest_version,
+                sync_seconds=SYNC_SECONDS,
+                credit=self._credit(actor) if actor else 0,
+            )
+        logger.info(
+            "%s registered: epoch %d, %d leases, step %s, %d groups reserved",
+            peer, request.epoch, len(request.leases), request.step, len(request.reservation),
+        )  # fmt: skip
+        return answer
+
+    def _sync(self, peer: str, request: Sync) -> Answer:
+        with self._changed:
+            actor = self._peers[peer].actor
+            if actor is None or request.boot_id != self.boot_id:
+                return self._unknown_boot(request.id)
+            result = self._ledger.sync(actor, request)
+            is_final = self._ledger.is_draining or self._ledger.is_done
+            manifest = self._ledger.manifest
+            swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
+            credit = self._credit(actor)
+            self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
+            self.num_swaps += len(result.swaps)
+        if result.stop_leases:
+            logger.info("%s must stop leases %s", actor, list(result.stop_leases))
+        return SyncReply(
+            re=request.id,
+            boot_id=self.boot_id,
+            leases=tuple(self._lease(grant) for grant in result.leases),
+            stop_leases=result.stop_leases,
+            manifest=manifest,
+            state="drain" if is_final else "run",
+            sync_seconds=SYNC_SECONDS,
+            credit=credit,
+            swaps_acknowledged=swaps_acknowledged,
+        )
+
+    def _lease(self, grant: Grant) -> Lease:
+        with self._prompt_lock:
+            prompt = self._source.prompt(grant.group_id)
+        return Lease(
+            group_id=grant.group_id,
+            attempt=grant.attempt,
+            lease_id=grant.lease_id,
+            deadline_seconds=grant.deadline_seconds,
+            group_size=self._config.rollouts.group_size,
+            prompt=prompt,
+        )
+
+    def _group(self, peer: str, request: Group, rows: pa.RecordBatch | None) -> Answer:
+        if rows is None:
+            raise MissingObject(f"group {request.ref.group_id} came without its rows")
+        summary = summarize(request.ref, rows)
+        key = (request.ref.group_id, request.ref.attempt)
+        arrival = None
+        try:
+            with self._changed:
+                if self._peers[peer].actor is None:
+                    return self._unknown_boot(request.id)
+                arrival = self._ledger.add_group(summary, request.lease_id)
+                if request.seq is not None:
+                    self._ledger.place(*key, summary.actor, request.seq)
+                if self._ledger.needs_rows(*key):
+                    self._rows.setdefault(key, rows)
+                self._changed.notify_all()
+        except StaleLease as error:
+            logger.info("refused: %s", error)
+            raise
+        finally:
+            if arrival is not Arrival.READY:
+                self._return_credit(Counter({summary.actor: 1}))
+        return Ack(re=request.id, note=arrival.value)
+
+    def _sealed(self, request: Sealed) -> Answer:
+        with self._changed:
+            self._ledger.sealed(ActorKey(request.actor, request.epoch), request.seq, request.groups)
+        return Ack(re=request.id)
+
+    def _bye(self, peer: str, request: Bye) -> Answer:
+        with self._changed:
+            actor = self._peers[peer].actor
+            if actor is not None:
+                self._ledger.bye(actor)
+        logger.info("%s said goodbye", peer)
+        return Ack(re=request.id)
+
+    def _unknown_boot(self, re: int) -> Refused:
+        return Refused(re=re, code="unknown_boot", detail=f"this hub is {self.boot_id}: register")
+
+    def _credit(self, actor: ActorKey) -> int:
+        limit = max(MIN_CREDIT, self._config.window_groups)
+        return max(0, limit - self._ledger.ready_by_actor()[actor])
+
+    def _return_credit(self, groups: "Counter[ActorKey]") -> None:
+        """Outside the lock: it writes to the peers."""
+        with self._changed:
+            sinks = [(peer.credit, groups[peer.actor]) for peer in self._peers.values() if peer.actor is not None]
+        for sink, num_groups in sinks:
+            if num_groups:
+                sink(num_groups)
+
+    # ---- trainer ---------------------------------------------------------------------------------------------
+
+    def _register_trainer(self, request: Register) -> None:
+        with self._changed:
+            self._ledger.check_trainer(request.epoch)
+        self._catch_up(request.committed_step)
+        with self._changed:
+            self.has_met_trainer = True
+            self._ledger.register_trainer(request.epoch, request.step, request.reservation)
+            self._ledger.announce(request.manifest)
+            self._changed.notify_all()
+
+    def _catch_up(self, step: int) -> None:
+        """Take in commits that were written while no hub was told of them."""
+        with self._changed:
+            first = self._ledger.committed_step + 1
+        if step < first:
+            return
+        keys = counted_commit_keys(self._store, read_epochs(self._store))
+        for missed in range(first, step + 1):
+            if missed not in keys:
+                raise MissingObject(
+                    f"commit of step {missed} is not in {self._store.url}, but step {step} is committed"
+                )
+            commit = read_commit(self._store, keys[missed])
+            trained = [(record.group_id, record.attempt) for record in commit.fates if record.fate == "trained"]
+            with self._changed:
+                self._ledger.committed(missed, trained, commit.fates, commit.manifest)
+                self._forget_rows()
+            logger.info("step %d was committed without a word; read from the store", missed)
+
+    def _reserve(self, request: Reserve) -> Answer:
+        deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
+        taken: Counter[ActorKey] = Counter()
+        with self._changed:
+            while True:
+                before = self._ledger.ready_by_actor()
+                answer = self._ledger.reserve(request.step, request.epoch)
+                taken += before - self._ledger.ready_by_actor()
+                remaining = deadline - time.monotonic()
+                if answer.is_ready or remaining <= 0 or self._is_stopping:
+                    break
+                self._changed.wait(remaining)
+            self._forget_rows()
+        if taken:
+            self._return_credit(taken)
+        return answer.model_copy(update={"re": request.id})
+
+    def _send_rows(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        with self._changed:
+            strange = set(request.groups) - self._ledger.reserved(request.step)
+            batches = {key: self._rows.get(key) for key in request.groups}
+        if strange:
+            detail = f"step {request.step}: groups {sorted(strange)[:8]} are not in its reservation; reserve again"
+            yield Refused(re=request.id, code="not_reserved", detail=detail), None
+            return
+        found = [(key, self._read_back(key) if batch is None else batch) for key, batch in batches.items()]
+        for index, ((group_id, attempt), batch) in enumerate(found):
+            remaining = len(found) - 1 - index
+            header = RowsHeader(re=request.id, group_id=group_id, attempt=attempt, remaining=remaining)
+            yield header, batch
+
+    def _read_back(self, key: GroupKey) -> pa.RecordBatch:
+        """Rows that came to an earlier hub; MissingObject until they are sealed, or sent again by their actor."""
+        with self._changed:
+            place = self._ledger.where(*key)
+        if place is None:
+            raise MissingObject(f"rows of group {key[0]} attempt {key[1]} have not arrived; ask again")
+        (name, epoch), seq = place
+        return self._segments.read_group(name, epoch, seq, *key)
+
+    def _committed(self, request: Committed) -> Answer:
+        with self._changed:
+            self._ledger.check_trainer(request.epoch)
+        self._catch_up(request.step - 1)
+        with self._changed:
+            is_new = self._ledger.committed(request.step, request.groups, request.fates, request.manifest)
+            if is_new:
+                self.step_metrics = dict(request.metrics)
+            if request.is_last:
+                self._ledger.is_draining = True
+            self._forget_rows()
+            self._changed.notify_all()
+        return Ack(re=request.id, note="" if is_new else "known")
+
+    def _forget_rows(self) -> None:
+        """Keep the rows of groups that are ready or reserved, and no others."""
+        self._rows = {key: batch for key, batch in self._rows.items() if self._ledger.needs_rows(*key)}

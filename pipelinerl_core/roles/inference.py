@@ -1,0 +1,40 @@
+"""What every role with an engine builds: the engine on the run's starting model, and its tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.engine.embedded import EmbeddedEngine, load_engine
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.chat import encode_prompt
+from pipelinerl_core.rollouts.runner import TextCodec
+from pipelinerl_core.types import Int32Array, Prompt
+
+
+def model_directory(config: RunConfig) -> Path:
+    """Directory of the starting model; ConfigError when it is not there."""
+    path = resolve_model_path(config.model.path)
+    if path is None:
+        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    return Path(path)
+
+
+def build_engine(config: RunConfig) -> EmbeddedEngine:
+    """The engine with the starting weights, version 0."""
+    return load_engine(model_directory(config), config, max_prompt_tokens=config.rollouts.max_prompt_tokens)
+
+
+def build_codec(config: RunConfig) -> TextCodec:
+    """Encode prompts and decode completions with the model's own tokenizer."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
+
+    def encode(prompt: Prompt) -> Int32Array:
+        return encode_prompt(prompt, tokenizer, config.model.chat_template)
+
+    def decode(token_ids: Int32Array) -> str:
+        return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+
+    return TextCodec(encode=encode, decode=decode)

@@ -1,0 +1,70 @@
+"""What every role does as a process: dies with its parent, stops when asked, keeps to its threads, logs to stderr."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+# <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """End this process with its parent, even by kill -9. Call it first in main, on the main thread.
+
+    The kernel (Linux) sends SIGKILL when the thread that started this process ends: a supervisor starts a role from
+    the thread that watches it. Elsewhere only a parent that is gone already is noticed.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:  # it died before the guard was in place
+        os._exit(1)
+
+
+def install_stop_signal() -> threading.Event:
+    """An event that SIGTERM and SIGINT set. Call it on the main thread."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        # A handler runs between two bytecodes of the main thread, which may hold the event's lock: set it elsewhere.
+        threading.Thread(target=stop.set, name=f"signal-{number}", daemon=True).start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    return stop
+
+
+def limit_threads(count: int) -> None:
+    """Compute threads of this process; OpenMP's own limits must be in the environment before any import."""
+    pa.set_cpu_count(count)
+    torch = sys.modules.get("torch")  # only roles that use it have loaded it
+    if torch is not None:
+        torch.set_num_threads(count)
+
+
+def configure_logging(level: int = logging.INFO) -> None:
+    """One line per event to stderr."""
+    logging.basicConfig(
+        level=level,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def leave(code: int) -> None:
+    """End at once: threads of Flight's open streams would hold up the interpreter's exit without a deadline."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

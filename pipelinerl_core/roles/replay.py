@@ -1,0 +1,146 @@
+"""Train recorded batches again: how a trainer restarts, and how `pipelinerl replay` proves what was trained.
+
+The rows of batches/ are trained in their order by the same learner, so that on the same machine, with the same
+threads, losses and weights come out bit for bit.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError
+from pipelinerl_core.interfaces import Learner, ObjectStore
+from pipelinerl_core.records import Commit
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.process import configure_logging, limit_threads
+from pipelinerl_core.stream.codec import decode_batch, from_segment
+from pipelinerl_core.training.checkpoint import load_checkpoint
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.model import load_model
+from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
+from pipelinerl_core.weights.files import serialize
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedStep:
+    """One recorded step, trained again."""
+
+    stats: StepStats
+    recorded_loss: float
+    weights_match: bool
+    """Whether the weights after it have the sha256 of the commit."""
+
+
+def build_learner(config: RunConfig, *, version: int = 0) -> TorchLearner:
+    """The learner on the run's starting model."""
+    path = resolve_model_path(config.model.path)
+    if path is None:
+        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    model = load_model(Path(path), config.model.dtype)
+    return TorchLearner(model, config, batcher=PackBatcher(config.trainer.pack_tokens), version=version)
+
+
+def weights_sha256(learner: Learner) -> str:
+    """sha256 of the learner's weights as they would be published."""
+    return hashlib.sha256(serialize(learner.weights())).hexdigest()
+
+
+def read_rows(store: ObjectStore, commit: Commit) -> list[TrainingRow]:
+    """The rows of a committed step, verified, in training order."""
+    return [row for entry in commit.batches for row in _read_batch(store, entry)]
+
+
+def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
+    data = store.get(entry.name)
+    found = hashlib.sha256(data).hexdigest()
+    if found != entry.sha256:
+        raise ChecksumMismatch(f"{entry.name}: sha256 {found[:12]}, its commit says {entry.sha256[:12]}")
+    return [row for batch in from_segment(data) for row in decode_batch(batch)]
+
+
+def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step: int) -> None:
+    """Load the newest finished checkpoint at or before `step`."""
+    for candidate in sorted((committed for committed in commits if committed <= step), reverse=True):
+        reference = read_commit(store, commits[candidate]).checkpoint
+        if reference is None or reference.step != candidate:
+            continue  # an earlier commit is the one that made it
+        try:
+            tensors, values = load_checkpoint(store, reference.step, reference.epoch)
+        except MissingObject:
+            continue  # pruned
+        learner.load_state(tensors, values)
+        return
+    raise ConfigError(f"{store.url}: no checkpoint at or before step {step}; it cannot be replayed")
+
+
+def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:
+    """Train the steps after the learner's version, up to `last`, from their recorded batches."""
+    for step in range(learner.version + 1, last + 1):
+        commit = read_commit(store, commits[step])
+        stats = learner.step(read_rows(store, commit))
+        yield ReplayedStep(
+            stats=stats,
+            recorded_loss=commit.metrics["train/loss"],
+            weights_match=weights_sha256(learner) == commit.weights_sha256,
+        )
+
+
+def replay_run(url: str, first: int | None, last: int | None) -> Iterator[ReplayedStep]:
+    """Replay steps first..last of a run (all of them by default)."""
+    context = open_run(url)
+    commits = counted_commit_keys(context.store, read_epochs(context.store))
+    if not commits or max(commits) < 1:
+        raise ConfigError(f"{url}: no step is committed, there is nothing to replay")
+    end = min(last if last is not None else max(commits), max(commits))
+    begin = max(1, first if first is not None else 1)
+    if begin > end:
+        raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
+    learner = build_learner(context.config)
+    restore(context.store, learner, commits, begin - 1)
+    for replayed in replay_steps(context.store, learner, commits, end):
+        if replayed.stats.step >= begin:
+            yield replayed
+
+
+def main() -> int:
+    """Command line of the role."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--from-step", type=int)
+    parser.add_argument("--to-step", type=int)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    configure_logging()
+    limit_threads(1)
+    steps = []
+    try:
+        for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step):
+            is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
+            verdict = "equal" if is_equal else "DIFFERS"
+            steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
+            if not arguments.json:
+                print(f"step {replayed.stats.step}: loss {replayed.stats.loss!r} {verdict}", flush=True)  # noqa: T201
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except PipelineRLError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    if arguments.json:
+        print(json.dumps({"steps": steps, "all_equal": all(s["verdict"] == "equal" for s in steps)}))  # noqa: T201
+    return 0 if all(step["verdict"] == "equal" for step in steps) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

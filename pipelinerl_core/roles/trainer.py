@@ -1,0 +1,287 @@
+"""The trainer: a step as soon as a step's worth of groups is ready, and the new weights out behind its back.
+
+    hub --reserve, rows--> assemble --> learner.step --> Committer (publish, checkpoint, commit, announce)
+              |                |
+              |                +--> batches/<step> (uploaded while the learner computes)
+              +-- waits only here: time/reserve_wait_seconds
+
+Start, restart and resume are one path: adopt the last commit that counts, load the newest finished checkpoint, train
+the recorded batches after it again, compare the weights with the commit, go on.
+"""
+
+import argparse
+import logging
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+
+from pipelinerl_core.algo.parity import logprob_parity
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    MissingObject,
+    PipelineRLError,
+    StreamError,
+)
+from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
+from pipelinerl_core.records import EpochRecord, batch_key
+from pipelinerl_core.roles.committer import Committer, ComputedStep
+from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.process import configure_logging, die_with_parent, install_stop_signal, limit_threads
+from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
+from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.tracking.metrics import step_metrics
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.types import FileEntry, GroupRef, Rollout, TrainingRow
+from pipelinerl_core.weights.files import entry_of
+
+logger = logging.getLogger(__name__)
+
+# No group for this long while the hub answers: every actor is dead or every reward fails.
+RESERVE_DEADLINE_SECONDS = 600.0
+# Rows that the hub lost come again from their actor within a few syncs.
+ROWS_DEADLINE_SECONDS = 120.0
+# Tokens compared by the parity gate.
+_PARITY_TOKENS = 2_000
+
+
+class Trainer:
+    """Takes the optimizer steps of a run, one rank."""
+
+    def __init__(self, context: RunContext, learner: TorchLearner, epoch: EpochRecord) -> None:
+        self._context = context
+        self._config = context.config
+        self._store = context.store
+        self._learner = learner
+        self._epoch = epoch
+        self._reserved: Reserved | None = None
+        self._reserved_step: int | None = None
+        self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
+        self._link = HubLink(
+            context.store, token=context.token, role="trainer", name="trainer", registration=self._registration
+        )
+        self._committer = Committer(
+            context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link
+        )
+        self._checkpointed_at = time.monotonic()
+        self._started_at = time.time()
+        self._samples = 0
+        self._tokens = 0
+        self._parity_checked = False
+
+    def run(self, commits: dict[int, str], stop: threading.Event) -> None:
+        """From the last commit to the last step, or until `stop`."""
+        last = max(commits, default=-1)
+        if last >= 0:
+            self._adopt(commits, last)
+        self._link.connect()
+        try:
+            if last < 0:
+                self._commit_initial()
+            while self._learner.version < self._config.trainer.steps and not stop.is_set():
+                self._step(self._learner.version + 1, stop)
+            self._committer.flush()
+        finally:
+            self._committer.close()
+            self._uploads.shutdown(wait=False, cancel_futures=True)
+            self._link.close()
+
+    # ---- start -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, commits: dict[int, str], last: int) -> None:
+        commit = read_commit(self._store, commits[last])
+        restore(self._store, self._learner, commits, last)
+        begun, start = self._learner.version, time.monotonic()
+        for replayed in replay_steps(self._store, self._learner, commits, last):
+            if not replayed.weights_match:
+                raise ChecksumMismatch(
+                    f"replay of step {replayed.stats.step} gives other weights than commit {commits[last]} recorded: "
+                    "another machine, thread count or library version. Resume where the run was started"
+                )
+        logger.info(
+            "resumed at step %d: checkpoint %d, %d steps trained again in %.1f s",
+            last, begun, last - begun, time.monotonic() - start,
+        )  # fmt: skip
+        self._committer.adopt(commit)
+        self._committer.republish(commit, self._learner.weights())
+        self._samples = int(commit.metrics.get("progress/samples", 0))
+        self._tokens = int(commit.metrics.get("progress/tokens", 0))
+        first = read_commit(self._store, commits[min(commits)])
+        self._started_at = first.committed_at
+
+    def _commit_initial(self) -> None:
+        """Commit 0: the weights every run starts from, durable, with a checkpoint."""
+        now = time.time()
+        self._committer.submit(
+            ComputedStep(
+                step=0,
+                weights=self._learner.weights(),
+                state=self._learner.state(),
+                batch=None,
+                reserved=None,
+                reserved_at=now,
+                computed_at=now,
+            )
+        )
+        self._committer.flush()
+
+    def _registration(self) -> Register:
+        newest = self._committer.newest
+        uncommitted = self._reserved_step is not None and (newest is None or self._reserved_step > newest.step)
+        return Register(
+            role="trainer",
+            name="trainer",
+            epoch=self._epoch.epoch,
+            step=self._reserved_step if uncommitted else None,
+            reservation=self._reserved.groups if self._reserved and uncommitted else (),
+            committed_step=newest.step if newest else -1,
+            manifest=newest.manifest if newest else None,
+        )
+
+    # ---- one step --------------------------------------------------------------------------------------------
+
+    def _step(self, step: int, stop: threading.Event) -> None:
+        waited_from = time.time()
+        reserved = self._reserve(step, stop)
+        if reserved is None:
+            return
+        groups = self._rows(step, reserved.groups)
+        reserved_at = time.time()
+        assembled = assemble_rows(step, groups, self._config)
+        batch = encode_batch(self._context.run_id, step, assembled.rows)
+        upload = self._uploads.submit(self._upload, step, batch)
+        rows = decode_batch(batch)  # train exactly what is recorded: a replay must see the same bits
+        self._check_parity(step, rows)
+        stats = self._learner.step(rows)
+        computed_at = time.time()
+        self._samples += len(rows)
+        self._tokens += sum(row.rollout.num_tokens for row in rows)
+        metrics = step_metrics(
+            stats,
+            rows,
+            masked_stale=assembled.num_masked_stale,
+            num_errors=assembled.num_errors,
+            reserve_wait_seconds=reserved_at - waited_from,
+            samples=self._samples,
+            tokens=self._tokens,
+            seconds=computed_at - self._started_at,
+        )
+        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], stats.loss)
+        self._committer.submit(
+            ComputedStep(
+                step=step,
+                weights=self._learner.weights(),
+                state=self._learner.state() if self._checkpoint_due(step) else None,
+                batch=upload,
+                reserved=reserved,
+                metrics=metrics,
+                reserved_at=reserved_at,
+                computed_at=computed_at,
+            )
+        )
+
+    def _reserve(self, step: int, stop: threading.Event) -> Reserved | None:
+        """The groups of a step; None when asked to stop while waiting."""
+        deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+        reason = ""
+        while not stop.is_set():
+            answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch))
+            if isinstance(answer, Refused):
+                raise_refusal(answer)
+            if isinstance(answer, Reserved) and answer.is_ready:
+                self._reserved_step, self._reserved = step, answer
+                return answer
+            reason = answer.reason if isinstance(answer, Reserved) else ""
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"step {step}: no {self._config.trainer.groups_per_step} groups within "
+                    f"{RESERVE_DEADLINE_SECONDS:.0f} s ({reason}). Look at the actors' logs"
+                )
+        return None
+
+    def _rows(self, step: int, refs: tuple[GroupRef, ...]) -> list[list[Rollout]]:
+        """The rollouts of reserved groups, in the order of the reservation."""
+        keys = tuple((ref.group_id, ref.attempt) for ref in refs)
+        deadline = time.monotonic() + ROWS_DEADLINE_SECONDS
+        while True:
+            try:
+                received = self._link.request_rows(Rows(step=step, groups=keys))
+            except (StreamError, MissingObject) as error:
+                if time.monotonic() > deadline:
+                    raise
+                logger.warning("step %d: rows not there yet: %s", step, error)
+                time.sleep(0.2)
+                continue
+            by_key = {(header.group_id, header.attempt): batch for header, batch in received}
+            return [decode_rollouts(by_key[key]) for key in keys]
+
+    def _upload(self, step: int, batch: pa.RecordBatch) -> FileEntry:
+        data = to_segment([batch])
+        key = batch_key(step, self._epoch.epoch, rank=0)
+        self._store.put(key, data)
+        return entry_of(key, data)
+
+    def _checkpoint_due(self, step: int) -> bool:
+        due = time.monotonic() - self._checkpointed_at >= self._config.checkpoint.every_seconds
+        if due or step == self._config.trainer.steps:
+            self._checkpointed_at = time.monotonic()
+            return True
+        return False
+
+    def _check_parity(self, step: int, rows: list[TrainingRow]) -> None:
+        """Once per start: engine and trainer must agree on tokens that the trainer's own version sampled."""
+        if self._parity_checked:
+            return
+        version = self._learner.version
+        fresh = [row for row in rows if len(row.rollout.weight_spans) == 1 and row.rollout.min_version == version]
+        chosen: list[TrainingRow] = []
+        while fresh and sum(row.rollout.num_tokens for row in chosen) < _PARITY_TOKENS:
+            chosen.append(fresh.pop())
+        if not chosen:
+            return
+        trainer_logprobs = np.concatenate(self._learner.logprobs_of([row.rollout for row in chosen]))
+        rollout_logprobs = np.concatenate([row.rollout.rollout_logprobs for row in chosen])
+        report = logprob_parity(rollout_logprobs, trainer_logprobs, self._config.model.dtype)
+        logger.info("parity gate at step %d, %d tokens: %s", step, len(rollout_logprobs), report)
+        report.check()
+        self._parity_checked = True
+
+
+def main() -> int:
+    """Command line of the role."""
+    parser = argparse.ArgumentParser(description="The trainer of a run.")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    configure_logging()
+    stop = install_stop_signal()
+    try:
+        context = open_run(arguments.run)
+        limit_threads(context.config.placement.threads)
+        commits = counted_commit_keys(context.store, read_epochs(context.store))
+        epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
+        Trainer(context, build_learner(context.config), epoch).run(commits, stop)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except Fenced as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 3
+    except PipelineRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Prompt -> completions -> rewards -> a group. One asyncio task per rollout; the engine keeps the slots full.
+
+    lease --encode--> group_size x EngineRequest --engine--> Completion --decode, score--> Rollout --> group
+
+A failed scoring is data: outcome `error`, reward None. It never cancels its siblings.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import EngineError, RewardError
+from pipelinerl_core.interfaces import Engine, Scorer
+from pipelinerl_core.messages import Lease
+from pipelinerl_core.types import (
+    BoolArray,
+    Completion,
+    EngineRequest,
+    FinishReason,
+    Int32Array,
+    Outcome,
+    Prompt,
+    Rollout,
+    Sampler,
+)
+
+
+def rollout_seed(seed: int, group_id: int, rollout_index: int) -> int:
+    """Seed of one rollout's noise: a function of the run's seed and the rollout's place in the ledger alone."""
+    digest = hashlib.blake2b(f"{seed}/{group_id}/{rollout_index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextCodec:
+    """The tokenizer, as far as rollouts need it."""
+
+    encode: Callable[[Prompt], Int32Array]
+    decode: Callable[[Int32Array], str]
+
+
+class GroupRunner:
+    """Turns leases into finished groups on one engine."""
+
+    def __init__(self, engine: Engine, scorer: Scorer, codec: TextCodec, config: RunConfig, *, actor: str) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._codec = codec
+        self._config = config
+        self._actor = actor
+
+    async def run(self, lease: Lease) -> list[Rollout]:
+        """All rollouts of a lease, by rollout_index. Cancelling it gives up its sequences."""
+        prompt_token_ids = self._codec.encode(lease.prompt)
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = [
+                tasks.create_task(self._rollout(lease, index, prompt_token_ids)) for index in range(lease.group_size)
+            ]
+        return [task.result() for task in rollouts]
+
+    async def _rollout(self, lease: Lease, index: int, prompt_token_ids: Int32Array) -> Rollout:
+        limits = self._config.rollouts
+        sampler = Sampler(
+            temperature=limits.temperature,
+            top_p=limits.top_p,
+            seed=rollout_seed(self._config.seed, lease.group_id, index),
+        )
+        request = EngineRequest(
+            request_id=f"{lease.lease_id}.{index}",
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=limits.max_tokens,
+            sampler=sampler,
+        )
+        started_at = time.time()
+        reward: float | None = None
+        error: str | None = None
+        try:
+            completion = await self._complete(request)
+            finished_at = time.time()
+            reward = await self._scorer.score(lease.prompt, self._codec.decode(completion.token_ids))
+        except EngineError as failure:
+            completion, finished_at, error = _nothing(), time.time(), f"engine: {failure}"
+        except RewardError as failure:
+            error = f"reward: {failure}"
+        return Rollout(
+            group_id=lease.group_id,
+            rollout_index=index,
+            attempt=lease.attempt,
+            lease_id=lease.lease_id,
+            prompt_id=lease.prompt.prompt_id,
+            source=lease.prompt.source,
+            env=lease.prompt.env,
+            actor=self._actor,
+            group_size=lease.group_size,
+            prompt_token_ids=prompt_token_ids,
+            completion_token_ids=completion.token_ids,
+            rollout_logprobs=completion.rollout_logprobs,
+            weight_spans=completion.weight_spans,
+            loss_mask=_all_true(len(completion.token_ids)),
+            reward=reward,
+            outcome=Outcome.SCORED if reward is not None else Outcome.ERROR,
+            finish_reason=completion.finish_reason or FinishReason.ABORT,
+            error=error,
+            sampler=sampler,
+            max_tokens=limits.max_tokens,
+            started_at=started_at,
+            finished_at=finished_at,
+            scored_at=time.time(),
+        )
+
+    async def _complete(self, request: EngineRequest) -> Completion:
+        async for chunk in self._engine.generate(request):
+            if chunk.completion is not None:
+                return chunk.completion
+        raise EngineError(f"request {request.request_id} ended without a completion")
+
+
+def _all_true(length: int) -> BoolArray:
+    return np.ones(length, dtype=np.bool_)
+
+
+def _nothing() -> Completion:
+    """What is left of a request that the engine refused: no token, no span."""
+    return Completion(
+        token_ids=np.empty(0, dtype=np.int32),
+        rollout_logprobs=np.empty(0, dtype=np.float32),
+        weight_spans=(),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+class ErrorBudget:
+    """Stops a run whose rewards are broken: more than a fifth of errors over the last 200 rollouts."""
+
+    WINDOW = 200
+    SHARE = 0.2
+
+    def __init__(self) -> None:
+        self._recent: list[bool] = []
+        self.first_error: str | None = None
+        self.num_errors = 0
+
+    def add(self, rollouts: list[Rollout]) -> None:
+        """Count the outcomes of a group."""
+        for rollout in rollouts:
+            failed = rollout.outcome is Outcome.ERROR
+            self._recent.append(failed)
+            self.num_errors += failed
+            if failed and self.first_error is None:
+                self.first_error = rollout.error
+        del self._recent[: -self.WINDOW]
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the run should stop."""
+        return len(self._recent) == self.WINDOW and sum(self._recent) > self.SHARE * self.WINDOW

@@ -1,0 +1,156 @@
+"""Object stores without a network: a directory, and the memory of this process."""
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.storage.keys import TEMPORARY_PREFIX, check_key, check_prefix, join_key
+
+
+class FileStore:
+    """Objects as files below a directory. A reader sees a whole object or none, also after a crash in a write."""
+
+    def __init__(self, root: Path) -> None:
+        self.url = f"file://{root}"
+        self._root = root
+        self._numbers = itertools.count()
+
+    def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
+        """Write to a temporary file, fsync, then rename (or link, which fails on an existing name)."""
+        path = self._path(key)
+        temporary = path.with_name(
+            f"{TEMPORARY_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}-{path.name}"
+        )
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                _write_synced(temporary, data)
+                if create_only:
+                    os.link(temporary, path)
+                else:
+                    os.replace(temporary, path)
+                _sync_directory(path.parent)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except FileExistsError:
+            if create_only and path.is_file():
+                raise FileExistsError(f"{path} exists already") from None
+            raise StoreError(
+                f"cannot write {key!r} below {self._root}: a file stands where a directory is due"
+            ) from None
+        except OSError as error:
+            raise StoreError(f"cannot write {key!r} below {self._root}: {error.strerror or error}") from error
+
+    def get(self, key: str) -> bytes:
+        """The whole file."""
+        try:
+            return self._path(key).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise MissingObject(f"no object {key!r} in {self.url}") from None
+        except OSError as error:
+            raise StoreError(f"cannot read {key!r} below {self._root}: {error.strerror or error}") from error
+
+    def exists(self, key: str) -> bool:
+        """Whether the file is there now."""
+        return self._path(key).is_file()
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below a directory, sorted."""
+        top = self._root / check_prefix(prefix)
+        found = []
+        for directory, _, names in os.walk(top):
+            for name in names:
+                if not name.startswith(TEMPORARY_PREFIX):
+                    found.append((Path(directory) / name).relative_to(self._root).as_posix())
+        return sorted(found)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Unlink; missing files are no error. Empty directories stay."""
+        for key in keys:
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except NotADirectoryError:
+                continue
+            except OSError as error:
+                raise StoreError(f"cannot delete {key!r} below {self._root}: {error.strerror or error}") from error
+
+    def child(self, prefix: str) -> "FileStore":
+        """The store below a directory."""
+        return FileStore(self._root / check_key(prefix))
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+
+def _write_synced(path: Path, data: bytes | memoryview) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the new name itself durable, so that a commit never outlives the objects it names."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_OBJECTS: dict[str, bytes] = {}
+_OBJECTS_LOCK = threading.Lock()
+
+
+class MemoryStore:
+    """Objects in the memory of this process, shared by all stores opened with the same memory:// name."""
+
+    def __init__(self, root: str) -> None:
+        self.url = f"memory://{root}"
+        self._root = root
+
+    def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
+        """Keep a copy of the data."""
+        path = self._path(key)
+        with _OBJECTS_LOCK:
+            if create_only and path in _OBJECTS:
+                raise FileExistsError(f"{self.url}/{key} exists already")
+            _OBJECTS[path] = bytes(data)
+
+    def get(self, key: str) -> bytes:
+        """The data."""
+        path = self._path(key)
+        with _OBJECTS_LOCK:
+            if path not in _OBJECTS:
+                raise MissingObject(f"no object {key!r} in {self.url}")
+            return _OBJECTS[path]
+
+    def exists(self, key: str) -> bool:
+        """Whether the key is there now."""
+        path = self._path(key)
+        with _OBJECTS_LOCK:
+            return path in _OBJECTS
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below a prefix, sorted."""
+        base = f"{self._root}/"
+        top = f"{join_key(self._root, check_prefix(prefix))}/"
+        with _OBJECTS_LOCK:
+            return sorted(path.removeprefix(base) for path in _OBJECTS if path.startswith(top))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Forget objects; missing ones are no error."""
+        paths = [self._path(key) for key in keys]
+        with _OBJECTS_LOCK:
+            for path in paths:
+                _OBJECTS.pop(path, None)
+
+    def child(self, prefix: str) -> "MemoryStore":
+        """The store below a prefix."""
+        return MemoryStore(join_key(self._root, check_key(prefix)))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"

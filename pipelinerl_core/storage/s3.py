@@ -1,0 +1,191 @@
+"""An object store on Amazon S3 or anything that speaks its protocol, through s3fs.
+
+Nothing is cached, every request is bounded, and failures that may pass are repeated with growing pauses.
+"""
+
+import functools
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import fsspec
+from botocore.exceptions import BotoCoreError, HTTPClientError  # type: ignore[import-untyped]
+from botocore.exceptions import ConnectionError as BotoConnectionError
+
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.storage.keys import check_key, check_prefix, join_key
+
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
+
+RETRY_SECONDS = 60.0
+"""How long failing requests are repeated; a store that is away for longer ends the role, which is restarted."""
+ATTEMPT_SECONDS = 900.0
+"""Limit of one request, whatever its size."""
+CONNECT_SECONDS = 5
+STALL_SECONDS = 15
+"""Longest silence within one request."""
+
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+_Result = TypeVar("_Result")
+
+
+class S3Store:
+    """Objects under s3://bucket/prefix. Credentials and endpoint come from the standard AWS_* variables or files."""
+
+    def __init__(
+        self, url: str, *, retry_seconds: float = RETRY_SECONDS, attempt_seconds: float = ATTEMPT_SECONDS
+    ) -> None:
+        self._root = url.removeprefix("s3://").strip("/")
+        if not self._root.partition("/")[0]:
+            raise ConfigError(f"{url!r} names no bucket; write s3://bucket/prefix")
+        self.url = f"s3://{self._root}"
+        self._retry_seconds = retry_seconds
+        self._attempt_seconds = attempt_seconds
+        self._endpoint = next((os.environ[name] for name in ENDPOINT_VARIABLES if os.environ.get(name)), None)
+        self._fs: Any = fsspec.filesystem(
+            "s3",
+            skip_instance_cache=True,
+            use_listings_cache=False,
+            endpoint_url=self._endpoint,
+            config_kwargs={
+                # Many compatible stores reject the CRC32 that botocore adds by default since 1.36.
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+                "connect_timeout": CONNECT_SECONDS,
+                "read_timeout": STALL_SECONDS,
+                "retries": {"total_max_attempts": 1},  # _call repeats; two loops would multiply
+                "s3": {"addressing_style": "path" if self._endpoint else "auto"},
+            },
+        )
+        self._fs.retries = 1
+
+    def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
+        """Write an object whole; readers see the old or the new one.
+
+        create_only is atomic where the store honours If-None-Match (`supports_create_only`). Elsewhere the check
+        before the write still refuses an existing key, but two writers at the same moment may both succeed.
+        """
+        if create_only and self.exists(key):
+            raise FileExistsError(f"{self.url}/{key} exists already")
+        self.put_conditionally(key, bytes(data), mode="create" if create_only else "overwrite")
+
+    def put_conditionally(self, key: str, data: bytes, *, mode: str) -> None:
+        """One PUT, with If-None-Match for mode "create": FileExistsError where the store honours it."""
+        attempts = 0
+
+        def write(timeout: float) -> None:
+            nonlocal attempts
+            attempts += 1
+            self._fs.pipe_file(self._path(key), data, mode=mode, timeout=timeout)
+
+        try:
+            self._call("write", key, write)
+        except FileExistsError:
+            # An earlier attempt of ours may have arrived although its answer was lost.
+            if attempts > 1 and self.get(key) == data:
+                return
+            raise
+
+    def get(self, key: str) -> bytes:
+        """The whole object, by one request."""
+        data: bytes = self._call(
+            "read", key, lambda timeout: self._fs.cat_file(self._path(key), max_concurrency=1, timeout=timeout)
+        )
+        return data
+
+    def exists(self, key: str) -> bool:
+        """One HEAD request; never from a cache, and a mere prefix of other keys is no object."""
+        bucket, _, name = self._path(key).partition("/")
+        try:
+            self._call(
+                "look up",
+                key,
+                lambda timeout: self._fs.call_s3("head_object", Bucket=bucket, Key=name, timeout=timeout),
+            )
+        except MissingObject:
+            return False
+        return True
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below a prefix, sorted; never from a cache."""
+        top = join_key(self._root, check_prefix(prefix))
+        try:
+            found = self._call("list", prefix, lambda timeout: self._fs.find(f"{top}/", timeout=timeout))
+        except MissingObject:
+            return []
+        return sorted(path.removeprefix(f"{self._root}/") for path in found if path.startswith(f"{top}/"))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects one by one; missing ones are no error."""
+        for key in keys:
+            try:
+                self._call("delete", key, functools.partial(self._remove, self._path(key)))
+            except MissingObject:
+                continue
+
+    def child(self, prefix: str) -> "S3Store":
+        """The store below a prefix."""
+        return S3Store(
+            f"{self.url}/{check_key(prefix)}",
+            retry_seconds=self._retry_seconds,
+            attempt_seconds=self._attempt_seconds,
+        )
+
+    def limited(self, seconds: float) -> "S3Store":
+        """The same store, but everything is given up after `seconds`."""
+        return S3Store(self.url, retry_seconds=seconds, attempt_seconds=seconds)
+
+    def _remove(self, path: str, timeout: float) -> None:
+        self._fs.rm_file(path, timeout=timeout)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _call(self, verb: str, key: str, operation: Callable[[float], _Result]) -> _Result:
+        """Run `operation(timeout)` until it succeeds, fails for good, or the time is up."""
+        deadline = time.monotonic() + self._retry_seconds
+        pause_seconds = 0.1
+        while True:
+            try:
+                return operation(self._attempt_seconds)
+            except Exception as error:  # noqa: BLE001 - s3fs, botocore and aiohttp share no base class
+                failure = error
+            if _status(failure) == 412 or isinstance(failure, FileExistsError):
+                raise FileExistsError(f"{self.url}/{key} exists already") from None
+            if _error_code(failure) != "NoSuchBucket" and isinstance(failure, FileNotFoundError):
+                raise MissingObject(f"no object {key!r} in {self.url}") from None
+            if _is_final(failure) or time.monotonic() + pause_seconds > deadline:
+                where = self._endpoint or "the AWS endpoint"
+                reason = str(failure) or f"no answer within {self._attempt_seconds:g} s"
+                raise StoreError(f"cannot {verb} {key!r} in {self.url} at {where}: {reason}") from failure
+            time.sleep(pause_seconds * random.uniform(0.5, 1.0))
+            pause_seconds = min(2 * pause_seconds, 5.0)
+
+
+def _response(error: Exception) -> dict[str, Any]:
+    """The S3 answer behind an error that s3fs has translated; empty if there was none."""
+    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+    return response if isinstance(response, dict) else {}
+
+
+def _status(error: Exception) -> int | None:
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return int(status) if status is not None else None
+
+
+def _error_code(error: Exception) -> str | None:
+    code = _response(error).get("Error", {}).get("Code")
+    return str(code) if code is not None else None
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether repeating cannot help: the store has answered no, or the request could never be sent."""
+    status = _status(error)
+    if status is not None:
+        return status not in _TRANSIENT_STATUS
+    if isinstance(error, (HTTPClientError, BotoConnectionError)):
+        return False
+    return isinstance(error, (BotoCoreError, TypeError, ValueError, PermissionError))

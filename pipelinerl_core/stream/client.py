@@ -1,0 +1,209 @@
+"""A role's side of the channel to the hub: requests that are repeated until they are answered.
+
+Synchronous and safe between threads; every wait has a deadline. A client that nobody closed does not hold up the
+exit of the interpreter.
+"""
+
+import itertools
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import pyarrow as pa
+
+from pipelinerl_core.errors import (
+    Fenced,
+    HubUnavailable,
+    MissingObject,
+    PipelineRLError,
+    SchemaMismatch,
+    StaleLease,
+    StreamError,
+)
+from pipelinerl_core.messages import Answer, Bye, Refused, Request, Reserve, Rows, RowsHeader, encode
+from pipelinerl_core.stream.connection import Connection, Frame, Lost, Received, lost_text
+
+CLOSE_SECONDS = 2.0
+"""Longest time `close` waits for the hub's farewell."""
+_REFUSALS: dict[str, type[PipelineRLError]] = {
+    "schema": SchemaMismatch,
+    "stale_lease": StaleLease,
+    "fenced": Fenced,
+    "missing_rows": MissingObject,
+}
+
+_log = logging.getLogger(__name__)
+
+RowsAnswer = tuple[RowsHeader, pa.RecordBatch]
+
+
+class HubClient:
+    """One peer of the hub. Opens its exchange at once: HubUnavailable without a hub, ConfigError with a wrong token.
+
+    `on_credit` is called on the reading thread with each number of groups the trainer has taken. `faults` is for
+    tests: asked "send" or "receive" before each message that is repeated until answered, True loses the message.
+    Credit is never lost: it lives and dies with its connection, and registering again grants it anew.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        role: Literal["actor", "trainer"],
+        name: str,
+        on_credit: Callable[[int], None] | None = None,
+        retry_seconds: float = 2.0,
+        deadline_seconds: float = 120.0,
+        faults: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._token = token
+        self._command = json.dumps({"role": role, "name": name}).encode()
+        self._on_credit = on_credit
+        self._retry_seconds = retry_seconds
+        self._deadline_seconds = deadline_seconds
+        self._faults = faults
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._connection = self._open(url)
+
+    @property
+    def url(self) -> str:
+        """Where the hub was found."""
+        return self._connection.url
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the exchange is open and the hub has not said goodbye."""
+        return self._connection.lost is None
+
+    def reconnect(self, url: str | None = None) -> None:
+        """Leave the old exchange and open a new one, at `url` if given. The role must register again."""
+        with self._lock:
+            self._connection.cut("reconnecting")
+            self._connection = self._open(url or self._connection.url)
+
+    def request(
+        self, message: Request, rows: pa.RecordBatch | None = None, *, timeout: float | None = None
+    ) -> Answer:
+        """The hub's answer (Refused included). The same message is sent again until it comes.
+
+        Raises HubUnavailable as soon as the connection is lost, or after `timeout` (default: deadline_seconds).
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        with _Call(self._connection, self._identified(message), rows, self._faults) as call:
+            while True:
+                received = call.attempt(min(deadline, time.monotonic() + self._patience(message)))
+                if received is not None:
+                    return received.answer
+                if time.monotonic() >= deadline:
+                    raise HubUnavailable(
+                        f"no answer to {message.kind} from {call.connection.url} within {limit_seconds:g} s. "
+                        "Look at hub.json for a newer hub, then reconnect"
+                    )
+
+    def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
+        """The rows of every group that `message` names, in its order; what was lost is asked for again.
+
+        Raises what a refusal means (MissingObject, Fenced, StreamError ...), or HubUnavailable like `request`.
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        found: dict[tuple[int, int], RowsAnswer] = {}
+        while missing := tuple(group for group in message.groups if group not in found):
+            if time.monotonic() >= deadline:
+                raise HubUnavailable(
+                    f"rows of {len(missing)} of {len(message.groups)} groups of step {message.step} did not come "
+                    f"from {self.url} within {limit_seconds:g} s. Look at hub.json for a newer hub, then reconnect"
+                )
+            part = self._identified(message.model_copy(update={"groups": missing}))
+            with _Call(self._connection, part, None, self._faults) as call:
+                for header, rows in call.stream(self._retry_seconds, deadline):
+                    found[header.group_id, header.attempt] = (header, rows)
+        return [found[group] for group in message.groups]
+
+    def close(self, *, bye: bool = True) -> None:
+        """Leave, after telling the hub if `bye`; takes a few seconds at most, whatever the hub does."""
+        if bye and self.is_connected:
+            try:
+                self.request(Bye(), timeout=CLOSE_SECONDS)
+            except HubUnavailable as error:
+                _log.debug("left without an answer: %s", error)
+        self._connection.finish(CLOSE_SECONDS)
+
+    def _identified(self, message: Request) -> Request:
+        return message.model_copy(update={"id": next(self._ids)})
+
+    def _patience(self, message: Request) -> float:
+        """Seconds before the message is sent again."""
+        return self._retry_seconds + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
+
+    def _open(self, url: str) -> "Connection":
+        return Connection(url, self._token, self._command, self._on_credit, self._faults)
+
+
+class _Call:
+    """One request on one connection, and its mailbox."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        message: Request,
+        rows: pa.RecordBatch | None,
+        faults: Callable[[str], bool] | None,
+    ) -> None:
+        self.connection = connection
+        self._number = message.id
+        self._metadata = encode(message)
+        self._rows = rows
+        self._faults = faults
+        self._written: threading.Event | None = None
+
+    def __enter__(self) -> "_Call":
+        self._mailbox = self.connection.expect(self._number)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.connection.forget(self._number)
+
+    def attempt(self, until: float) -> Received | None:
+        """Send, unless the last sending is still stuck in the socket; the next answer before `until`, or None."""
+        if self._written is None or self._written.is_set():
+            self._written = threading.Event()
+            if self._faults is not None and self._faults("send"):
+                self._written.set()
+            else:
+                self.connection.send(Frame(self._metadata, self._rows, self._written))
+        return self._next(until)
+
+    def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
+        """Send once; all groups that arrive until the last one, or until none comes for `patience_seconds`."""
+        found: list[RowsAnswer] = []
+        received = self.attempt(min(deadline, time.monotonic() + patience_seconds))
+        while received is not None:
+            answer, rows = received
+            if isinstance(answer, Refused):
+                raise _REFUSALS.get(answer.code, StreamError)(
+                    f"the hub refused rows ({answer.code}): {answer.detail}"
+                )
+            if not isinstance(answer, RowsHeader) or rows is None:
+                raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
+            found.append((answer, rows))
+            if answer.remaining == 0:
+                break
+            received = self._next(min(deadline, time.monotonic() + patience_seconds))
+        return found
+
+    def _next(self, until: float) -> Received | None:
+        try:
+            received = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return None
+        if isinstance(received, Lost):
+            raise HubUnavailable(lost_text(self.connection.url, received.reason))
+        return received

@@ -1,0 +1,206 @@
+"""Rollouts and training rows <-> Arrow record batches <-> segment bytes.
+
+Token columns are built from one flat array and offsets, and read back as numpy views of them; they never pass through
+Python lists. Shapes: P = prompt tokens, C = completion tokens, R = rows, S = weight spans (version, start, end).
+"""
+
+import itertools
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import DTypeLike, NDArray
+
+from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.stream.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA, SPAN_TYPE, conform
+from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
+
+_SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
+_RESULTS = ("reward", "outcome", "finish_reason", "error")
+_SAMPLER = ("temperature", "top_p", "seed")
+_LIMITS = ("max_tokens", "started_at", "finished_at", "scored_at")
+_TOKENS: dict[str, DTypeLike] = {
+    "prompt_token_ids": np.int32,
+    "completion_token_ids": np.int32,
+    "rollout_logprobs": np.float32,
+    "loss_mask": np.bool_,
+}
+_FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained")
+_CHECKSUMS = b"crc32"
+"""Footer entry of a segment: CRC-32 of the values of each of its batches, in order, with commas between."""
+
+
+def encode_rollouts(run_id: str, rollouts: Sequence[Rollout]) -> pa.RecordBatch:
+    """One row per rollout, ROLLOUT_SCHEMA. Raises SchemaMismatch when a value does not fit its column."""
+    return _batch(_rollout_columns(run_id, rollouts), ROLLOUT_SCHEMA)
+
+
+def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.RecordBatch:
+    """The rows of a step in training order, BATCH_SCHEMA. Advantage and loss_weight are kept as float32."""
+    columns = _rollout_columns(run_id, [row.rollout for row in rows])
+    columns["step"] = [step] * len(rows)
+    columns["order"] = list(range(len(rows)))
+    columns["loss_mask_trained"] = _list_column([row.loss_mask for row in rows], np.bool_)
+    columns["advantage"] = [row.advantage for row in rows]
+    columns["loss_weight"] = [row.loss_weight for row in rows]
+    return _batch(columns, BATCH_SCHEMA)
+
+
+def decode_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
+    """The rollouts of a batch; token arrays are read-only views of it, masks are copies.
+
+    A view keeps the whole batch in memory: copy what is kept for long.
+    """
+    return _decode(conform(batch, ROLLOUT_SCHEMA))
+
+
+def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
+    """The training rows of a batch, in training order."""
+    batch = conform(batch, BATCH_SCHEMA)
+    order_R = batch.column("order").to_numpy()
+    if np.any(np.diff(order_R) != 1):
+        raise SchemaMismatch(f"batch rows are not in training order: order is {order_R.tolist()}")
+    return [
+        TrainingRow(rollout=rollout, loss_mask=loss_mask, advantage=advantage, loss_weight=loss_weight)
+        for rollout, loss_mask, advantage, loss_weight in zip(
+            _decode(batch),
+            rows_of(batch.column("loss_mask_trained")),
+            batch.column("advantage").to_pylist(),
+            batch.column("loss_weight").to_pylist(),
+            strict=True,
+        )
+    ]
+
+
+def flat_list(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(offsets [R + 1], values) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
+    return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
+
+
+def rows_of(column: pa.ListArray) -> list[NDArray[Any]]:
+    """Each row of a list column as a view of its values."""
+    offsets, values = flat_list(column)
+    bounds = offsets.tolist()
+    return [values[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
+    """Weight spans of each row."""
+    bounds = column.offsets.to_pylist()
+    structs: pa.StructArray = column.values
+    fields = (structs.field(name).to_pylist() for name in ("version", "start", "end"))
+    spans = [WeightSpan(*values) for values in zip(*fields, strict=True)]
+    return [tuple(spans[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
+    """An Arrow IPC file, zstd, with a checksum of each batch in its footer. At least one batch, all of one schema."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    footer = {_CHECKSUMS: _checksums(batches)}
+    with pa.ipc.new_file(sink, batches[0].schema, options=options, metadata=footer) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.RecordBatch]:
+    """The batches of a segment. Torn or changed bytes raise SchemaMismatch with `key` in the message."""
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(data))
+        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+        for batch in batches:
+            batch.validate(full=True)
+        recorded = (reader.metadata or {}).get(_CHECKSUMS, b"")
+        found = _checksums(batches)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise SchemaMismatch(f"{key}: torn or corrupt Arrow file: {error}") from error
+    if recorded != found:
+        raise SchemaMismatch(f"{key}: its values do not match the checksums written with them")
+    return batches
+
+
+def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    columns: dict[str, Any] = {"run_id": [run_id] * len(rollouts), "turn_spans": [None] * len(rollouts)}
+    for name in (*_SCALARS, *_RESULTS, *_LIMITS):
+        columns[name] = [getattr(rollout, name) for rollout in rollouts]
+    for name in _SAMPLER:
+        columns[name] = [getattr(rollout.sampler, name) for rollout in rollouts]
+    for name, dtype in _TOKENS.items():
+        columns[name] = _list_column([getattr(rollout, name) for rollout in rollouts], dtype)
+    columns["weight_spans"] = _span_column([rollout.weight_spans for rollout in rollouts])
+    return columns
+
+
+def _batch(columns: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
+    arrays = []
+    for field in schema:
+        values = columns[field.name]
+        try:
+            arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise SchemaMismatch(f"column {field.name!r} ({field.type}): {error}") from error
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _offsets(lengths: Iterable[int], count: int) -> pa.Array:
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(np.fromiter(lengths, np.int64, count), out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise SchemaMismatch(
+            f"{offsets[-1]} values in one list column; a batch holds at most 2^31 - 1. Send fewer rows"
+        )
+    return pa.array(offsets.astype(np.int32))
+
+
+def _list_column(rows: Sequence[NDArray[Any]], dtype: DTypeLike) -> pa.ListArray:
+    offsets = _offsets((len(row) for row in rows), len(rows))
+    flat = np.concatenate([np.zeros(0, dtype), *rows], dtype=dtype, casting="same_kind")
+    return pa.ListArray.from_arrays(offsets, pa.array(flat))
+
+
+def _span_column(rows: Sequence[Sequence[WeightSpan]]) -> pa.ListArray:
+    flat_S = np.array([span for row in rows for span in row], np.int64).reshape(-1, 3)
+    columns = [pa.array(flat_S[:, index], field.type, safe=True) for index, field in enumerate(SPAN_TYPE)]
+    spans = pa.StructArray.from_arrays(columns, fields=list(SPAN_TYPE))
+    return pa.ListArray.from_arrays(_offsets((len(row) for row in rows), len(rows)), spans)
+
+
+def _decode(batch: pa.RecordBatch) -> list[Rollout]:
+    names = (*_SCALARS, *_RESULTS, *_LIMITS, *_SAMPLER)
+    columns: dict[str, Sequence[Any]] = {name: batch.column(name).to_pylist() for name in names}
+    columns.update({name: rows_of(batch.column(name)) for name in _TOKENS})
+    columns["weight_spans"] = spans_of(batch.column("weight_spans"))
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    try:
+        return [_rollout(row) for row in rows]
+    except ValueError as error:
+        raise SchemaMismatch(f"rollout rows hold an unknown word: {error}") from error
+
+
+def _rollout(row: dict[str, Any]) -> Rollout:
+    sampler = Sampler(**{name: row.pop(name) for name in _SAMPLER})
+    outcome = Outcome(row.pop("outcome"))
+    finish_reason = FinishReason(row.pop("finish_reason"))
+    return Rollout(sampler=sampler, outcome=outcome, finish_reason=finish_reason, **row)
+
+
+def _checksums(batches: Sequence[pa.RecordBatch]) -> bytes:
+    return ",".join(str(_checksum(batch)) for batch in batches).encode()
+
+
+def _checksum(batch: pa.RecordBatch) -> int:
+    """CRC-32 of names and values of a batch, whatever its memory layout."""
+    crc = 0
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        crc = zlib.crc32(name.encode(), crc)
+        if name in _FLAT_COLUMNS and column.null_count == 0:
+            offsets, values = flat_list(column)
+            crc = zlib.crc32((offsets - offsets[0]).tobytes(), crc)
+            crc = zlib.crc32(np.ascontiguousarray(values[offsets[0] : offsets[-1]]).data, crc)
+        else:
+            crc = zlib.crc32(repr(column.to_pylist()).encode(), crc)
+    return crc

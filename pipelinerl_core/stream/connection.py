@@ -1,0 +1,197 @@
+"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits on a socket."""
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.flight as fl
+from pydantic import ValidationError
+
+from pipelinerl_core.errors import ConfigError, HubUnavailable
+from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a socket of its own, and no back-off inherited from other clients
+    ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
+)
+
+_WRITER_SECONDS = 1.0  # a cancelled write returns at once
+
+_log = logging.getLogger(__name__)
+
+
+class Received(NamedTuple):
+    """An answer, with its rows if it has any."""
+
+    answer: Answer
+    rows: pa.RecordBatch | None
+
+
+class Lost(NamedTuple):
+    """In place of an answer: none will come on this connection."""
+
+    reason: str
+
+
+class Frame(NamedTuple):
+    """One write; `written` is set once the socket has taken it."""
+
+    metadata: bytes
+    rows: pa.RecordBatch | None
+    written: threading.Event
+
+
+class Connection:
+    """One exchange with its two threads. `lost` says why it is over."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        command: bytes,
+        on_credit: Callable[[int], None] | None,
+        faults: Callable[[str], bool] | None,
+    ) -> None:
+        self.url = url
+        self.lost: str | None = None
+        self.waiting: dict[int, queue.SimpleQueue[Received | Lost]] = {}
+        self._lock = threading.Lock()
+        self._on_credit = on_credit
+        self._faults = faults
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._client, self._writer, self._reader = _open_exchange(url, token, command)
+        # Before the interpreter exits: a thread in read_chunk would hang it.
+        self._finalizer = weakref.finalize(self, _cancel, self._reader)
+        self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
+        self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
+        self._read_thread.start()
+        self._write_thread.start()
+
+    def expect(self, number: int) -> "queue.SimpleQueue[Received | Lost]":
+        """The mailbox for answers to request `number`."""
+        mailbox: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
+        with self._lock:
+            if self.lost is not None:
+                raise HubUnavailable(lost_text(self.url, self.lost))
+            self.waiting[number] = mailbox
+        return mailbox
+
+    def forget(self, number: int) -> None:
+        """Later answers to it are dropped."""
+        with self._lock:
+            self.waiting.pop(number, None)
+
+    def send(self, frame: Frame) -> None:
+        """Hand a frame to the writing thread."""
+        self._frames.put(frame)
+
+    def cut(self, reason: str) -> None:
+        """End the exchange at once; waiting requests raise HubUnavailable."""
+        self._lose(reason)
+        self._frames.put(None)
+        self._finalizer()
+
+    def finish(self, seconds: float) -> None:
+        """End the exchange in order: close the writing side, wait for the hub to end its own, else cancel."""
+        self._frames.put(None)
+        self._read_thread.join(seconds)
+        self.cut("closed")
+        self._read_thread.join(seconds)
+        self._write_thread.join(seconds)
+        if not self._read_thread.is_alive() and not self._write_thread.is_alive():
+            self._client.close()
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.lost is None:
+                self.lost = reason
+            mailboxes = list(self.waiting.values())
+        for mailbox in mailboxes:
+            mailbox.put(Lost(reason))
+
+    def _write(self) -> None:
+        try:
+            while (frame := self._frames.get()) is not None:
+                if frame.rows is None:
+                    self._writer.write_metadata(frame.metadata)
+                else:
+                    self._writer.write_with_metadata(frame.rows, frame.metadata)
+                frame.written.set()
+            self._writer.done_writing()
+        except (pa.ArrowException, OSError) as error:
+            self._lose(_one_line(error))
+
+    def _read(self) -> None:
+        reason = "the hub ended the exchange"
+        try:
+            while True:
+                chunk = self._reader.read_chunk()
+                answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
+                if isinstance(answer, Goodbye):
+                    reason = "the hub said goodbye"
+                    break
+                self._deliver(answer, chunk.data)
+        except StopIteration:
+            pass
+        except ValidationError:
+            reason = "the hub sent a message that this release does not know"
+        except (pa.ArrowException, OSError) as error:
+            reason = _one_line(error)
+        except Exception:  # noqa: BLE001 - the callback is the role's; whatever it raises, waiting requests must hear of it
+            _log.exception("the credit callback failed")
+            reason = "the credit callback failed"
+        self.cut(reason)
+        self._write_thread.join(_WRITER_SECONDS)
+        try:
+            self._writer.close()  # only now: while a thread still reads, it would wait for the hub
+        except (pa.ArrowException, OSError) as error:
+            _log.debug("close: %s", _one_line(error))
+
+    def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
+        if isinstance(answer, Credit):
+            if self._on_credit is not None:
+                self._on_credit(answer.num_groups)
+            return
+        if isinstance(answer, Goodbye) or (self._faults is not None and self._faults("receive")):
+            return
+        with self._lock:
+            mailbox = self.waiting.get(answer.re)
+        if mailbox is not None:
+            mailbox.put(Received(answer, rows))
+
+
+def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]:
+    """(client, writer, reader) of a new exchange."""
+    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+    try:
+        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS))
+        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
+        writer.begin(ROLLOUT_SCHEMA)
+    except fl.FlightUnauthenticatedError:
+        raise ConfigError(
+            f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
+        ) from None
+    except (pa.ArrowException, OSError) as error:
+        raise HubUnavailable(f"no hub at {url}: {_one_line(error)}. Start the hub, or look at hub.json") from None
+    return client, writer, reader
+
+
+def _cancel(reader: Any) -> None:
+    try:
+        reader.cancel()
+    except (pa.ArrowException, OSError) as error:
+        _log.debug("cancel: %s", error)
+
+
+def lost_text(url: str, reason: str) -> str:
+    """What the caller reads when a connection is gone."""
+    return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,263 @@
+"""The hub's side of the channel: Arrow Flight, one long-lived exchange per peer.
+
+It carries messages between peers and a `HubService` and knows nothing of ledgers. Requests and answers are JSON in
+the metadata of a write; rows are the record batch of the same write. Both directions use ROLLOUT_SCHEMA.
+
+Two properties of Flight shape this module. Writing to an exchange whose handler has returned crashes the process: a
+peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock. And Flight's shutdown
+waits for every open stream without a deadline: after `shutdown` the process must leave by os._exit.
+"""
+
+import hmac
+import itertools
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as fl
+from pydantic import ValidationError
+
+from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease
+from pipelinerl_core.interfaces import HubService
+from pipelinerl_core.messages import REQUEST, Answer, Credit, Goodbye, Group, Refused, Request, encode
+from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
+
+MAX_ROW_BYTES = 256 << 20
+"""Largest record batch of one message, about 1,000 rollouts of 16k tokens."""
+MAX_MESSAGE_BYTES = 8 << 20
+"""Largest message without its rows."""
+
+_REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
+    (SchemaMismatch, "schema"),
+    (StaleLease, "stale_lease"),
+    (Fenced, "fenced"),
+    (MissingObject, "missing_rows"),
+)
+_GOODBYE_SECONDS = 0.2  # how long shutdown waits for the lock of one peer, which a frozen one may hold
+
+_log = logging.getLogger(__name__)
+
+
+class _Peer:
+    """One exchange. `write` may be called from any thread at any time."""
+
+    def __init__(self, name: str, writer: Any) -> None:
+        self.name = name
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._is_dead = False
+
+    def write(self, answer: Answer, rows: pa.RecordBatch | None = None, *, lock_seconds: float = -1) -> None:
+        """Send, or do nothing if the peer has gone."""
+        if not self._lock.acquire(timeout=lock_seconds):
+            return
+        try:
+            if self._is_dead:
+                return
+            if rows is None:
+                self._writer.write_metadata(encode(answer))
+            else:
+                self._writer.write_with_metadata(conform(rows), encode(answer))
+        except (pa.ArrowException, OSError) as error:
+            _log.debug("%s: write failed, its reader will end: %s", self.name, error)
+        finally:
+            self._lock.release()
+
+    def end(self) -> None:
+        """Forbid every later write. Must precede the return of the exchange's handler."""
+        with self._lock:
+            self._is_dead = True
+
+    def return_credit(self, num_groups: int) -> None:
+        """CreditSink of this peer."""
+        self.write(Credit(num_groups=num_groups))
+
+
+class FlightHubServer:
+    """Serves a HubService. It listens from construction; `start` lets peers in; `shutdown` ends it."""
+
+    def __init__(
+        self,
+        service: HubService,
+        *,
+        host: str,
+        port: int,
+        token: str,
+        max_row_bytes: int = MAX_ROW_BYTES,
+        max_tokens_per_row: int = MAX_TOKENS_PER_ROW,
+    ) -> None:
+        if not token:
+            raise ValueError("the hub needs a token; an empty one would let everybody in")
+        self._flight = _Flight(
+            service,
+            f"grpc://{host}:{port}",
+            token,
+            max_row_bytes=max_row_bytes,
+            max_tokens_per_row=max_tokens_per_row,
+        )
+        self.url = f"grpc://{host}:{self._flight.port}"
+
+    def start(self) -> None:
+        """Let peers in; earlier ones are told to come again. Flight serves on threads of its own."""
+        self._flight.is_open = True
+
+    def shutdown(self, seconds: float) -> bool:
+        """Say goodbye to every peer, wait up to `seconds` for them to leave; True if all have.
+
+        Whatever it returns, the process must then leave by os._exit: threads of open streams would hold up its exit.
+        """
+        self._flight.is_open = False
+        self._flight.say_goodbye()
+        waiter = threading.Thread(target=self._flight.shutdown, name="flight-shutdown", daemon=True)
+        waiter.start()
+        waiter.join(seconds)
+        return not waiter.is_alive()
+
+
+class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
+    def __init__(
+        self, service: HubService, location: str, token: str, *, max_row_bytes: int, max_tokens_per_row: int
+    ) -> None:
+        super().__init__(location, middleware={"token": _TokenCheck(token)})
+        self.is_open = False
+        self._service = service
+        self._max_row_bytes = max_row_bytes
+        self._max_tokens_per_row = max_tokens_per_row
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()
+        self._serials = itertools.count(1)
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """One peer, from its coming to its going. The peer's name is unique: "<role>/<name>#<serial>"."""
+        name = f"{_introduction(descriptor.command)}#{next(self._serials)}"
+        if not self.is_open:
+            raise fl.FlightUnavailableError("the hub is starting or shutting down")
+        writer.begin(ROLLOUT_SCHEMA)
+        try:
+            self._host(_Peer(name, writer), reader)
+        except Exception as error:  # noqa: BLE001 - a traceback must not reach the peer
+            _log.exception("%s: exchange failed", name)
+            raise fl.FlightInternalError(f"the hub ended the exchange: {type(error).__name__}") from None
+        _log.info("%s has gone%s", name, " (connection lost)" if context.is_cancelled() else "")
+
+    def _host(self, peer: _Peer, reader: Any) -> None:
+        with self._lock:
+            self._peers[peer.name] = peer
+        try:
+            self._service.connected(peer.name, peer.return_credit)
+            self._converse(peer, reader)
+        finally:
+            peer.end()
+            with self._lock:
+                self._peers.pop(peer.name, None)
+            self._service.disconnected(peer.name)
+
+    def say_goodbye(self) -> None:
+        """Tell every peer that the hub is shutting down."""
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
+
+    def _converse(self, peer: _Peer, reader: Any) -> None:
+        while True:
+            try:
+                chunk = reader.read_chunk()
+            except StopIteration:
+                return
+            except (pa.ArrowException, OSError) as error:
+                _log.info("%s: read failed: %s", peer.name, error)
+                return
+            metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
+            self._answer(peer, metadata, chunk.data)
+
+    def _answer(self, peer: _Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        try:
+            request = _parse(metadata)
+        except SchemaMismatch as error:
+            peer.write(Refused(re=_id_of(metadata), code="schema", detail=str(error)))
+            return
+        try:
+            rows = self._admit(request, rows)
+            for answer, answer_rows in self._service.handle(peer.name, request, rows):
+                peer.write(answer, answer_rows)
+        except PipelineRLError as error:
+            code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
+            peer.write(Refused(re=request.id, code=code, detail=str(error)))
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the hub, nor show its insides
+            _log.exception("%s: %s failed", peer.name, request.kind)
+            peer.write(
+                Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
+            )
+
+    def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
+        """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
+        if not isinstance(request, Group):
+            if rows is not None:
+                raise SchemaMismatch(f"a {request.kind} message carries no rows")
+            return None
+        if rows is None:
+            raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
+        num_bytes = rows.get_total_buffer_size()
+        if num_bytes > self._max_row_bytes:
+            raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self._max_row_bytes}")
+        rows = conform(rows)
+        check_rows(rows, max_tokens_per_row=self._max_tokens_per_row)
+        check_group(request.ref, rows)
+        return rows
+
+
+class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str | bytes]]) -> None:
+        """Refuse the call unless it carries the token."""
+        del info
+        for name, values in headers.items():
+            if name.lower() != "authorization":
+                continue
+            given = values[0].encode() if isinstance(values[0], str) else values[0]
+            if hmac.compare_digest(given, self._expected):
+                return
+        raise fl.FlightUnauthenticatedError("wrong or missing token")
+
+
+def _introduction(command: bytes) -> str:
+    """ "<role>/<name>" of the descriptor {"role": ..., "name": ...}."""
+    try:
+        fields = json.loads(command)
+        role, name = fields["role"], fields["name"]
+    except (ValueError, TypeError, KeyError):
+        role = name = None
+    if not isinstance(role, str) or not isinstance(name, str):
+        raise fl.FlightServerError('an exchange opens with {"role": ..., "name": ...} as its command')
+    return f"{role}/{name}"
+
+
+def _parse(metadata: bytes) -> Request:
+    if len(metadata) > MAX_MESSAGE_BYTES:
+        raise SchemaMismatch(f"a message of {len(metadata)} bytes, the limit is {MAX_MESSAGE_BYTES}")
+    try:
+        return REQUEST.validate_json(metadata)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise SchemaMismatch(f"no request of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
+
+
+def _id_of(metadata: bytes) -> int:
+    """The id of a message that is no request, as far as it can be told; 0 otherwise."""
+    if len(metadata) > MAX_MESSAGE_BYTES:
+        return 0
+    try:
+        found = json.loads(metadata)
+    except ValueError:
+        return 0
+    number = found.get("id") if isinstance(found, dict) else None
+    return number if isinstance(number, int) else 0

@@ -1,0 +1,99 @@
+"""Small random decoders, and the reference that engines are compared with: the plain forward, token by token."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl_core.types import Completion, Float32Array
+
+VOCAB_SIZE = 19
+
+_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def tiny_model(
+    family: str = "qwen2", seed: int = 0, *, tied: bool = True, scale: float = 3.0, **settings: Any
+) -> Any:
+    """A random two-layer decoder in evaluation mode; equal arguments give equal weights.
+
+    scale: factor on its matrices, which makes the distributions as uneven as those of a trained model.
+    """
+    config_class, model_class = _FAMILIES[family]
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**(values | settings)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+    return model.eval()
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """A copy of all weights by name."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def forcing_weights(model: Any, token: int) -> dict[str, Tensor]:
+    """Weights for an untied model under which `token` has probability 1 after any prefix.
+
+    Every embedding is a vector of ones and no layer adds to it, so the last hidden state is ones too (its root mean
+    square is 1), and the head maps that to 10 * hidden_size for the token and to 0 for all others.
+    """
+    weights = weights_of(model)
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith(("embed_tokens.weight", "norm.weight")):
+            tensor.fill_(1.0)
+    weights["lm_head.weight"].zero_()
+    weights["lm_head.weight"][token] = 10.0
+    return weights
+
+
+@torch.no_grad()
+def reference_logprobs(
+    models: Mapping[int, Any],
+    prompt: Sequence[int],
+    completion: Completion,
+    *,
+    temperature: float = 1.0,
+    recompute: bool = False,
+) -> Float32Array:
+    """Log-probabilities [C] of a completion by plain forward passes with transformers' own cache.
+
+    models: weight version -> model with those weights. Each token is fed, and its keys and values stored, by the
+    version that sampled the next one; with recompute, the cache is built again where the version changes.
+    """
+    versions = [span.version for span in completion.weight_spans for _ in range(span.start, span.end)]
+    sequence = [*map(int, prompt), *map(int, completion.token_ids)]
+    cache, num_fed, logprobs = DynamicCache(), 0, []
+    for index, version in enumerate(versions):
+        if recompute and index > 0 and version != versions[index - 1]:
+            cache, num_fed = DynamicCache(), 0
+        num_known = len(prompt) + index
+        token_ids = torch.tensor([sequence[num_fed:num_known]])
+        output = models[version](input_ids=token_ids, past_key_values=cache, use_cache=True)
+        num_fed = num_known
+        row = torch.log_softmax(output.logits[0, -1].float() / temperature, dim=-1)
+        logprobs.append(float(row[sequence[num_known]]))
+    return np.array(logprobs, np.float32)

@@ -1,0 +1,148 @@
+"""A small hub for tests of the channel: a queue with credit, no ledger. Also runs as a process of its own.
+
+`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URL, and leaves when
+its standard input says something or ends.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.interfaces import CreditSink
+from pipelinerl_core.messages import (
+    Ack,
+    Answer,
+    Group,
+    Register,
+    Registered,
+    Request,
+    Reserve,
+    Reserved,
+    Rows,
+    RowsHeader,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.types import GroupRef
+
+GroupKey = tuple[int, int]
+
+
+class QueueHub:
+    """A HubService that keeps groups in order of arrival and gives credit back when their rows are taken."""
+
+    def __init__(self, *, credit: int = 4, groups_per_step: int = 1) -> None:
+        self.rows: dict[GroupKey, pa.RecordBatch] = {}
+        self.received: list[Request] = []
+        self.connections: list[str] = []
+        self.disconnections: list[str] = []
+        self._credit = credit
+        self._groups_per_step = groups_per_step
+        self._refs: dict[GroupKey, GroupRef] = {}
+        self._ready: list[GroupKey] = []
+        self._steps: dict[int, tuple[GroupRef, ...]] = {}
+        self._taken: set[GroupKey] = set()
+        self._senders: dict[GroupKey, str] = {}
+        self._sinks: dict[str, CreditSink] = {}
+        self._condition = threading.Condition()
+
+    def connected(self, peer: str, credit_sink: CreditSink) -> None:
+        """Remember how to return credit."""
+        with self._condition:
+            self.connections.append(peer)
+            self._sinks[peer] = credit_sink
+
+    def disconnected(self, peer: str) -> None:
+        """Forget the peer."""
+        with self._condition:
+            self.disconnections.append(peer)
+            self._sinks.pop(peer, None)
+            self._condition.notify_all()
+
+    def handle(
+        self, peer: str, request: Request, rows: pa.RecordBatch | None
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """One answer each, one per group for rows."""
+        with self._condition:
+            self.received.append(request)
+        if isinstance(request, Rows):
+            yield from self._hand_out(request)
+        elif isinstance(request, Register):
+            answer = Registered(
+                re=request.id, boot_id="boot", newest_version=0, sync_seconds=0.05, credit=self._credit
+            )
+            yield answer, None
+        elif isinstance(request, Sync):
+            yield SyncReply(re=request.id, boot_id="boot"), None
+        elif isinstance(request, Group):
+            yield Ack(re=request.id, note=self._accept(peer, request, rows)), None
+        elif isinstance(request, Reserve):
+            yield self._reserve(request), None
+        else:
+            yield Ack(re=request.id), None
+
+    def wait_for(self, disconnections: int, seconds: float) -> bool:
+        """Whether that many peers have gone within the time."""
+        with self._condition:
+            return self._condition.wait_for(lambda: len(self.disconnections) >= disconnections, seconds)
+
+    def _accept(self, peer: str, request: Group, rows: pa.RecordBatch | None) -> str:
+        key = (request.ref.group_id, request.ref.attempt)
+        with self._condition:
+            if key in self.rows:
+                return "known"
+            assert rows is not None
+            self.rows[key] = rows
+            self._refs[key] = request.ref
+            self._senders[key] = peer
+            self._ready.append(key)
+            self._condition.notify_all()
+        return "new"
+
+    def _reserve(self, request: Reserve) -> Reserved:
+        with self._condition:
+            if request.step not in self._steps:
+                if not self._condition.wait_for(
+                    lambda: len(self._ready) >= self._groups_per_step, request.wait_seconds
+                ):
+                    return Reserved(re=request.id, is_ready=False, reason=f"{len(self._ready)} groups ready")
+                keys, self._ready = self._ready[: self._groups_per_step], self._ready[self._groups_per_step :]
+                self._steps[request.step] = tuple(self._refs[key] for key in keys)
+            return Reserved(re=request.id, is_ready=True, groups=self._steps[request.step])
+
+    def _hand_out(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        for number, key in enumerate(request.groups):
+            if key not in self.rows:
+                raise MissingObject(f"no rows of group {key}")
+            header = RowsHeader(
+                re=request.id, group_id=key[0], attempt=key[1], remaining=len(request.groups) - number - 1
+            )
+            yield header, self.rows[key]
+            with self._condition:
+                is_first = key not in self._taken
+                self._taken.add(key)
+                sink = self._sinks.get(self._senders[key])
+            if is_first and sink is not None:
+                sink(1)
+
+
+def main() -> None:
+    """Serve until standard input says stop or ends."""
+    groups_per_step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    service = QueueHub(credit=4 * groups_per_step, groups_per_step=groups_per_step)
+    server = FlightHubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])
+    server.start()
+    sys.stdout.write(f"{server.url}\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    server.shutdown(2.0)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""A small plausible finished run, written object by object: for tests of the report, the follower and the status.
+
+A model learns running sums ("3+4+8=" -> "7+8=15"): early completions are guesses, late ones work in steps. The
+timeline is exact: step n is reserved at START + n * STEP_SECONDS, computed 0.6 s and committed 0.7 s later.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.records import (
+    RUN_KEY,
+    ActorSample,
+    Commit,
+    EpochRecord,
+    EvalRecord,
+    Record,
+    RunRecord,
+    SwapRecord,
+    batch_key,
+    commit_key,
+    epoch_key,
+    eval_key,
+)
+from pipelinerl_core.types import (
+    FileEntry,
+    FinishReason,
+    Outcome,
+    Rollout,
+    Sampler,
+    TrainingRow,
+    WeightManifest,
+    WeightSpan,
+)
+
+ALPHABET = "0123456789+=\n"
+"""Token id -> text; the id after the last is the end token."""
+END_TOKEN = len(ALPHABET)
+START = 1_750_000_000.0
+STEP_SECONDS = 0.8
+TRAINER_EPOCH = 2
+
+_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Size of a synthetic run."""
+
+    steps: int = 12
+    num_actors: int = 2
+    groups_per_step: int = 4
+    group_size: int = 4
+    concurrency: int = 16
+    max_lag: int = 3
+
+
+def decode(token_id: int) -> str:
+    """Text of one token."""
+    return ALPHABET[token_id] if token_id < len(ALPHABET) else "<end>"
+
+
+def encode(text: str) -> np.ndarray:
+    """Token ids [T] of a text."""
+    return np.array([ALPHABET.index(letter) for letter in text], dtype=np.int32)
+
+
+def make_rollout(
+    *,
+    group_id: int = 0,
+    rollout_index: int = 0,
+    spans: Sequence[tuple[int, int, int]] = ((0, 0, 4),),
+    reward: float | None = 1.0,
+    actor: str = "actor-0",
+    prompt: str = "3+4=",
+    completion: str = "",
+) -> Rollout:
+    """A rollout whose completion is `completion` and an end token, or sevens as far as the spans reach."""
+    num = spans[-1][2]
+    tokens = [*encode(completion), END_TOKEN] if completion else [7] * num
+    return Rollout(
+        group_id=group_id,
+        rollout_index=rollout_index,
+        attempt=0,
+        lease_id=f"lease-{group_id}",
+        prompt_id=hashlib.sha256(prompt.encode()).hexdigest(),
+        source="sums",
+        env="sums",
+        actor=actor,
+        group_size=4,
+        prompt_token_ids=encode(prompt),
+        completion_token_ids=np.array(tokens, dtype=np.int32),
+        rollout_logprobs=np.full(num, -0.5, dtype=np.float32),
+        weight_spans=tuple(WeightSpan(*span) for span in spans),
+        loss_mask=np.ones(num, dtype=np.bool_),
+        reward=reward,
+        outcome=Outcome.ERROR if reward is None else Outcome.SCORED,
+        finish_reason=FinishReason.STOP,
+        error=None if reward is not None else "verifier: timed out",
+        sampler=Sampler(seed=group_id * 100 + rollout_index),
+        max_tokens=64,
+        started_at=START,
+        finished_at=START + 1,
+        scored_at=START + 1.1,
+    )
+
+
+def training_row(rollout: Rollout, *, oldest_version: int = 0, advantage: float = 0.0) -> TrainingRow:
+    """The rollout with every token of a version below `oldest_version` masked."""
+    mask = rollout.loss_mask.copy()
+    for span in rollout.weight_spans:
+        mask[span.start : span.end] &= span.version >= oldest_version
+    return TrainingRow(rollout=rollout, loss_mask=mask, advantage=advantage, loss_weight=0.01)
+
+
+def batch_bytes(run_id: str, step: int, rows: Sequence[TrainingRow]) -> bytes:
+    """The batch file of a step: Arrow IPC, zstd."""
+    rollouts = [row.rollout for row in rows]
+    names = ["group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size"]
+    ints = {"group_id": pa.int64(), "rollout_index": pa.int32(), "attempt": pa.int32(), "group_size": pa.int32()}
+    columns: dict[str, pa.Array] = {"run_id": pa.array([run_id] * len(rows))}
+    columns |= {name: pa.array([getattr(r, name) for r in rollouts], ints.get(name)) for name in names}
+    ids, mask = pa.list_(pa.int32()), pa.list_(pa.bool_())
+    columns["prompt_token_ids"] = pa.array([r.prompt_token_ids for r in rollouts], ids)
+    columns["completion_token_ids"] = pa.array([r.completion_token_ids for r in rollouts], ids)
+    columns["rollout_logprobs"] = pa.array([r.rollout_logprobs for r in rollouts], pa.list_(pa.float32()))
+    columns["weight_spans"] = pa.array([[s._asdict() for s in r.weight_spans] for r in rollouts], pa.list_(_SPAN))
+    columns["loss_mask"] = pa.array([r.loss_mask for r in rollouts], mask)
+    columns["reward"] = pa.array([r.reward for r in rollouts], pa.float32())
+    columns["outcome"] = pa.array([r.outcome.value for r in rollouts])
+    columns["finish_reason"] = pa.array([r.finish_reason.value for r in rollouts])
+    columns["step"] = pa.array([step] * len(rows), pa.int64())
+    columns["order"] = pa.array(range(len(rows)), pa.int32())
+    columns["loss_mask_trained"] = pa.array([row.loss_mask for row in rows], mask)
+    columns["advantage"] = pa.array([row.advantage for row in rows], pa.float32())
+    columns["loss_weight"] = pa.array([row.loss_weight for row in rows], pa.float32())
+    table = pa.table(columns).replace_schema_metadata({"schema": "batch", "schema_version": "1.0"})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def put_record(store: ObjectStore, key: str, record: Record) -> None:
+    """Write a JSON object."""
+    store.put(key, record.model_dump_json().encode())
+
+
+def put_batch(store: ObjectStore, step: int, epoch: int, rows: Sequence[TrainingRow]) -> tuple[FileEntry, ...]:
+    """Write the batch of a step and return what its commit says of it."""
+    data = batch_bytes("synthetic", step, rows)
+    key = batch_key(step, epoch, 0)
+    store.put(key, data)
+    return (FileEntry(name=key, size=len(data), sha256=hashlib.sha256(data).hexdigest()),)
+
+
+def make_commit(step: int, *, epoch: int = TRAINER_EPOCH, reserved_at: float | None = None) -> Commit:
+    """A commit on the timeline, without batch, actors or metrics."""
+    reserved = START + step * STEP_SECONDS if reserved_at is None else reserved_at
+    return Commit(
+        run_id="synthetic",
+        step=step,
+        epoch=epoch,
+        batches=(),
+        weights_sha256=hashlib.sha256(f"{step}".encode()).hexdigest(),
+        manifest=WeightManifest(
+            version=step,
+            epoch=epoch,
+            files=(FileEntry(name="model.safetensors", size=2_400_000, sha256="0" * 64),),
+            key=None,
+            shm="pipelinerl",
+            host="localhost",
+            published_at=reserved + 0.65,
+        ),
+        checkpoint=None,
+        reserved_at=reserved,
+        computed_at=reserved + 0.6,
+        committed_at=reserved + 0.7,
+    )
+
+
+def write_run(store: ObjectStore, shape: Shape = Shape(), *, seed: int = 0, crash_at: int | None = None) -> RunRecord:
+    """Write a finished run. With `crash_at`, trainer epoch 2 dies after an orphaned commit of that step, and epoch 3
+    adopts what came before."""
+    rng = np.random.default_rng(seed)
+    config = RunConfig.model_validate(
+        {
+            "trainer": {"steps": shape.steps, "groups_per_step": shape.groups_per_step},
+            "rollouts": {"group_size": shape.group_size},
+            "engine": {"concurrency": shape.concurrency},
+            "schedule": {"max_lag": shape.max_lag},
+            "placement": {"actors": shape.num_actors},
+        }
+    )
+    run = RunRecord(run_id="synthetic", created_at=START - 2, code_version="0", config=config.model_dump(mode="json"))
+    put_record(store, RUN_KEY, run)
+    _put_epoch(store, 1, "hub", -1)
+    _put_epoch(store, TRAINER_EPOCH, "trainer", -1)
+    if crash_at is not None:
+        put_record(store, commit_key(crash_at, TRAINER_EPOCH), make_commit(crash_at))
+        _put_epoch(store, TRAINER_EPOCH + 1, "trainer", crash_at - 1)
+    totals = {"generated": 0, "trained": 0, "masked_stale": 0, "in_flight": 0}
+    for step in range(shape.steps + 1):
+        epoch = TRAINER_EPOCH + (crash_at is not None and step >= crash_at)
+        commit = make_commit(step, epoch=epoch)
+        if step:
+            rows = _rows(rng, shape, step)
+            commit = _trained(commit, rows, shape, totals)
+            commit = commit.model_copy(update={"batches": put_batch(store, step, epoch, rows)})
+        put_record(store, commit_key(step, epoch), commit)
+    for version, skill in ((0, 0.0), (shape.steps, 1.0)):
+        put_record(store, eval_key(version), _evaluation(rng, version, skill))
+    return run
+
+
+def _put_epoch(store: ObjectStore, epoch: int, role: str, adopted_through: int) -> None:
+    values = {"epoch": epoch, "role": role, "adopted_through": adopted_through, "parent": None}
+    record = EpochRecord.model_validate({**values, "started_at": START - 1, "host": "localhost", "pid": epoch})
+    put_record(store, epoch_key(epoch), record)
+
+
+def _problem(rng: np.random.Generator, skill: float) -> tuple[str, str, float]:
+    """(prompt, completion, reward): with `skill` the sum is worked out step by step, else guessed."""
+    digits = rng.integers(1, 10, size=int(rng.integers(2, 6)))
+    prompt = "+".join(map(str, digits)) + "="
+    if rng.random() < skill:
+        lines = [f"{digits[:i].sum()}+{digits[i]}={digits[: i + 1].sum()}" for i in range(1, len(digits))]
+        return prompt, "\n".join(lines), 1.0
+    return prompt, "".join(ALPHABET[i] for i in rng.integers(0, 12, size=int(rng.integers(2, 24)))), 0.0
+
+
+def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow]:
+    skill = 0.95 / (1 + np.exp(-8 * (step / shape.steps - 0.45)))
+    rows = []
+    for index in range(shape.groups_per_step * shape.group_size):
+        prompt, completion, reward = _problem(rng, skill)
+        num = len(completion) + 1
+        oldest = max(0, step - 1 - int(rng.integers(0, shape.max_lag + 2)))
+        versions = range(oldest, min(step - 1, oldest + num - 1) + 1)
+        cuts = np.linspace(0, num, len(versions) + 1).astype(int)
+        rollout = make_rollout(
+            group_id=(step - 1) * shape.groups_per_step + index // shape.group_size,
+            rollout_index=index % shape.group_size,
+            spans=[(version, int(cuts[i]), int(cuts[i + 1])) for i, version in enumerate(versions)],
+            reward=reward,
+            actor=f"actor-{index % shape.num_actors}",
+            prompt=prompt,
+            completion=completion,
+        )
+        rollout = replace(rollout, group_size=shape.group_size)
+        rows.append(training_row(rollout, oldest_version=step - 1 - shape.max_lag, advantage=reward - skill))
+    return rows
+
+
+def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict[str, int]) -> Commit:
+    """The commit of a step, with the ledger, swaps, actors and metrics that go with its rows."""
+    step = commit.step
+    trained = sum(int(row.loss_mask.sum()) for row in rows)
+    masked = sum(row.rollout.num_tokens for row in rows) - trained
+    totals["trained"] += trained
+    totals["masked_stale"] += masked
+    totals["in_flight"] = 40 * shape.num_actors
+    totals["generated"] = totals["trained"] + totals["masked_stale"] + totals["in_flight"]
+    actors = [f"actor-{index}" for index in range(shape.num_actors)]
+    elapsed = step * STEP_SECONDS
+    swaps = [
+        SwapRecord(
+            actor=actor,
+            actor_epoch=1,
+            version=step - 1,
+            at=commit.reserved_at - 0.08 + 0.01 * index,
+            pause_seconds=0.004 + 0.001 * ((step * 7 + index * 3) % 9),
+            num_bytes=2_400_000,
+            num_running=shape.concurrency,
+            num_tokens=(totals["generated"] - trained) // shape.num_actors,
+        )
+        for index, actor in enumerate(actors)
+        if step > 1
+    ]
+    sample = ActorSample(
+        at=commit.reserved_at,
+        engine_version=step - 1,
+        running=shape.concurrency,
+        waiting=0,
+        concurrency=shape.concurrency,
+        num_tokens=totals["generated"] // shape.num_actors,
+        running_seconds=0.95 * shape.concurrency * elapsed,
+    )
+    rewards = np.array([row.rollout.reward for row in rows])
+    groups = sorted({row.rollout.group_id for row in rows})
+    return commit.model_copy(
+        update={
+            "fates": tuple(FateRecord(group_id=g, attempt=0, fate="trained", num_tokens=1) for g in groups),
+            "tokens": dict(totals),
+            "swaps": tuple(swaps),
+            "actors": {f"{actor}/1": sample for actor in actors},
+            "metrics": {
+                "reward/mean": float(rewards.mean()),
+                "importance/ess": 0.97 - 0.01 * (step % 4),
+                "lag/mean": 1.5,
+                "time/reserve_wait_seconds": 0.2,
+                "progress/samples": float(step * len(rows)),
+                "progress/seconds": elapsed,
+            },
+        }
+    )
+
+
+def _evaluation(rng: np.random.Generator, version: int, skill: float) -> EvalRecord:
+    samples = []
+    for _ in range(4):
+        prompt, completion, reward = _problem(rng, skill)
+        samples.append({"prompt": prompt, "completion": completion, "reward": reward})
+    return EvalRecord(
+        version=version,
+        num_prompts=1000,
+        accuracy=0.12 + 0.75 * skill,
+        mean_tokens=14.0,
+        errors=0,
+        seconds=1.0,
+        samples=tuple(samples),
+    )

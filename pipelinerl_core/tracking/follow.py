@@ -1,0 +1,181 @@
+"""Read a run from its objects while it grows: commits that count, evaluations, hub.json, derived metrics."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.interfaces import ObjectStore, Tracker
+from pipelinerl_core.records import (
+    HUB_KEY,
+    RUN_KEY,
+    ActorSample,
+    Commit,
+    EpochRecord,
+    EvalRecord,
+    HubRecord,
+    Record,
+    RunRecord,
+    parse_commit_key,
+)
+from pipelinerl_core.tracking.metrics import finite
+
+R = TypeVar("R", bound=Record)
+
+FORMAT_VERSION = 1
+
+
+def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
+    """One JSON object of a run. Raises MissingObject, or StoreError for another format or a broken object."""
+    data = store.get(key)
+    try:
+        record = model.model_validate_json(data)
+    except ValidationError as error:
+        raise StoreError(f"{store.url}/{key} is not a valid {model.__name__}: {error.errors()[0]['msg']}") from None
+    if record.format_version != FORMAT_VERSION:
+        raise StoreError(
+            f"{store.url}/{key} has format_version {record.format_version}; this version of pipelinerl reads "
+            f"{FORMAT_VERSION}. Read the run with the version that wrote it"
+        )
+    return record
+
+
+def read_hub(store: ObjectStore) -> HubRecord | None:
+    """hub.json, or None before the hub has started."""
+    try:
+        return read_record(store, HUB_KEY, HubRecord)
+    except MissingObject:
+        return None
+
+
+def counting(keys: Iterable[str], adopted_through: Mapping[int, int]) -> dict[int, str]:
+    """Step -> key of the commit that counts.
+
+    A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s; of several
+    that count the newest epoch wins. `adopted_through` maps each trainer epoch to the last commit it adopted.
+    Example: epoch 2 committed steps 0 to 6, epoch 4 adopted through 5 and committed 6: step 6 is epoch 4's.
+    """
+    chosen: dict[int, tuple[int, str]] = {}
+    for key in keys:
+        step, epoch = parse_commit_key(key)
+        is_fenced = any(step > last for later, last in adopted_through.items() if later > epoch)
+        if not is_fenced and (step not in chosen or epoch > chosen[step][0]):
+            chosen[step] = (epoch, key)
+    return {step: chosen[step][1] for step in sorted(chosen)}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a refresh found."""
+
+    commits: tuple[Commit, ...]
+    """Newly counting, by step."""
+    evals: tuple[EvalRecord, ...]
+    """New, by version."""
+
+
+class RunFollower:
+    """Reads each object of a run once. Call `refresh` now and then; not safe between threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        """`store` is the store of the run, below its run_id."""
+        self.store = store
+        self.commits: dict[int, Commit] = {}
+        """Step -> the commit that counts, by step."""
+        self.evals: dict[int, EvalRecord] = {}
+        """Version -> evaluation, by version."""
+        self._run: RunRecord | None = None
+        self._adopted_through: dict[int, int] = {}
+        self._epoch_keys: set[str] = set()
+        self._eval_keys: set[str] = set()
+        self._cache: dict[str, Commit] = {}
+        self._delivered: set[str] = set()
+
+    @property
+    def run(self) -> RunRecord:
+        """run.json; raises MissingObject when there is no such run."""
+        if self._run is None:
+            self._run = read_record(self.store, RUN_KEY, RunRecord)
+        return self._run
+
+    @property
+    def last(self) -> Commit | None:
+        """The newest commit that counts."""
+        return next(reversed(self.commits.values()), None)
+
+    def before(self, commit: Commit) -> Commit | None:
+        """The counting commit before this one."""
+        steps = range(commit.step - 1, -1, -1)
+        return next((self.commits[step] for step in steps if step in self.commits), None)
+
+    def refresh(self) -> News:
+        """Read what is new."""
+        # Commits are listed before epochs: whatever fences a listed commit is then known, or still in the future.
+        commit_keys = self.store.list("commits")
+        self._read_epochs()
+        chosen = counting(commit_keys, self._adopted_through)
+        for key in chosen.values():
+            if key not in self._cache:
+                self._cache[key] = read_record(self.store, key, Commit)
+        self.commits = {step: self._cache[key] for step, key in chosen.items()}
+        evals = self._read_evals()  # before anything counts as delivered: a store that fails here loses nothing
+        fresh = tuple(self._cache[key] for key in chosen.values() if key not in self._delivered)
+        self._delivered.update(chosen.values())
+        return News(commits=fresh, evals=evals)
+
+    def _read_epochs(self) -> None:
+        for key in self.store.list("epochs"):
+            if key not in self._epoch_keys:
+                record = read_record(self.store, key, EpochRecord)
+                self._epoch_keys.add(key)
+                if record.role == "trainer":
+                    self._adopted_through[record.epoch] = record.adopted_through
+
+    def _read_evals(self) -> tuple[EvalRecord, ...]:
+        new_keys = [key for key in self.store.list("evals") if key not in self._eval_keys]
+        fresh = [read_record(self.store, key, EvalRecord) for key in new_keys]
+        self._eval_keys.update(new_keys)
+        merged = {**self.evals, **{record.version: record for record in fresh}}
+        self.evals = {version: merged[version] for version in sorted(merged)}
+        return tuple(fresh)
+
+
+def forward(follower: RunFollower, tracker: Tracker) -> int:
+    """Refresh and log everything new; returns the number of commits and evaluations forwarded."""
+    news = follower.refresh()
+    for commit in news.commits:
+        tracker.log(commit.step, commit_metrics(commit, follower.before(commit)))
+    for record in news.evals:
+        tracker.log(record.version, {"eval/accuracy": record.accuracy, "eval/mean_tokens": record.mean_tokens})
+    return len(news.commits) + len(news.evals)
+
+
+def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
+    """Everything a commit says about its step: its own metrics and what follows from it and the commit before."""
+    versions = [sample.engine_version for sample in commit.actors.values()]
+    manifest = commit.manifest
+    derived = {
+        "swap/pause_seconds_max": max((swap.pause_seconds for swap in commit.swaps), default=None),
+        "weights/live_min": min(versions, default=None),
+        "weights/live_max": max(versions, default=None),
+        "weights/bytes": manifest.num_bytes if manifest else None,
+        "weights/published_seconds": max(0.0, manifest.published_at - commit.computed_at) if manifest else None,
+    }
+    tokens = {f"tokens/{name}": count for name, count in commit.tokens.items()}
+    speed = actor_speed(previous.actors, commit.actors) if previous else {}
+    return finite({**derived, **tokens, **speed, **commit.metrics})
+
+
+def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
+    """Mean running and tokens per second between two reservations, summed over the actor epochs seen at both."""
+    running, speed, is_known = 0.0, 0.0, False
+    for name, sample in now.items():
+        earlier = before.get(name)
+        if earlier is not None and sample.at > earlier.at:
+            seconds = sample.at - earlier.at
+            running += (sample.running_seconds - earlier.running_seconds) / seconds
+            speed += (sample.num_tokens - earlier.num_tokens) / seconds
+            is_known = True
+    return {"actor/running_mean": running, "actor/tokens_per_second": speed} if is_known else {}

@@ -1,0 +1,259 @@
+"""Every metric of a run, declared once; `python -m pipelinerl_core.tracking.metrics` prints docs/metrics.md.
+
+A metric without a value at some step (no scored rollout, not a finite number) is left out there: it is never NaN.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_core.tracking import measures
+from pipelinerl_core.types import Outcome, StepStats, TrainingRow
+
+Writer = Literal["trainer", "tracker"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """What one metric means."""
+
+    key: str
+    unit: str
+    reduction: str
+    """What is reduced, and how, to the one number of a step."""
+    sentence: str
+    writer: Writer = "trainer"
+    """trainer: part of the commit of the step; tracker: derived from commits and evaluations."""
+
+
+_DECLARED = (
+    MetricSpec("reward/mean", "reward", "mean over scored rollouts", "Training reward of the step."),
+    MetricSpec("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
+    MetricSpec("rollout/length_mean", "tokens", "mean over rollouts", "Completion length."),
+    MetricSpec(
+        "rollout/length_p995",
+        "tokens",
+        "99.5th percentile over rollouts",
+        "Length of the longest completions; generate-then-train would wait for these.",
+    ),
+    MetricSpec(
+        "lag/mean",
+        "optimizer steps",
+        "mean over trained tokens",
+        "Age of the trained tokens: step n trains a token of version v at lag n - 1 - v. Tokens beyond "
+        "schedule.max_lag are masked and not counted.",
+    ),
+    MetricSpec("lag/p99", "optimizer steps", "99th percentile over trained tokens", "Age of the oldest tokens."),
+    MetricSpec("lag/max", "optimizer steps", "maximum over trained tokens", "Never above schedule.max_lag."),
+    MetricSpec(
+        "importance/ess",
+        "share",
+        "(sum w)^2 / (n sum w^2) over sampled tokens",
+        "Effective sample size of the untruncated token ratios: 1 is on-policy.",
+    ),
+    MetricSpec("importance/ess_sequence", "share", "the same over rollouts", "A rollout's ratio is the product."),
+    MetricSpec("importance/ratio_mean", "ratio", "mean over sampled tokens", "Trainer over rollout probability."),
+    MetricSpec(
+        "importance/ratio_clipped_fraction",
+        "share",
+        "mean over sampled tokens",
+        "Tokens whose ratio was cut at loss.ratio_max.",
+    ),
+    MetricSpec(
+        "importance/kl",
+        "nats",
+        "mean over trained tokens",
+        "Rollout log-probability minus trainer log-probability: how far the policy moved since sampling (k1).",
+    ),
+    MetricSpec("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
+    MetricSpec("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
+    MetricSpec("train/grad_norm", "norm", "global norm", "Before clipping."),
+    MetricSpec("train/learning_rate", "rate", "value", "Learning rate of the step."),
+    MetricSpec("train/tokens", "tokens", "sum", "Tokens of the forward pass, prompts included."),
+    MetricSpec("train/trained_tokens", "tokens", "sum", "Completion tokens with a gradient."),
+    MetricSpec("train/masked_stale_tokens", "tokens", "sum", "Sampled tokens that the lag rule masked."),
+    MetricSpec("train/pack_fill", "share", "used over budget of the packs", "How full the forward passes were."),
+    MetricSpec("train/num_packs", "packs", "count", "Forward passes of the step."),
+    MetricSpec("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
+    MetricSpec("time/reserve_wait_seconds", "seconds", "value", "How long the trainer waited for its groups."),
+    MetricSpec(
+        "time/commit_seconds", "seconds", "value", "From the end of compute to the commit: uploads and publication."
+    ),
+    MetricSpec(
+        "rollouts/multi_version_fraction",
+        "share",
+        "mean over rollouts",
+        "Rollouts whose tokens were sampled by two or more weight versions.",
+    ),
+    MetricSpec("rollouts/max_versions", "versions", "maximum over rollouts", "Most versions in one rollout."),
+    MetricSpec(
+        "rollouts/error_fraction",
+        "share",
+        "errors over all rollouts of the step's groups",
+        "Rollouts that could not be scored; they have no reward and are not trained.",
+    ),
+    MetricSpec("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
+    MetricSpec("progress/tokens", "tokens", "running total", "Completion tokens of these; an x axis."),
+    MetricSpec("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
+    MetricSpec(
+        "actor/running_mean",
+        "sequences",
+        "mean over the time between two reservations, summed over actors",
+        "Sequences in flight.",
+        "tracker",
+    ),
+    MetricSpec(
+        "actor/tokens_per_second",
+        "tokens/s",
+        "tokens over the time between two reservations, summed over actors",
+        "Speed of generation.",
+        "tracker",
+    ),
+    MetricSpec(
+        "swap/pause_seconds_max",
+        "seconds",
+        "maximum over the swaps reported since the commit before",
+        "Longest time that an engine sampled nothing because of a swap.",
+        "tracker",
+    ),
+    MetricSpec(
+        "weights/published_seconds", "seconds", "value", "From the end of compute to the manifest.", "tracker"
+    ),
+    MetricSpec(
+        "weights/live_min",
+        "version",
+        "minimum over actors",
+        "Oldest version that sampled at the reservation.",
+        "tracker",
+    ),
+    MetricSpec(
+        "weights/live_max",
+        "version",
+        "maximum over actors",
+        "Newest version that sampled at the reservation.",
+        "tracker",
+    ),
+    MetricSpec("weights/bytes", "bytes", "sum over files", "Size of the published version.", "tracker"),
+    MetricSpec("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
+    MetricSpec(
+        "tokens/trained", "tokens", "running total", "Of these, with a gradient in a committed step.", "tracker"
+    ),
+    MetricSpec(
+        "tokens/masked_stale", "tokens", "running total", "Masked by the lag rule in a trained group.", "tracker"
+    ),
+    MetricSpec("tokens/dropped_stale", "tokens", "running total", "In groups given up by the lag rule.", "tracker"),
+    MetricSpec("tokens/filtered", "tokens", "running total", "In groups whose rewards were all equal.", "tracker"),
+    MetricSpec("tokens/failed", "tokens", "running total", "In groups that could not be scored.", "tracker"),
+    MetricSpec("tokens/superseded", "tokens", "running total", "Sampled again by a later attempt.", "tracker"),
+    MetricSpec("tokens/in_flight", "tokens", "value", "In groups that are not finished.", "tracker"),
+    MetricSpec("tokens/ready", "tokens", "value", "In finished groups that no commit has taken.", "tracker"),
+    MetricSpec(
+        "eval/accuracy", "reward", "mean over held-out prompts", "One sample each; step = version.", "tracker"
+    ),
+    MetricSpec("eval/mean_tokens", "tokens", "mean over held-out prompts", "Length of the answers.", "tracker"),
+)
+
+METRICS: dict[str, MetricSpec] = {spec.key: spec for spec in _DECLARED}
+
+
+def step_metrics(
+    stats: StepStats,
+    rows: Sequence[TrainingRow],
+    *,
+    masked_stale: int,
+    num_errors: int,
+    reserve_wait_seconds: float,
+    samples: int,
+    tokens: int,
+    seconds: float,
+) -> dict[str, float]:
+    """The metrics of a step that the trainer knows when it has computed it; the commit adds time/commit_seconds.
+
+    `rows` are all rows of the step, `masked_stale` the sampled tokens that the lag rule masked in them, `num_errors`
+    the rollouts of its groups without a reward. `samples` and `tokens` are running totals with this step, `seconds`
+    the time since the run began.
+    """
+    scored = [row.rollout.reward for row in rows if row.rollout.outcome is Outcome.SCORED]
+    rewards = np.array(scored, dtype=np.float64)
+    lengths = np.array([row.rollout.num_tokens for row in rows], dtype=np.float64)
+    versions = np.array([measures.num_versions(row.rollout.weight_spans) for row in rows])
+    lags_L = measures.lag_counts(
+        stats.step, (measures.tokens_by_version(row.rollout.weight_spans, row.loss_mask) for row in rows)
+    )
+    values = {
+        "reward/mean": _mean(rewards),
+        "reward/std": float(rewards.std()) if len(rewards) else None,
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_p995": measures.percentile(lengths, 99.5),
+        "lag/mean": measures.mean_of_counts(lags_L),
+        "lag/p99": measures.quantile_of_counts(lags_L, 0.99),
+        "lag/max": measures.max_of_counts(lags_L),
+        "train/trained_tokens": int(lags_L.sum()),
+        "train/masked_stale_tokens": masked_stale,
+        "time/reserve_wait_seconds": reserve_wait_seconds,
+        "rollouts/multi_version_fraction": _mean(versions >= 2),
+        "rollouts/max_versions": int(versions.max()) if len(versions) else None,
+        "rollouts/error_fraction": num_errors / (len(rows) + num_errors) if len(rows) + num_errors else None,
+        "progress/samples": samples,
+        "progress/tokens": tokens,
+        "progress/seconds": seconds,
+    }
+    return finite({**_learner_metrics(stats), **values})
+
+
+def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:
+    """Only what is a finite number, as floats: JSON and MLflow have no NaN."""
+    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def _learner_metrics(stats: StepStats) -> dict[str, float]:
+    return {
+        "importance/ess": stats.ess,
+        "importance/ess_sequence": stats.ess_sequence,
+        "importance/ratio_mean": stats.ratio_mean,
+        "importance/ratio_clipped_fraction": stats.ratio_clipped_fraction,
+        "importance/kl": stats.kl,
+        "policy/entropy": stats.entropy,
+        "train/loss": stats.loss,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "train/tokens": stats.num_tokens,
+        "train/pack_fill": stats.pack_fill,
+        "train/num_packs": stats.num_packs,
+        "time/compute_seconds": stats.compute_seconds,
+    }
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def as_markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m pipelinerl_core.tracking.metrics > docs/metrics.md`; edit the declarations there.",
+        "Every metric is logged at step = optimizer step = weight version. A metric without a value is left out.",
+    ]
+    titles = {
+        "trainer": "In the commit of every step (and in MLflow)",
+        "tracker": "Derived from commits and evaluations (MLflow only)",
+    }
+    for writer, title in titles.items():
+        lines += ["", f"## {title}", "", "| key | unit | reduction | meaning |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"| `{spec.key}` | {spec.unit} | {spec.reduction} | {spec.sentence} |"
+            for spec in METRICS.values()
+            if spec.writer == writer
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

@@ -1,0 +1,275 @@
+"""MLflow: one run per training run, written by one buffered thread. Losing the server later never stops a run.
+
+log -> buffer --(every 2 s or 500 metrics)--> writer thread --log_batch--> MLflow
+                                                   |
+                                                   +-- failed: kept and tried again, warned of once
+"""
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
+
+# Read by mlflow when it is imported: no telemetry, no pictures on stdout, and no minutes of retries against a dead
+# server. A value that the user has set wins.
+for _name, _value in {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "GIT_PYTHON_REFRESH": "quiet",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from mlflow import MlflowClient  # noqa: E402
+from mlflow.entities import Metric, Param, RunTag  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
+
+from pipelinerl_core.errors import ConfigError  # noqa: E402
+from pipelinerl_core.tracking.redact import flatten, redact, redact_text  # noqa: E402
+
+logger = logging.getLogger(__name__)
+logging.getLogger("alembic").setLevel(logging.WARNING)
+
+T = TypeVar("T")
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+RUN_TAG = "pipelinerl.run_id"
+"""Tag that finds the MLflow run of a training run."""
+
+_CONNECT_SECONDS = 9.0
+_FLUSH_SECONDS = 2.0
+_FLUSH_METRICS = 500
+# MLflow's own limits per request and value.
+_MAX_BATCH_METRICS = 1000
+_MAX_BATCH_PARAMS = 100
+_MAX_PARAM_CHARS = 6000
+# While the server is away; beyond it the oldest are given up.
+_MAX_BUFFERED = 200_000
+# Between two attempts while the server is away.
+_RETRY_SECONDS = 15.0
+_CLOSE_SECONDS = 15.0
+_MAX_REASON_CHARS = 200
+
+
+def tracking_uri(configured: str, root: str) -> str | None:
+    """The URI for tracking.mlflow_uri; None when it is `none`.
+
+    Empty means mlflow.db under the root, or in the working directory when the root is not a local directory.
+    """
+    if configured:
+        return None if configured == "none" else configured
+    path = root.removeprefix("file://")
+    directory = Path.cwd() if "://" in path else Path(path).absolute()
+    return f"sqlite:///{directory / 'mlflow.db'}"
+
+
+def run_page(uri: str, run_id: str) -> str | None:
+    """Page of a run on an MLflow server; None for a database file, which has no page."""
+    if not uri.startswith(("http://", "https://")):
+        return None
+    experiment = MlflowClient(tracking_uri=uri).get_run(run_id).info.experiment_id
+    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+
+
+class MlflowTracker:
+    """Writes the metrics of one run. Thread-safe."""
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        *,
+        run_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> None:
+        """Connect, and find or create the run; raises ConfigError when that is impossible (a server within 10 s).
+
+        A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
+        becomes parameters with dotted keys; what looks like a secret is replaced there and in `tags`.
+        """
+        all_tags = redact({RUN_TAG: run_name, **(tags or {})})
+        flat_params = redact(flatten(config or {}))
+        connect = partial(self._connect, uri, experiment, run_name, run_id, all_tags, flat_params)
+        try:
+            is_local = urlsplit(uri).scheme.startswith("sqlite")
+            self.run_id, self._logged = connect() if is_local else _within(_CONNECT_SECONDS, connect)
+        except (MlflowException, OSError, TimeoutError) as error:
+            raise ConfigError(
+                f"tracking.mlflow_uri={redact_text(uri)}: MLflow cannot be reached or used ({_reason(error)}). Start "
+                "the server, correct the URI, or set tracking.mlflow_uri=none"
+            ) from None
+        self.num_lost = 0
+        """Metrics given up because MLflow was away."""
+        self.num_failures = 0
+        """Failed attempts to write."""
+        self._buffer: deque[Metric] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
+        self._writer.start()
+
+    def log(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
+        """Buffer metrics of one step; keys that the run already has for that step are skipped. `at`: Unix seconds."""
+        timestamp = round((time.time() if at is None else at) * 1000)
+        with self._lock:
+            for key, value in metrics.items():
+                steps = self._logged.setdefault(key, set())
+                if step not in steps:
+                    steps.add(step)
+                    self._buffer.append(Metric(key, float(value), timestamp, step))
+            while len(self._buffer) > _MAX_BUFFERED:
+                self._buffer.popleft()
+                self.num_lost += 1
+            is_full = len(self._buffer) >= _FLUSH_METRICS
+        if is_full:
+            self._wake.set()
+
+    def log_artifact(self, name: str, data: bytes) -> None:
+        """Store a small file with the run; a failure is a warning."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / Path(name).name
+            path.write_bytes(data)
+            self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path)))
+
+    def set_tag(self, key: str, value: str) -> None:
+        """Set one tag; a failure is a warning."""
+        self._try(f"tag {key}", partial(self._client.set_tag, self.run_id, key, redact_text(value)))
+
+    def close(self, status: Status = "FINISHED") -> None:
+        """Flush, end the run with `status` and stop; takes 15 s at most when MLflow is away. Repeats do nothing."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.set()
+        self._writer.join(_CLOSE_SECONDS)
+        if self._writer.is_alive() or self._buffer:
+            self.num_lost += len(self._buffer)
+            logger.warning("MLflow was away at the end: %d metrics were not written", self.num_lost)
+            return
+        self._try("end of run", partial(self._client.set_terminated, self.run_id, status))
+
+    # ---- start -----------------------------------------------------------------------------------------------
+
+    def _connect(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        run_id: str | None,
+        tags: Mapping[str, str],
+        params: Mapping[str, str],
+    ) -> tuple[str, dict[str, set[int]]]:
+        """(run_id, key -> steps the run already has)."""
+        self._client = client = MlflowClient(tracking_uri=uri)
+        experiment_id = _experiment_id(client, uri, experiment)
+        found = _find_run(client, experiment_id, run_name, run_id)
+        if found is None:
+            found = client.create_run(experiment_id, run_name=run_name).info.run_id
+        run = client.get_run(found)
+        client.update_run(found, status="RUNNING")
+        new = [Param(key, value[:_MAX_PARAM_CHARS]) for key, value in params.items() if key not in run.data.params]
+        client.log_batch(found, tags=[RunTag(key, value) for key, value in tags.items()])
+        for start in range(0, len(new), _MAX_BATCH_PARAMS):
+            client.log_batch(found, params=new[start : start + _MAX_BATCH_PARAMS])
+        logged = {key: {one.step for one in client.get_metric_history(found, key)} for key in run.data.metrics}
+        return found, logged
+
+    # ---- writer thread ---------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        is_away = False
+        while True:
+            self._wake.wait(_RETRY_SECONDS if is_away else _FLUSH_SECONDS)
+            self._wake.clear()
+            closing = self._is_closing
+            is_away = not self._flush()
+            if closing:
+                return
+
+    def _flush(self) -> bool:
+        """Write everything buffered; False when MLflow refused, and the rest stays buffered."""
+        while True:
+            with self._lock:
+                batch = [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
+            if not batch:
+                return True
+            if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=batch)):
+                with self._lock:
+                    self._buffer.extendleft(reversed(batch))
+                return False
+
+    def _try(self, what: str, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever breaks in tracking must not break the run
+            self.num_failures += 1
+            level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
+            logger.log(level, "MLflow did not take %s (%s); the run goes on without", what, _reason(error))
+            return False
+        return True
+
+
+def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # Beside the database, not in whatever directory the command was started from.
+    database = uri.removeprefix("sqlite:///")
+    location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
+    try:
+        return str(client.create_experiment(name, artifact_location=location))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # another run has just created it
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str | None) -> str | None:
+    if run_id is not None:
+        try:
+            return str(client.get_run(run_id).info.run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow knows no run %s: its database was replaced; a new run is made", run_id)
+    quoted = run_name.replace("'", "")
+    runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
+    return str(runs[0].info.run_id) if runs else None
+
+
+def _reason(error: BaseException) -> str:
+    return redact_text(str(error)).strip().partition("\n")[0][:_MAX_REASON_CHARS]
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`, or TimeoutError; the call then goes on in a daemon thread that dies with the process."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="mlflow-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if errors:
+        raise errors[0]
+    return results[0]

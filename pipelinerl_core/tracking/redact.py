@@ -1,0 +1,61 @@
+"""Flatten a configuration for people to read, without anything that looks like a secret."""
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+REDACTED = "[redacted]"
+
+# Whole words of a key; `max_tokens` is no token.
+_SECRET_WORDS = frozenset(
+    {
+        "token",
+        "secret",
+        "secrets",
+        "password",
+        "passwd",
+        "passphrase",
+        "credential",
+        "credentials",
+        "apikey",
+        "bearer",
+    }
+)
+_SECRET_PAIRS = frozenset({"api key", "access key", "private key", "secret key", "auth header", "account key"})
+_SECRET_VALUE = re.compile(
+    r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\b(hf|ghp|gho|glpat|sk|xox[bp])[-_][A-Za-z0-9_-]{12,}|\beyJ[\w-]{8,}\.[\w-]{8,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY|\bBearer\s+\S{8,}"
+)
+_URL_LOGIN = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)[^/@\s]+@")
+_URL_QUERY = re.compile(r"(?i)(?P<name>[?&][^=&\s]*(token|secret|signature|password|key|credential)[^=&\s]*=)[^&\s]+")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key -> text. Example: {"trainer": {"steps": 3}} -> {"trainer.steps": "3"}."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
+
+
+def redact(flat: Mapping[str, str]) -> dict[str, str]:
+    """The same mapping with secrets replaced: by the name of the key, by the look of the value, or inside URLs."""
+    return {key: REDACTED if _is_secret_key(key) and value else redact_text(value) for key, value in flat.items()}
+
+
+def redact_text(text: str) -> str:
+    """The text without logins and signatures in URLs, and without well-known forms of keys."""
+    text = _URL_LOGIN.sub(rf"\g<scheme>{REDACTED}@", text)
+    text = _URL_QUERY.sub(rf"\g<name>{REDACTED}", text)
+    return _SECRET_VALUE.sub(REDACTED, text)
+
+
+def _is_secret_key(key: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", key)
+    words = [word.lower() for word in words]
+    pairs = {f"{first} {second}" for first, second in itertools.pairwise(words)}
+    return bool(_SECRET_WORDS.intersection(words) or _SECRET_PAIRS & pairs)

@@ -1,0 +1,90 @@
+"""Checkpoints in the object store: data first, the manifest with sizes and sha256 last.
+
+checkpoints/<step>.<k>/state.safetensors, then checkpoints/<step>.<k>/manifest.json
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from pipelinerl_core.errors import ChecksumMismatch, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import CheckpointManifest, checkpoint_prefix
+from pipelinerl_core.types import FileEntry
+
+_MANIFEST = "manifest.json"
+_DATA = "state.safetensors"
+
+
+def save_checkpoint(
+    store: ObjectStore, step: int, epoch: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
+) -> CheckpointManifest:
+    """Write a learner's state after `step`; when this returns the checkpoint is finished."""
+    prefix = checkpoint_prefix(step, epoch)
+    data: bytes = safetensors.torch.save(dict(tensors))
+    entry = FileEntry(name=_DATA, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    manifest = CheckpointManifest(step=step, epoch=epoch, files=(entry,), values=dict(values))
+    store.put(f"{prefix}/{_DATA}", data)
+    store.put(f"{prefix}/{_MANIFEST}", manifest.model_dump_json(indent=1).encode())
+    return manifest
+
+
+def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and values of a finished checkpoint, verified.
+
+    Raises MissingObject when it was never finished, ChecksumMismatch when its bytes changed, StoreError when its
+    manifest cannot be read.
+    """
+    prefix = checkpoint_prefix(step, epoch)
+    key = f"{prefix}/{_MANIFEST}"
+    try:
+        manifest = CheckpointManifest.model_validate_json(store.get(key))
+    except ValidationError as error:
+        raise StoreError(f"{store.url}/{key}: not a checkpoint manifest: {error}") from error
+    tensors: dict[str, Tensor] = {}
+    for entry in manifest.files:
+        tensors |= safetensors.torch.load(_verified(store, f"{prefix}/{entry.name}", entry))
+    return tensors, manifest.values
+
+
+def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]]:
+    """Delete all but step 0 and the newest `keep` finished checkpoints; returns (step, epoch) of the deleted ones.
+
+    Step 0 stays because a replay of the whole run starts there. Older unfinished ones go too.
+
+    A later epoch is newer whatever its step: an earlier epoch may have gone further than what was adopted of it.
+    Keep at least 2, because a checkpoint counts only when a later commit names it. Manifests go first, so that
+    nobody trusts half a checkpoint.
+    """
+    keys = store.list("checkpoints")
+    by_age = sorted({_parse(key) for key in keys}, reverse=True)
+    finished = [age for age in by_age if f"{checkpoint_prefix(age[1], age[0])}/{_MANIFEST}" in keys]
+    if len(finished) <= keep:
+        return []
+    doomed = [(step, epoch) for epoch, step in by_age if step > 0 and (epoch, step) < finished[keep - 1]]
+    for step, epoch in doomed:
+        prefix = checkpoint_prefix(step, epoch)
+        store.delete([f"{prefix}/{_MANIFEST}"])
+        store.delete([key for key in keys if key.startswith(f"{prefix}/")])
+    return doomed
+
+
+def _verified(store: ObjectStore, key: str, entry: FileEntry) -> bytes:
+    data = store.get(key)
+    sha256 = hashlib.sha256(data).hexdigest()
+    if (len(data), sha256) != (entry.size, entry.sha256):
+        raise ChecksumMismatch(
+            f"{store.url}/{key}: {len(data)} bytes with sha256 {sha256}, but its manifest says {entry.size} bytes "
+            f"with {entry.sha256}. Resume from another checkpoint"
+        )
+    return data
+
+
+def _parse(key: str) -> tuple[int, int]:
+    """(epoch, step) of checkpoints/<step>.<epoch>/<file>."""
+    step, epoch = key.split("/")[1].split(".")
+    return int(epoch), int(step)

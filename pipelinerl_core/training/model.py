@@ -1,0 +1,133 @@
+"""Loading a decoder of transformers for training on packs.
+
+Shapes: T = packed tokens, N = chosen tokens, C = hidden size, V = vocabulary.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipelinerl_core.algo.packed import PackedBatch, PackLayout
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.training.attention import PACKED_ATTENTION
+
+# Largest difference of log-probabilities between a plain forward and ours on a few tokens: rounding of the type.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+# Lengths of the sequences of that comparison; different ones, so that a wrong layout shows.
+_CHECK_LENGTHS = (5, 3, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDimensions:
+    """Sizes of a decoder."""
+
+    num_parameters: int
+    """Tied weights count once."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    """Longest sequence the model was made for."""
+
+
+def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"]) -> Any:
+    """The causal language model in a directory, on the CPU, ready for `hidden_states`.
+
+    Dropout is off for good (eval mode): the ratio compares the policy that sampled with the one that is trained, and
+    dropout would make them differ at equal weights.
+
+    Raises ConfigError when there is no model, or when it computes something that packs cannot reproduce.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: no config.json there. Give the directory of a Hugging Face model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return prepare_model(model)
+
+
+def prepare_model(model: Any) -> Any:
+    """Switch a transformers model to packed attention, in place, and check that it computes the same."""
+    model.eval()
+    model.requires_grad_(True)
+    model.config.use_cache = False
+    model.set_attn_implementation("sdpa")
+    expected = [_plain_logprobs(model, ids) for ids in _check_sequences(model)]
+    model.set_attn_implementation(PACKED_ATTENTION)
+    difference = max(
+        (found - wanted).abs().max().item() for found, wanted in zip(_packed_logprobs(model), expected, strict=True)
+    )
+    tolerance = _TOLERANCE.get(model.dtype, 0.0)
+    if not difference <= tolerance:
+        raise ConfigError(
+            f"{type(model).__name__}: log-probabilities of packed sequences differ by {difference:.3g} from a plain "
+            f"forward (at most {tolerance:g}); the model scales its logits, has a bias in its head, or attends in a "
+            "way that is not supported. Take a decoder with full causal attention and a plain linear head"
+        )
+    return model
+
+
+def model_dimensions(model: Any) -> ModelDimensions:
+    """Sizes of a loaded model."""
+    config = model.config
+    return ModelDimensions(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def head_weight(model: Any) -> Tensor:
+    """[V, C] weight of the output layer."""
+    weight: Tensor = model.get_output_embeddings().weight
+    return weight
+
+
+def hidden_states(model: Any, batch: PackedBatch) -> Tensor:
+    """[N, C] last hidden states that predict the sampled tokens of a pack."""
+    return _packed_forward(model, batch.input_ids_T, batch.position_ids_T, batch.layout).index_select(
+        0, batch.source_N
+    )
+
+
+def _packed_forward(model: Any, input_ids_T: Tensor, position_ids_T: Tensor, layout: PackLayout) -> Tensor:
+    output = model.base_model(
+        input_ids=input_ids_T[None],
+        position_ids=position_ids_T[None],
+        attention_mask=None,
+        use_cache=False,
+        layout=layout,
+    )
+    hidden_TC: Tensor = output.last_hidden_state[0]
+    return hidden_TC
+
+
+def _check_sequences(model: Any) -> list[Tensor]:
+    ids = torch.arange(sum(_CHECK_LENGTHS)) * 7 % model.config.vocab_size
+    return list(ids.split(list(_CHECK_LENGTHS)))
+
+
+@torch.no_grad()
+def _plain_logprobs(model: Any, ids: Tensor) -> Tensor:
+    return torch.log_softmax(model(input_ids=ids[None].to(model.device)).logits[0].float(), -1)
+
+
+@torch.no_grad()
+def _packed_logprobs(model: Any) -> list[Tensor]:
+    sequences, longest = _check_sequences(model), max(_CHECK_LENGTHS)
+    positions_T = torch.cat([torch.arange(length) for length in _CHECK_LENGTHS])
+    slots_T = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(_CHECK_LENGTHS)])
+    layout = PackLayout(slots_T=slots_T.to(model.device), num_sequences=len(_CHECK_LENGTHS), longest=longest)
+    hidden_TC = _packed_forward(model, torch.cat(sequences).to(model.device), positions_T.to(model.device), layout)
+    logits_TV = hidden_TC.float() @ head_weight(model).float().T
+    return list(torch.log_softmax(logits_TV, -1).split(list(_CHECK_LENGTHS)))  # type: ignore[no-untyped-call]

@@ -1,0 +1,108 @@
+"""AdamW over float32 master weights, with linear warm-up, and its exact state.
+
+The masters are the model's own parameters when these are float32, and float32 copies otherwise: an update of 1e-4
+relative size would vanish in bfloat16.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipelinerl_core.config.sections import LearnerConfig
+from pipelinerl_core.errors import StoreError
+
+# AdamW's decay of the first moment; everybody's choice.
+_BETA1 = 0.9
+
+
+def learning_rate(step: int, config: LearnerConfig) -> float:
+    """Of step 1, 2, ...: linear warm-up to the peak, then constant."""
+    return config.lr * min(1.0, step / max(1, config.warmup_steps))
+
+
+class MasterOptimizer:
+    """Owns the masters; the model's parameters follow them after every step."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig) -> None:
+        """`parameters` by name, tied ones once. Gradients are read from their `.grad`."""
+        self._parameters = dict(parameters)
+        self._masters = {
+            name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
+            for name, parameter in parameters.items()
+        }
+        self._config = config
+        # The fused kernel does one pass over memory: 0.6 ms, foreach 2.2 ms, for 0.8 M parameters on one core.
+        self._adam = torch.optim.AdamW(
+            self._masters.values(),
+            lr=config.lr,
+            betas=(_BETA1, config.beta2),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self._parameters.values(), *self._masters.values()):
+            tensor.grad = None
+
+    def collect_grads(self) -> None:
+        """Add the gradients of one pack to the masters' sums, in float32."""
+        for name, master in self._masters.items():
+            parameter = self._parameters[name]
+            if parameter is master or parameter.grad is None:
+                continue
+            gradient, parameter.grad = parameter.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    def grad_norm(self) -> Tensor:
+        """[] global norm of the gradient sums."""
+        return torch.nn.utils.get_total_norm(
+            [tensor.grad for tensor in self._masters.values() if tensor.grad is not None]
+        )
+
+    def step(self, grad_norm: Tensor, *, learning_rate: float) -> None:
+        """Clip by the global norm and take one step."""
+        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), self._config.clip_norm, grad_norm)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self._copy_to_model()
+
+    def state(self) -> dict[str, Tensor]:
+        """Snapshot: weights.<name> (the masters), optimizer.<name>.<moment>."""
+        tensors = {f"weights.{name}": _snapshot(master) for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            for key, value in self._adam.state.get(master, {}).items():
+                tensors[f"optimizer.{name}.{key}"] = _snapshot(value)
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`. Raises StoreError when names or shapes are those of another model."""
+        for name, master in self._masters.items():
+            found = tensors.get(f"weights.{name}")
+            if found is None or found.shape != master.shape:
+                shape = "nothing" if found is None else f"shape {tuple(found.shape)}"
+                raise StoreError(
+                    f"weights.{name}: {shape} in the checkpoint, {tuple(master.shape)} in the model: it belongs to "
+                    "another model. Set model.path to that of the run"
+                )
+        self._adam.state.clear()
+        for name, master in self._masters.items():
+            master.copy_(tensors[f"weights.{name}"])
+            prefix = f"optimizer.{name}."
+            moments = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            if moments:
+                self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
+        self._copy_to_model()
+
+    @torch.no_grad()
+    def _copy_to_model(self) -> None:
+        for name, master in self._masters.items():
+            if self._parameters[name] is not master:
+                self._parameters[name].copy_(master)
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

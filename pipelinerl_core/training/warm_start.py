@@ -1,0 +1,137 @@
+"""Builds a small character model without any download: tokenizer, initial weights, supervised warm start.
+
+Shapes: B = rows of a micro-batch, T = its longest row, C = its completion tokens, D = hidden size, V = vocabulary.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl_core.config.model_path import SumsModel
+
+PAD_ID, END_ID = 0, 1
+PAD_TOKEN, END_TOKEN = "<pad>", "<eos>"
+MICRO_BATCHES = 4
+"""Parts of a step after sorting by length: a quarter of the padding, without the overhead of many small parts."""
+MIN_LR_SHARE = 0.05
+CLIP_NORM = 1.0
+REPORT_STEPS = 50
+
+Row = tuple[list[int], int]
+"""Token ids of prompt and completion, and how many of them are the prompt's."""
+
+
+def build_model(
+    recipe: SumsModel, pairs: Iterator[tuple[str, str]], directory: Path, report: Callable[[str], None]
+) -> None:
+    """Train on (prompt, completion) pairs and write model and tokenizer into `directory`.
+
+    The same recipe and pairs give the same bytes on one kind of machine: one thread, and seeds of its own.
+    `report` is given a line now and then.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            model = Qwen2ForCausalLM(_model_config(recipe))  # type: ignore[no-untyped-call]
+        _train(model, recipe, pairs, report)
+    finally:
+        torch.set_num_threads(num_threads)
+    model.save_pretrained(directory)
+    build_tokenizer(recipe.alphabet).save_pretrained(directory)
+
+
+def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character; decoding puts nothing between them. A character outside the alphabet is an error."""
+    tokenizer = Tokenizer(models.WordLevel(_vocabulary(alphabet)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=END_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _vocabulary(alphabet: str) -> dict[str, int]:
+    return {token: number for number, token in enumerate([PAD_TOKEN, END_TOKEN, *alphabet])}
+
+
+def _model_config(recipe: SumsModel) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=len(_vocabulary(recipe.alphabet)),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=recipe.max_positions,
+        tie_word_embeddings=True,
+        pad_token_id=PAD_ID,
+        eos_token_id=END_ID,
+        bos_token_id=None,
+    )
+
+
+def _train(
+    model: Qwen2ForCausalLM, recipe: SumsModel, pairs: Iterator[tuple[str, str]], report: Callable[[str], None]
+) -> None:
+    """AdamW on the mean cross-entropy of the completions; the learning rate rises, then falls linearly."""
+    vocabulary = _vocabulary(recipe.alphabet)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
+    started = time.monotonic()
+    model.train()
+    for step in range(recipe.steps):
+        rows = [_as_row(pair, vocabulary) for pair in itertools.islice(pairs, recipe.rows)]
+        optimizer.param_groups[0]["lr"] = recipe.lr * _lr_share(step, recipe)
+        loss = _backward(model, rows)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % REPORT_STEPS == 0 or step + 1 == recipe.steps:
+            report(f"warm start: step {step + 1}/{recipe.steps} loss {loss:.3f}, {time.monotonic() - started:.0f} s")
+    model.eval()  # type: ignore[no-untyped-call]
+
+
+def _lr_share(step: int, recipe: SumsModel) -> float:
+    return min(1.0, step / recipe.warmup_steps) * max(MIN_LR_SHARE, 1 - step / recipe.steps)
+
+
+def _as_row(pair: tuple[str, str], vocabulary: dict[str, int]) -> Row:
+    prompt, completion = pair
+    return [vocabulary[letter] for letter in prompt + completion] + [END_ID], len(prompt)
+
+
+def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
+    """Accumulate the gradient of the mean loss over all completion tokens of the rows; returns that loss."""
+    rows = sorted(rows, key=lambda row: len(row[0]))
+    num_tokens = sum(len(ids) - num_prompt for ids, num_prompt in rows)
+    total = 0.0
+    for part in range(MICRO_BATCHES):
+        some = rows[part * len(rows) // MICRO_BATCHES : (part + 1) * len(rows) // MICRO_BATCHES]
+        if some:
+            loss = _loss(model, some) / num_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+    return total
+
+
+def _loss(model: Qwen2ForCausalLM, rows: list[Row]) -> torch.Tensor:
+    """Sum of the cross-entropy over completion tokens. Padding is on the right, where causal attention ignores it."""
+    longest = max(len(ids) for ids, _ in rows)
+    ids_BT = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows])
+    predicts_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)  # positions whose next token is a completion's
+    for row, (ids, num_prompt) in enumerate(rows):
+        predicts_BT[row, num_prompt - 1 : len(ids) - 1] = True
+    targets_C = ids_BT.roll(-1, dims=1)[predicts_BT]
+    hidden_CD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state[predicts_BT]
+    logits_CV = model.lm_head(hidden_CD)
+    return functional.cross_entropy(logits_CV, targets_C, reduction="sum")

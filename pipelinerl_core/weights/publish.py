@@ -1,0 +1,73 @@
+"""Trainer side of the weights: data first, manifest last, in shared memory and, where durable, in the store."""
+
+import os
+import shutil
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import weights_prefix
+from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.weights.files import MANIFEST_FILE, WEIGHTS_FILE, entry_of, manifest_bytes, serialize
+
+SHM_ROOT = Path("/dev/shm")
+# An actor that is still reading an older version finds it; one that comes too late takes the newest.
+KEPT_VERSIONS = 4
+
+
+def shm_directory(run_id: str) -> Path:
+    """Shared-memory directory of a run on this host."""
+    return SHM_ROOT / f"pipelinerl-{run_id}"
+
+
+class WeightPublisher:
+    """Publishes versions of one trainer epoch. Not thread-safe: one publishing thread."""
+
+    def __init__(self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._shm = shm_directory(run_id) if use_shm else None
+        self._kept: deque[Path] = deque()
+        self._host = socket.gethostname()
+
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, durable: bool) -> WeightManifest:
+        """Write the weights, then the manifest; without shared memory every version goes to the object store."""
+        return self.publish_bytes(version, serialize(tensors), durable=durable)
+
+    def publish_bytes(self, version: int, data: bytes, *, durable: bool) -> WeightManifest:
+        """`publish` of weights that are serialized already."""
+        entry = entry_of(WEIGHTS_FILE, data)
+        prefix = weights_prefix(version, self._epoch)
+        directory = self._shm / f"{version:08d}.{self._epoch}" if self._shm else None
+        in_store = durable or directory is None
+        manifest = WeightManifest(
+            version=version,
+            epoch=self._epoch,
+            files=(entry,),
+            key=prefix if in_store else None,
+            shm=str(directory) if directory else None,
+            host=self._host,
+            published_at=time.time(),
+        )
+        if directory:
+            self._write_shm(directory, entry, data, manifest)
+        if in_store:
+            self._store.put(f"{prefix}/{entry.name}", data)
+            self._store.put(f"{prefix}/{MANIFEST_FILE}", manifest_bytes(manifest))
+        return manifest
+
+    def _write_shm(self, directory: Path, entry: FileEntry, data: bytes, manifest: WeightManifest) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in ((entry.name, data), (MANIFEST_FILE, manifest_bytes(manifest))):
+            partial = directory / f".{name}.{os.getpid()}"
+            partial.write_bytes(content)
+            partial.replace(directory / name)
+        if directory not in self._kept:
+            self._kept.append(directory)
+        while len(self._kept) > KEPT_VERSIONS:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)

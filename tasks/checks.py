@@ -1,0 +1,169 @@
+"""What must hold before anything starts. Each check raises ConfigError: one line with what, why and what to set."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from http import HTTPStatus
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.storage.object_store import check_writable, open_store
+from pipelinerl_core.tracking.redact import redact_text
+from tasks.commands import guarded, role_command, role_environment
+from tasks.runs import SHARED_MEMORY, local_directory
+
+HTTP_SECONDS = 5.0
+PROMPTS_SECONDS = 120.0
+"""Reading a data set over the network may take this long."""
+PREPARE_SECONDS = 900.0
+"""Building the built-in model takes about a minute on one core."""
+_MEGABYTE = 1_000_000
+_SMALL_FILES_BYTES = (
+    200 * _MEGABYTE
+)  # segments, batches, commits and logs of a run of the quickstart's size, and room
+_OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
+_KEPT_CHECKPOINTS = 3
+_KEPT_VERSIONS = 5  # in shared memory: those the publisher keeps, and the one being written
+
+
+def check_all(config: RunConfig, root: str) -> None:
+    """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
+    check_root(root)
+    check_hub_address(config)
+    check_mlflow(config.tracking.mlflow_uri)
+    check_prompts(config)
+    check_model(config)
+    check_space(config, root)
+
+
+def check_root(root: str) -> None:
+    """The root can be written, or the endpoint answers."""
+    check_writable(open_store(root))
+
+
+def check_model(config: RunConfig) -> None:
+    """A directory with a config.json; a built-in model is built when it is missing."""
+    path = config.model.path
+    directory = resolve_model_path(path)
+    if directory is None and builtin_recipe(path) is not None:
+        prepare_model(path)
+    elif directory is None:
+        raise ConfigError(
+            f"model.path={path}: no such directory. Set it to a downloaded Hugging Face model, or builtin:sums"
+        )
+    elif not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: has no config.json, so it is not a Hugging Face model directory")
+
+
+def prepare_model(path: str) -> None:
+    """Build a built-in model unless it is cached; its progress goes to stderr."""
+    command = guarded(role_command("prepare", {"model": path}))
+    try:
+        ended = subprocess.run(
+            command, env=role_environment(1, ""), stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"model.path={path}: was not built within {PREPARE_SECONDS:.0f} s") from None
+    if ended.returncode != 0:
+        raise ConfigError(f"model.path={path}: could not be built (exit code {ended.returncode}, see above)")
+
+
+def check_prompts(config: RunConfig) -> None:
+    """The prompt source opens and gives a prompt; in a child process, because data set libraries are heavy."""
+    command = guarded([sys.executable, "-m", "tasks.prompt_check"])
+    try:
+        ended = subprocess.run(
+            command,
+            input=json.dumps(config.model_dump(mode="json")),
+            env=role_environment(1, ""),
+            capture_output=True,
+            text=True,
+            timeout=PROMPTS_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"prompts: the source did not answer within {PROMPTS_SECONDS:.0f} s") from None
+    if ended.returncode != 0:
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
+
+
+def check_http(setting: str, url: str) -> None:
+    """A server answers its health page."""
+    try:
+        with urlopen(f"{url.rstrip('/')}/health", timeout=HTTP_SECONDS) as answer:
+            if answer.status == HTTPStatus.OK:
+                return
+        reason = f"answered {answer.status}"
+    except (URLError, OSError, ValueError) as error:
+        reason = str(getattr(error, "reason", error))
+    raise ConfigError(f"{setting}={redact_text(url)}: no answer ({reason}). Start the server or change {setting}")
+
+
+def check_mlflow(uri: str) -> None:
+    """An MLflow server answers; a database file needs no server."""
+    if uri.startswith(("http://", "https://")):
+        check_http("tracking.mlflow_uri", uri)
+    elif uri.startswith("file:") or (uri and uri != "none" and "://" not in uri):
+        raise ConfigError(
+            f"tracking.mlflow_uri={uri}: MLflow 3 no longer writes plain directories. "
+            "Set sqlite:////absolute/path/mlflow.db, a server's http URL, or none"
+        )
+
+
+def check_hub_address(config: RunConfig) -> None:
+    """The hub can bind its address and port."""
+    host, port = config.placement.hub_host, config.placement.hub_port
+    try:
+        with socket.create_server((host, port)):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"placement.hub_host={host} placement.hub_port={port}: cannot listen there ({error.strerror or error}). "
+            "Set placement.hub_port=0 for any free port, and placement.hub_host to an address of this host"
+        ) from None
+
+
+def check_space(config: RunConfig, root: str) -> None:
+    """Enough room on the root's disk and in shared memory for what this run will keep there."""
+    model_bytes = model_size(config.model.path)
+    num_durable = config.trainer.steps // config.weights.durable_every + 1
+    needed = (num_durable + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS) * model_bytes + _SMALL_FILES_BYTES
+    directory = local_directory(root)
+    if directory is not None:
+        _require_free(
+            directory,
+            needed,
+            f"for {num_durable} durable weight versions of {_size(model_bytes)} and {_KEPT_CHECKPOINTS} checkpoints. "
+            "Raise weights.durable_every or choose another --root",
+        )
+    if config.weights.transport == "shm":
+        _require_free(
+            SHARED_MEMORY,
+            _KEPT_VERSIONS * model_bytes,
+            f"for {_KEPT_VERSIONS} weight versions of {_size(model_bytes)}. "
+            "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
+        )
+
+
+def model_size(path: str) -> int:
+    """Bytes of the weights of a model."""
+    directory = resolve_model_path(path)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory else 0
+
+
+def _require_free(directory: Path, needed: int, purpose: str) -> None:
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(f"{directory}: {_size(free)} free, but this run needs about {_size(needed)} {purpose}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

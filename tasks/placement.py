@@ -1,0 +1,228 @@
+"""Where the roles of a run are started: on this host, or as deployments on work pools. Nothing else knows which.
+
+`Crew.start` is the one placement function; the flows see only names, whether a role has ended, and what ended it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from threading import Event
+from typing import Any, Protocol
+from uuid import UUID
+
+from prefect import get_client
+from prefect.blocks.system import Secret
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.deployments import run_deployment
+from prefect.futures import PrefectFuture
+from prefect.states import Cancelling
+
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.roles.context import RunContext
+from tasks.role_tasks import run_actor, run_evaluation, run_hub, run_trainer
+from tasks.supervise import RoleFailed
+
+logger = logging.getLogger(__name__)
+
+HUB, TRAINER = "hub", "trainer"
+WORKERS_SECONDS = 5.0
+"""While the workers end, the hub still answers them; then it is stopped too."""
+STOP_SECONDS = 9.5
+"""The whole crew is gone within this time."""
+EVALUATION_SECONDS = 1800.0
+"""Deadline of one evaluation."""
+_POLL_DEPLOYMENT_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+
+
+class Member(Protocol):
+    """One started role."""
+
+    def has_ended(self) -> bool:
+        """Whether it ended by itself or was stopped."""
+        ...
+
+    def check(self) -> None:
+        """Raise what made it fail, if it failed."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to stop; returns at once."""
+        ...
+
+
+class LocalMember:
+    """A role that a task of this flow run supervises on this host."""
+
+    def __init__(self, submit: Callable[[Event], PrefectFuture[Any]], changed: Event) -> None:
+        self._stop = Event()
+        self._ended = Event()
+        self._future = submit(self._stop)
+        self._changed = changed
+        self._future.add_done_callback(self._note_end)
+
+    def _note_end(self, future: PrefectFuture[Any]) -> None:
+        self._ended.set()
+        self._changed.set()
+
+    def has_ended(self) -> bool:
+        """Whether its task is over."""
+        return self._ended.is_set()
+
+    def check(self) -> None:
+        """Raise the error of its task."""
+        if self._ended.is_set():
+            self._future.result()
+
+    def stop(self) -> None:
+        """The supervising thread sees it within a poll."""
+        self._stop.set()
+
+
+class DeployedMember:
+    """A role that a deployment's flow run supervises, on whatever machine its work pool has."""
+
+    def __init__(self, deployment: str, parameters: dict[str, Any], name: str) -> None:
+        self._name = name
+        # timeout=0: returns as soon as the run is scheduled. Its state is ours to follow and to end.
+        started = run_deployment(deployment, parameters=parameters, timeout=0, as_subflow=False)
+        if not isinstance(started, FlowRun):
+            raise TypeError(f"run_deployment gave {type(started).__name__} outside of an event loop")
+        self._id: UUID = started.id
+        self._state: State[Any] | None = started.state
+        self._polled_at = time.monotonic()
+        logger.info("%s: deployment %s, flow run %s", name, deployment, self._id)
+
+    def has_ended(self) -> bool:
+        """Whether its flow run is in a final state; asks the API every few seconds."""
+        is_final = self._state is not None and self._state.is_final()
+        if not is_final and time.monotonic() - self._polled_at >= _POLL_DEPLOYMENT_SECONDS:
+            self._polled_at = time.monotonic()
+            _quietly(f"{self._name}: could not read flow run {self._id}", self._refresh)
+        return self._state is not None and self._state.is_final()
+
+    def _refresh(self) -> None:
+        with get_client(sync_client=True) as client:
+            self._state = client.read_flow_run(self._id).state
+
+    def check(self) -> None:
+        """RoleFailed unless it completed or was cancelled."""
+        state = self._state
+        if state is not None and (state.is_failed() or state.is_crashed()):
+            raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}")
+
+    def stop(self) -> None:
+        """Cancel the flow run; its worker signals it, and its flow stops the child."""
+        if self._state is None or not self._state.is_final():
+            _quietly(f"{self._name}: could not cancel flow run {self._id}", self._cancel)
+            self._polled_at = 0.0
+
+    def _cancel(self) -> None:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(self._id, Cancelling(message="the train flow has ended"))
+
+
+class Crew:
+    """The roles of one run."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+        self._members: dict[str, Member] = {}
+        self._changed = Event()
+        self._is_pooled = run.config.placement.kind == "work_pools"
+        if self._is_pooled:
+            Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
+
+    def start(self, name: str) -> None:
+        """Start `hub`, `trainer` or an actor. The hub is always a child of this flow."""
+        self._members[name] = self._place(name)
+
+    def evaluate(self, version: str) -> None:
+        """Evaluate `first` or `last` on this host and wait for it; raises what made it or another role fail."""
+        name = f"evaluator-{version}"
+        self._members[name] = LocalMember(lambda stop: run_evaluation.submit(self._run, version, stop), self._changed)
+        deadline = time.monotonic() + EVALUATION_SECONDS
+        while not self.has_ended(name):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Lower eval.num_prompts")
+            self.wait(_POLL_SECONDS)
+
+    def _place(self, name: str) -> Member:
+        run, url = self._run, self._run.store.url
+        if name == HUB:
+            return LocalMember(lambda stop: run_hub.submit(run, stop), self._changed)
+        if self._is_pooled:
+            if name == TRAINER:
+                return DeployedMember("trainer/trainer", {"run_url": url}, name)
+            return DeployedMember("actor/actor", {"run_url": url, "name": name}, name)
+        if name == TRAINER:
+            return LocalMember(lambda stop: run_trainer.submit(run, stop), self._changed)
+        return LocalMember(lambda stop: run_actor.submit(run, name, stop), self._changed)
+
+    def has_ended(self, name: str) -> bool:
+        """Whether a role is over; raises whatever made any role fail."""
+        for member in self._members.values():
+            if member.has_ended():
+                member.check()
+        return self._members[name].has_ended()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, or until a role of this host ends."""
+        self._changed.wait(seconds)
+        self._changed.clear()
+
+    def wait_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for a condition; raises what ended a role meanwhile, or DeadlineExceeded with its name."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            for name in self._members:
+                if self.has_ended(name):
+                    raise RoleFailed(f"{name}: ended while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{what}: not there after {seconds:.0f} s; the roles' logs say what they do")
+            self.wait(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Stop everything: workers first, while the hub still answers them; then the hub. Never raises for a role."""
+        workers = [member for name, member in self._members.items() if name != HUB]
+        begun = time.monotonic()
+        everyone = list(self._members.values())
+        for member in workers:
+            member.stop()
+        self._await(workers, begun + WORKERS_SECONDS)
+        for member in everyone:
+            member.stop()
+        self._await(everyone, begun + STOP_SECONDS)
+        if self._is_pooled:
+            name = secret_name(self._run.run_id)
+            _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
+
+    def _await(self, members: list[Member], deadline: float) -> None:
+        while time.monotonic() < deadline and not all(member.has_ended() for member in members):
+            self.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def _quietly(failure: str, action: Callable[[], Any]) -> None:
+    """Call the Prefect API; an outage of its server must neither end a run nor keep it from being stopped."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 (whatever the client raises: the run does not depend on it)
+        logger.warning("%s: %s", failure, error)
+
+
+def secret_name(run_id: str) -> str:
+    """Prefect Secret block with the hub token of a run on work pools."""
+    return f"pipelinerl-{run_id}"
+
+
+def load_token(run_id: str) -> str:
+    """The hub token of a run, from its Secret block; ConfigError when there is none."""
+    try:
+        block = Secret.load(secret_name(run_id))
+    except ValueError as error:
+        raise ConfigError(
+            f"no Prefect Secret block {secret_name(run_id)}: is the train flow running? ({error})"
+        ) from None
+    if not isinstance(block, Secret):
+        raise PipelineRLError(f"{secret_name(run_id)} is no Secret block")
+    return str(block.get())

@@ -1,0 +1,13 @@
+"""The Prefect task that checks a configuration before anything of it is started."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from pipelinerl_core.config import RunConfig
+from tasks.checks import check_all
+
+
+@task(name="preflight", persist_result=False, cache_policy=NO_CACHE)
+def preflight(config: RunConfig, root: str) -> None:
+    """Raise ConfigError with one line if a run of this configuration cannot work."""
+    check_all(config, root)

@@ -1,0 +1,35 @@
+"""One Prefect task per role: thin over `supervise_role`, one task run per role and flow run."""
+
+from threading import Event
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from pipelinerl_core.records import EvalRecord
+from pipelinerl_core.roles.context import RunContext
+from tasks.roles import evaluate, supervise
+from tasks.supervise import RoleReport
+
+
+@task(name="hub", persist_result=False, cache_policy=NO_CACHE, retries=0)
+def run_hub(run: RunContext, stop: Event) -> RoleReport:
+    """Supervise the hub of a run."""
+    return supervise(run, "hub", "hub", {}, stop)
+
+
+@task(name="trainer", persist_result=False, cache_policy=NO_CACHE, retries=0)
+def run_trainer(run: RunContext, stop: Event) -> RoleReport:
+    """Supervise the trainer of a run until its last step."""
+    return supervise(run, "trainer", "trainer", {}, stop)
+
+
+@task(name="actor", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE, retries=0)
+def run_actor(run: RunContext, name: str, stop: Event) -> RoleReport:
+    """Supervise one actor of a run."""
+    return supervise(run, "actor", name, {"name": name}, stop)
+
+
+@task(name="evaluation", task_run_name="evaluate-{version}", persist_result=False, cache_policy=NO_CACHE, retries=0)
+def run_evaluation(run: RunContext, version: str, stop: Event) -> EvalRecord | None:
+    """Held-out accuracy of a durable version: `first`, `last` or a number."""
+    return evaluate(run, version, stop)

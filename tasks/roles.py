@@ -1,0 +1,61 @@
+"""The roles of a run as supervised children: command, environment, log file. Knows nothing of Prefect."""
+
+import os
+import tempfile
+from pathlib import Path
+from threading import Event
+
+from pipelinerl_core.records import EvalRecord, parse_commit_key
+from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.tracking.follow import RunFollower, read_hub
+from tasks.commands import role_command, role_environment
+from tasks.runs import is_live, local_directory
+from tasks.supervise import STOP_SECONDS, RoleReport, supervise_role
+
+HUB_STOP_SECONDS = 3.0
+"""The hub stops last and keeps nothing: a shorter grace keeps the whole stop below ten seconds."""
+
+
+def evaluate(run: RunContext, version: str, stop: Event) -> EvalRecord | None:
+    """Run the evaluator; None when it was stopped."""
+    report = supervise(run, "evaluator", f"evaluator-{version}", {"version": version}, stop)
+    if report.stopped:
+        return None
+    follower = RunFollower(run.store)
+    follower.refresh()
+    wanted = {"first": min(follower.evals, default=0), "last": max(follower.evals, default=0)}
+    return follower.evals[wanted[version] if version in wanted else int(version)]
+
+
+def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
+    """`supervise_role` with the command, environment and log file of a role of this run."""
+    return supervise_role(
+        role_command(role, {"run": run.store.url, **arguments}),
+        env=role_environment(run.config.placement.threads, run.token),
+        log_path=log_directory(run) / f"{name}.log",
+        max_restarts=run.config.placement.max_restarts,
+        stop=stop,
+        name=name,
+        ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
+        is_done=(lambda: is_complete(run)) if role != "evaluator" else lambda: True,
+        stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
+    )
+
+
+def hub_is_up(run: RunContext) -> bool:
+    """Whether the hub of the run has written where it is."""
+    return is_live(read_hub(run.store))
+
+
+def is_complete(run: RunContext) -> bool:
+    """Whether the last step is committed; before that no role leaves for good by itself."""
+    steps = [parse_commit_key(key)[0] for key in run.store.list("commits")]
+    return max(steps, default=-1) >= run.config.trainer.steps
+
+
+def log_directory(run: RunContext) -> Path:
+    """Where the roles' output goes: beside the run's objects, or a temporary directory for a remote store."""
+    directory = local_directory(run.store.url)
+    if directory is not None:
+        return directory / "logs"
+    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}" / run.run_id / "logs"

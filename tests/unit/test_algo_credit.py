@@ -1,0 +1,102 @@
+"""Advantages, loss weights and lags: numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.algo.advantages import leave_one_out
+from pipelinerl_core.algo.staleness import deadline_step, group_deadline, live_mask, token_lags, token_versions
+from pipelinerl_core.algo.weighting import loss_weights
+from pipelinerl_core.types import WeightSpan
+
+
+def test_the_baseline_is_the_mean_of_the_other_rewards():
+    assert leave_one_out([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert leave_one_out([1.0, 0.0, 0.0]) == pytest.approx([1.0, -0.5, -0.5])
+    assert leave_one_out([3.0, 1.0]) == [2.0, -2.0]
+
+
+def test_equal_rewards_carry_no_advantage():
+    assert leave_one_out([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0]])
+def test_a_group_without_siblings_has_no_baseline(rewards):
+    with pytest.raises(ValueError, match=f"with {len(rewards)} scored rollouts"):
+        leave_one_out(rewards)
+
+
+# Two groups: rollouts of 2 and 6 tokens, and of 4, 3 and 0 tokens: 15 tokens, 5 rollouts.
+TOKENS = [[2, 6], [4, 3, 0]]
+
+
+@pytest.mark.parametrize(
+    ("normalization", "expected"),
+    [
+        ("token", [[1 / 15, 1 / 15], [1 / 15, 1 / 15, 0]]),
+        ("sequence", [[1 / 10, 1 / 30], [1 / 20, 1 / 15, 0]]),
+        ("prompt", [[1 / 16, 1 / 16], [1 / 14, 1 / 14, 0]]),
+        ("constant", [[1 / 50, 1 / 50], [1 / 50, 1 / 50, 0]]),
+    ],
+)
+def test_loss_weights_match_the_fractions_done_by_hand(normalization, expected):
+    found = loss_weights(TOKENS, normalization=normalization, max_tokens=10)
+    assert found == [pytest.approx(group) for group in expected]
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "prompt"])
+def test_weights_of_all_tokens_sum_to_one(normalization):
+    tokens = [[2, 6], [4, 3]]
+    found = loss_weights(tokens, normalization=normalization, max_tokens=10)
+    assert sum(n * w for ns, ws in zip(tokens, found, strict=True) for n, w in zip(ns, ws, strict=True)) == (
+        pytest.approx(1.0)
+    )
+
+
+SPANS = (WeightSpan(3, 0, 2), WeightSpan(5, 2, 3), WeightSpan(6, 3, 5))
+
+
+def test_lag_counts_the_steps_between_sampling_and_training():
+    # Step 7 trains weights 6: a token of version 6 has lag 0.
+    assert token_lags(SPANS, 5, step=7).tolist() == [3, 3, 1, 0, 0]
+    assert token_lags(SPANS, 5, step=9).tolist() == [5, 5, 3, 2, 2]
+
+
+def test_a_token_lives_while_its_lag_is_at_most_max_lag():
+    assert live_mask(SPANS, 5, step=7, max_lag=3).tolist() == [True] * 5
+    assert live_mask(SPANS, 5, step=7, max_lag=2).tolist() == [False, False, True, True, True]
+    assert live_mask(SPANS, 5, step=7, max_lag=0).tolist() == [False, False, False, True, True]
+
+
+def test_a_token_newer_than_the_weights_is_refused():
+    with pytest.raises(ValueError, match="step 6 trains version 5, but a token was sampled by version 6"):
+        token_lags(SPANS, 5, step=6)
+
+
+@pytest.mark.parametrize(
+    "spans", [(WeightSpan(0, 0, 2), WeightSpan(1, 3, 5)), (WeightSpan(0, 0, 4),), (WeightSpan(0, 1, 5),), ()]
+)
+def test_spans_that_do_not_cover_the_tokens_are_refused(spans):
+    with pytest.raises(ValueError, match="must cover"):
+        token_versions(spans, 5)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_the_deadline_is_the_last_step_at_which_the_token_is_live(max_lag):
+    spans = (WeightSpan(3, 0, 1),)
+    last = deadline_step(3, max_lag)
+    assert live_mask(spans, 1, step=last, max_lag=max_lag).all()
+    assert not live_mask(spans, 1, step=last + 1, max_lag=max_lag).any()
+
+
+def test_the_deadline_of_a_group_is_that_of_its_oldest_live_token():
+    versions = [6, 3, 5]
+    # max_lag 2: deadlines 9, 6, 8. At step 6 all live; at 7 version 3 is dead; at 10 nothing lives.
+    assert group_deadline(versions, step=6, max_lag=2) == 6
+    assert group_deadline(versions, step=7, max_lag=2) == 8
+    assert group_deadline(versions, step=9, max_lag=2) == 9
+    assert group_deadline(versions, step=10, max_lag=2) is None
+
+
+def test_lags_of_no_tokens_are_no_lags():
+    assert token_lags((), 0, step=1).dtype == np.int32
+    assert len(token_lags((), 0, step=1)) == 0

@@ -1,0 +1,91 @@
+"""Configuration: one place for every default, one line for every mistake."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.config import RunConfig, as_toml, build_config, known_keys, load_config, preset_names
+from pipelinerl_core.config.load import fields
+from pipelinerl_core.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_resolves_and_reads_back_equal(preset):
+    config = load_config(preset)
+    assert build_config(tomllib.loads(as_toml(config))) == config
+
+
+def test_overrides_win_over_the_preset_and_keep_their_types():
+    config = load_config(
+        "quickstart", ["trainer.steps=20", "prompts.lengths=[2, 3]", "model.path=my/model", "seed=7"]
+    )
+    assert (config.trainer.steps, config.prompts.lengths, config.model.path, config.seed) == (
+        20,
+        (2, 3),
+        "my/model",
+        7,
+    )
+
+
+def test_another_kind_forgets_the_keys_of_the_old_one():
+    config = load_config("quickstart", ["prompts.lengths=[2]", "prompts.kind=file", "prompts.path=a.jsonl"])
+    assert config.prompts.kind == "file"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.step=3", "did you mean trainer.steps?"),
+        ("engin.concurrency=3", "no such key"),
+        ("trainer.steps=abc", "trainer.steps='abc'"),
+        ("trainer.steps=0", "greater than or equal to 1"),
+        ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
+        ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
+        ("rollouts.group_size=1", "rollouts.group_size=1"),
+        ("engine.kind=vlm", "'embedded'"),
+        ("prompts.length=[3]", "did you mean prompts.lengths?"),
+        ("trainer.steps", "not an override"),
+        ("seed.x=1", "seed is a value"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_set(override, says):
+    with pytest.raises(ConfigError) as raised:
+        load_config("quickstart", [override])
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean quickstart"):
+        load_config("quickstrat")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config("nowhere.toml")
+
+
+def test_admission_window_is_the_documented_formula():
+    config = load_config("quickstart", ["schedule.max_lag=3", "trainer.groups_per_step=32", "engine.concurrency=64"])
+    assert config.window_groups == (3 + 1) * 32
+
+
+def test_every_key_has_help():
+    assert [key for key, info in fields() if not info.description and not key.endswith("kind")] == []
+
+
+def test_no_key_appears_unannounced():
+    assert known_keys() == GOLDEN.read_text().split()
+
+
+def test_configuration_imports_no_heavy_library():
+    code = "import sys, pipelinerl_core.config; print([m for m in ('torch','pyarrow','transformers') if m in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert printed.stdout.strip() == "[]"
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().trainer.steps = 3

@@ -1,0 +1,222 @@
+"""What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.decoder import PREFILL_TOKENS, prefill_batches
+from pipelinerl_core.engine.embedded import EmbeddedEngine, load_engine
+from pipelinerl_core.errors import EngineError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
+from pipelinerl_core.types import EngineRequest, Sampler
+
+
+def ask(name, *, prompt=(5, 6, 7), max_tokens=20, seed=0, temperature=1.0, top_p=1.0, prior=None):
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=np.array(prompt, np.int32),
+        max_tokens=max_tokens,
+        sampler=Sampler(seed=seed, temperature=temperature, top_p=top_p),
+        prior=prior,
+    )
+
+
+async def finish(engine, request):
+    async for chunk in engine.generate(request):
+        completion = chunk.completion
+    return completion
+
+
+async def after_tokens(engine, count):
+    while engine.stats().num_tokens < count:
+        await asyncio.sleep(0)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def update_to(seed, version):
+    return WeightUpdate(version=version, tensors=weights_of(tiny_model(seed=seed)), num_bytes=1)
+
+
+@pytest.mark.parametrize(("kv", "is_untouched"), [("keep", True), ("recompute", False)])
+def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv, is_untouched):
+    async def main():
+        engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[], kv=kv)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", seed=i, max_tokens=30 + i))) for i in range(3)]
+        await after_tokens(engine, 30)
+        memory = engine._decoder.memory
+        before = {layer: (memory.keys[layer].clone(), memory.values[layer].clone()) for layer in memory.keys}
+        num_fed = engine._table.num_fed.copy()
+        assert (num_fed > 10).all()
+        await engine.swap(update_to(1, 1))
+        for layer, (keys, values) in before.items():
+            for slot, length in enumerate(num_fed):
+                assert torch.equal(memory.keys[layer][slot, :, :length], keys[slot, :, :length]) is is_untouched
+                assert torch.equal(memory.values[layer][slot, :, :length], values[slot, :, :length]) is is_untouched
+        await asyncio.gather(*tasks)
+
+    run(main())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit_for_bit(family):
+    request = ask("me", prompt=(1, 2, 3, 4, 5, 6, 7), max_tokens=40, seed=42, temperature=0.8)
+
+    def others(count, seed):
+        rng = np.random.default_rng(seed)
+        return [
+            ask(
+                f"o{seed}-{i}",
+                prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 20)),
+                max_tokens=int(rng.integers(1, 60)),
+                seed=int(rng.integers(1 << 40)),
+                top_p=float(rng.choice([0.7, 1.0])),
+            )
+            for i in range(count)
+        ]
+
+    async def scenario(num_before, interrupt_at=None):
+        engine = EmbeddedEngine(
+            tiny_model(family), slots=13, max_len=80, eos_token_ids=[], deterministic=True, stream_interval=0
+        )
+        tasks = [asyncio.create_task(finish(engine, other)) for other in others(num_before, num_before)]
+        await asyncio.sleep(0)
+        mine = asyncio.create_task(finish(engine, request))
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(finish(engine, other)) for other in others(9, 100 + num_before)]
+        if interrupt_at is not None:
+            while engine._running["me"].slot is None or engine._table.num_completion(0) < 0:
+                await asyncio.sleep(0)
+            while engine._table.num_completion(engine._running["me"].slot) < interrupt_at:
+                await asyncio.sleep(0)
+            partial = (await engine.abort(["me"]))["me"]
+            assert await mine is partial
+            mine = asyncio.create_task(finish(engine, ask("me", prompt=request.prompt_token_ids, max_tokens=40,
+                                                          seed=42, temperature=0.8, prior=partial)))  # fmt: skip
+        completion = await mine
+        await asyncio.gather(*tasks)
+        return completion
+
+    alone = run(scenario(0))
+    for num_before in (1, 5, 12, 20):
+        crowded = run(scenario(num_before))
+        assert crowded.token_ids.tobytes() == alone.token_ids.tobytes()
+        assert crowded.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
+    continued = run(scenario(5, interrupt_at=11))
+    assert continued.token_ids.tobytes() == alone.token_ids.tobytes()
+    assert continued.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
+
+
+def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():
+    async def main(stream_interval):
+        engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[], stream_interval=stream_interval)
+        chunks = []
+
+        async def consume():
+            chunks.extend([chunk async for chunk in engine.generate(ask("a", max_tokens=20))])
+
+        task = asyncio.create_task(consume())
+        await after_tokens(engine, 10)
+        await engine.swap(update_to(1, 3))
+        await task
+        return [(len(chunk.token_ids), chunk.weight_version) for chunk in chunks]
+
+    assert run(main(0)) == [(10, 0), (10, 3)]
+    assert run(main(4)) == [(4, 0), (4, 0), (2, 0), (4, 3), (4, 3), (2, 3)]
+
+
+def test_an_idle_engine_has_no_task():
+    async def main():
+        engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[])
+        await finish(engine, ask("a"))
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1
+        num_steps = engine.stats().num_steps
+        await asyncio.sleep(0.01)
+        assert engine.stats().num_steps == num_steps == 20
+
+    asyncio.run(main())
+
+
+def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
+    model = tiny_model(max_position_embeddings=8192)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB_SIZE, length) for length in (1500, 2, 1400, 1300, 1, 40)]
+
+    async def main():
+        engine = EmbeddedEngine(model, slots=8, max_len=1600, eos_token_ids=[])
+        return await asyncio.gather(
+            *(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=4)) for i, prompt in enumerate(prompts))
+        )
+
+    reference = {0: tiny_model(max_position_embeddings=8192)}
+    for prompt, completion in zip(prompts, run(main()), strict=True):
+        expected = reference_logprobs(reference, prompt, completion)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+
+
+def test_prefill_batches_hold_every_sequence_once_within_the_token_bound():
+    lengths = [3000, 7, 0, 2000, 2000, PREFILL_TOKENS + 1, 5]
+    sequences = [(slot, np.full(length, slot + 1, np.int32)) for slot, length in enumerate(lengths)]
+    batches = prefill_batches(sequences)
+    assert sorted(slot for slots, _ in batches for slot in slots) == [0, 1, 3, 4, 5, 6]  # nothing to store for slot 2
+    for slots, token_ids in batches:
+        assert len(slots) == 1 or token_ids.size <= PREFILL_TOKENS
+        for slot, row in zip(slots, token_ids, strict=True):
+            assert (row == slot + 1).sum() == lengths[slot]
+
+
+def test_bfloat16_weights_with_a_float32_head_stay_within_the_parity_bounds():
+    async def main():
+        engine = EmbeddedEngine(tiny_model(scale=1.0).bfloat16(), slots=2, max_len=64, eos_token_ids=[])
+        completion = await finish(engine, ask("a"))
+        assert engine._decoder._head_weight_VC.dtype == torch.float32
+        await engine.swap(
+            WeightUpdate(version=1, tensors=weights_of(tiny_model(seed=1, scale=1.0).bfloat16()), num_bytes=1)
+        )
+        return completion, await finish(engine, ask("b"))
+
+    for seed, completion in enumerate(run(main())):
+        expected = reference_logprobs({seed: tiny_model(seed=seed, scale=1.0)}, (5, 6, 7), completion)
+        assert np.abs(completion.rollout_logprobs - expected).mean() < 0.02
+
+
+def test_an_engine_is_loaded_from_a_model_directory_with_its_end_tokens(tmp_path):
+    model = tiny_model()
+    model.generation_config.eos_token_id = [3, 4]
+    model.save_pretrained(tmp_path)
+    config = RunConfig.model_validate({"engine": {"concurrency": 4}, "rollouts": {"max_tokens": 60}})
+
+    async def main():
+        engine = load_engine(tmp_path, config, max_prompt_tokens=10, weight_version=6)
+        with pytest.raises(EngineError, match="max_len=70"):
+            engine.generate(ask("long", max_tokens=68))
+        return await asyncio.gather(*(finish(engine, ask(f"r{i}", seed=i, max_tokens=60)) for i in range(8)))
+
+    completions = run(main())
+    assert {int(completion.token_ids[-1]) for completion in completions} >= {3, 4}
+    assert {span.version for completion in completions for span in completion.weight_spans} == {6}
+
+
+def test_a_missing_model_directory_is_an_engine_error(tmp_path):
+    with pytest.raises(EngineError, match="no such model directory"):
+        load_engine(tmp_path / "nowhere", RunConfig(), max_prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"max_position_embeddings": 32}, "max_position_embeddings=32"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ],
+)
+def test_models_that_would_be_computed_wrongly_are_refused(settings, message):
+    with pytest.raises(EngineError, match=message):
+        EmbeddedEngine(tiny_model(**settings), slots=1, max_len=64, eos_token_ids=[])

@@ -1,0 +1,641 @@
+"""The ledger against examples worked out by hand. N = 2 groups per step, max_lag = 1, so W = 4 groups."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.errors import ConfigError, Fenced, StaleLease
+from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
+from pipelinerl_core.ledger.order import deadline, split_trained
+from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
+from pipelinerl_core.records import Commit
+from pipelinerl_core.types import GroupRef, WeightManifest
+
+A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def config(**changes: dict[str, object]) -> RunConfig:
+    values: dict[str, dict[str, object]] = {
+        "rollouts": {"group_size": 4},
+        "engine": {"concurrency": 8},
+        "schedule": {"max_lag": 1},
+        "trainer": {"groups_per_step": 2, "steps": 100},
+        "placement": {"lease_seconds": 10.0},
+    }
+    for section, settings in changes.items():
+        values[section] = {**values.get(section, {}), **settings}
+    return build_config(values)
+
+
+def new_ledger(clock: Clock | None = None, *, committed: int = 0, first_attempt: int = 0, **changes) -> Ledger:
+    ledger = Ledger(config(**changes), clock=clock or Clock(), boot_id="boot", first_attempt=first_attempt)
+    if committed >= 0:
+        ledger.committed(0, (), (), manifest(0))
+    return ledger
+
+
+def manifest(version: int, host: str = "here") -> WeightManifest:
+    return WeightManifest(version=version, epoch=1, files=(), key=None, shm=None, host=host, published_at=0.0)
+
+
+def sync(
+    ledger: Ledger, actor: ActorKey, want: int, leases: Sequence[str] = (), version: int = 0, tokens: int = 0, **more
+) -> SyncResult:
+    message = Sync(
+        boot_id="boot", engine_version=version, running=0, waiting=0, concurrency=8, want=want, leases=tuple(leases),
+        num_tokens=tokens, running_seconds=0.0, **more,
+    )  # fmt: skip
+    return ledger.sync(actor, message)
+
+
+def lease(ledger: Ledger, actor: ActorKey, want: int, version: int = 0) -> list[Grant]:
+    ledger.register_actor(actor)
+    return list(sync(ledger, actor, want, version=version).leases)
+
+
+def summary(
+    group_id: int,
+    versions: dict[int, int],
+    attempt: int = 0,
+    actor: ActorKey = A,
+    rewards=(0.0, 1.0),
+    unscored: int = 0,
+) -> GroupSummary:
+    ref = GroupRef(
+        group_id=group_id, attempt=attempt, actor=actor.name, actor_epoch=actor.epoch, num_rollouts=4,
+        num_tokens=sum(versions.values()) + unscored,
+    )  # fmt: skip
+    return GroupSummary(ref=ref, rewards=rewards, tokens_by_version=versions)
+
+
+def deliver(ledger: Ledger, grant: Grant, versions: dict[int, int] | None = None, **more) -> Arrival:
+    given = summary(grant.group_id, {0: 10} if versions is None else versions, attempt=grant.attempt, **more)
+    return ledger.add_group(given, grant.lease_id)
+
+
+def commit(ledger: Ledger, step: int, answer: Reserved) -> None:
+    ledger.committed(step, [(ref.group_id, ref.attempt) for ref in answer.groups], answer.fates, manifest(step))
+
+
+def ids(answer: Reserved) -> list[int]:
+    return [ref.group_id for ref in answer.groups]
+
+
+def check_closes(tokens: dict[str, int]) -> None:
+    assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated"), tokens
+    assert min(tokens.values()) >= 0, tokens
+
+
+# ---- order -------------------------------------------------------------------------------------------------------
+
+
+def test_deadline_follows_the_oldest_live_token_and_moves_on_when_it_dies():
+    group = summary(0, {3: 5, 7: 1})
+    assert deadline(group, 8, max_lag=4, stale="mask") == 8  # version 3: lag 8 - 1 - 3 = 4, live for the last time
+    assert deadline(group, 9, max_lag=4, stale="mask") == 12  # only version 7 is live: 7 + 1 + 4
+    assert deadline(group, 12, max_lag=4, stale="mask") == 12
+    assert deadline(group, 13, max_lag=4, stale="mask") is None
+
+
+def test_drop_gives_up_a_group_with_its_first_dead_token():
+    group = summary(0, {3: 5, 7: 1})
+    assert deadline(group, 8, max_lag=4, stale="drop") == 8
+    assert deadline(group, 9, max_lag=4, stale="drop") is None
+
+
+def test_trained_tokens_split_into_live_dead_and_unscored():
+    assert split_trained(summary(0, {3: 5, 7: 2}, unscored=4), 9, max_lag=4) == {
+        "trained": 2,
+        "masked_stale": 5,
+        "failed": 4,
+    }
+
+
+# ---- admission ---------------------------------------------------------------------------------------------------
+
+
+def test_window_admits_w_groups_and_not_one_more():
+    ledger = new_ledger()
+    assert [grant.group_id for grant in lease(ledger, A, want=3)] == [0, 1, 2]
+    assert [grant.group_id for grant in lease(ledger, B, want=3)] == [3]
+    assert ledger.num_outstanding == 4
+
+
+def test_ready_and_reserved_groups_hold_their_places_until_their_version_is_committed():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    for grant in grants:
+        deliver(ledger, grant)
+    assert sync(ledger, A, want=4).leases == ()
+    answer = ledger.reserve(1, epoch=2)
+    assert sync(ledger, A, want=4).leases == ()
+    commit(ledger, 1, answer)
+    assert len(sync(ledger, A, want=4, version=1).leases) == 2
+
+
+def test_steps_that_an_engine_has_not_seen_hold_places_for_its_actor_only():
+    ledger = new_ledger()
+    for grant in lease(ledger, A, want=2):
+        deliver(ledger, grant)
+    commit(ledger, 1, ledger.reserve(1, epoch=2))
+    assert len(lease(ledger, A, want=9, version=0)) == 2  # W - 1 unseen step * N
+    assert len(lease(ledger, B, want=9, version=1)) == 2  # W - 2 leased
+
+
+def test_without_lag_a_step_is_leased_only_after_its_version_has_been_swapped_in():
+    ledger = new_ledger(engine={"concurrency": 4}, schedule={"max_lag": 0})
+    grants = lease(ledger, A, want=9)
+    assert len(grants) == 2
+    for grant in grants:
+        deliver(ledger, grant)
+    commit(ledger, 1, ledger.reserve(1, epoch=2))
+    assert sync(ledger, A, want=9, version=0).leases == ()
+    assert [grant.group_id for grant in sync(ledger, A, want=9, version=1).leases] == [2, 3]
+
+
+def test_a_filtered_group_gives_its_place_back():
+    ledger = new_ledger(rollouts={"filter_zero_variance": True})
+    grants = lease(ledger, A, want=4)
+    assert deliver(ledger, grants[0], rewards=(1.0, 1.0, 1.0)) is Arrival.FILTERED
+    assert [grant.group_id for grant in sync(ledger, A, want=9, leases=[g.lease_id for g in grants[1:]]).leases] == [
+        4
+    ]
+
+
+def test_publishing_more_rarely_than_the_window_allows_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule\.max_lag to at least 2"):
+        new_ledger(weights={"publish_every": 3})
+
+
+# ---- leases ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_the_actor_does_not_list_is_sent_again_and_counts_as_wanted():
+    ledger = new_ledger()
+    first, second = lease(ledger, A, want=2)
+    result = sync(ledger, A, want=2, leases=[first.lease_id])
+    assert [grant.lease_id for grant in result.leases] == [second.lease_id, "2.0.boot"]
+
+
+def test_a_lease_of_somebody_else_must_be_stopped():
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    ledger.register_actor(B)
+    assert sync(ledger, B, want=0, leases=[grant.lease_id, "7.0.boot"]).stop_leases == (grant.lease_id, "7.0.boot")
+
+
+def test_an_expired_lease_goes_to_another_actor_before_new_prompts():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    first, _ = lease(ledger, A, want=2)
+    clock.now += 10.5
+    assert ledger.expire() == [0, 1]
+    assert [(grant.group_id, grant.attempt) for grant in lease(ledger, B, want=3)] == [(0, 1), (1, 1), (2, 0)]
+    assert first.lease_id in sync(ledger, A, want=0, leases=[first.lease_id]).stop_leases
+
+
+def test_a_sync_renews_its_leases():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    [grant] = lease(ledger, A, want=1)
+    for _ in range(5):
+        clock.now += 8
+        sync(ledger, A, want=0, leases=[grant.lease_id])
+        assert ledger.expire() == []
+
+
+def test_time_in_which_the_hub_stood_still_expires_nothing():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    lease(ledger, A, want=1)
+    clock.now += 60
+    ledger.extend(60)
+    assert ledger.expire() == []
+
+
+def test_a_newer_epoch_of_an_actor_frees_the_leases_of_the_older_and_fences_it():
+    ledger = new_ledger()
+    lease(ledger, A, want=2)
+    assert [grant.attempt for grant in lease(ledger, ActorKey("actor-0", 2), want=2)] == [1, 1]
+    with pytest.raises(Fenced, match="epoch 2"):
+        sync(ledger, A, want=1)
+
+
+def test_nothing_is_leased_once_the_last_step_is_committed():
+    ledger = new_ledger(trainer={"steps": 1})
+    for grant in lease(ledger, A, want=2):
+        deliver(ledger, grant)
+    commit(ledger, 1, ledger.reserve(1, epoch=2))
+    assert ledger.is_done
+    assert sync(ledger, A, want=4, version=1).leases == ()
+
+
+# ---- arrivals ----------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_group_is_acknowledged_and_counted_once():
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    assert deliver(ledger, grant) is Arrival.READY
+    assert deliver(ledger, grant) is Arrival.KNOWN
+    assert ledger.tokens()["ready"] == 10
+
+
+def test_a_group_is_still_known_after_it_was_trained():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=2)
+    for grant in grants:
+        deliver(ledger, grant)
+    commit(ledger, 1, ledger.reserve(1, epoch=2))
+    assert deliver(ledger, grants[0]) is Arrival.KNOWN
+    assert ledger.tokens()["trained"] == 20
+
+
+def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    [grant] = lease(ledger, A, want=1)
+    clock.now += 11
+    ledger.expire()
+    lease(ledger, B, want=1)
+    for _ in range(2):
+        with pytest.raises(StaleLease, match="group 0"):
+            deliver(ledger, grant)
+    assert ledger.tokens()["superseded"] == 10
+    check_closes(ledger.tokens())
+
+
+def test_rows_with_the_lease_of_another_actor_are_refused():
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    with pytest.raises(StaleLease):
+        deliver(ledger, grant, actor=B)
+
+
+@pytest.mark.parametrize("rewards", [(), (1.0,)])
+def test_a_group_with_fewer_than_two_scored_rollouts_fails(rewards):
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    assert deliver(ledger, grant, rewards=rewards) is Arrival.FAILED
+    assert ledger.tokens()["failed"] == 10
+
+
+def test_equal_rewards_are_trained_unless_filtering_is_on():
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    assert deliver(ledger, grant, rewards=(1.0, 1.0)) is Arrival.READY
+
+
+# ---- reserve -----------------------------------------------------------------------------------------------------
+
+
+def test_reserve_takes_the_earliest_deadlines_with_ties_by_group_id():
+    ledger = new_ledger(schedule={"max_lag": 3})
+    grants = lease(ledger, A, want=4)
+    for grant, version in zip(reversed(grants), (0, 0, 1, 0), strict=True):  # groups 3, 2, 1, 0
+        deliver(ledger, grant, {version: 10})
+    assert ids(ledger.reserve(1, epoch=2)) == [0, 2]
+
+
+def test_the_same_question_has_the_same_answer():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    for grant in (grants[1], grants[2]):
+        deliver(ledger, grant)
+    first = ledger.reserve(1, epoch=2)
+    deliver(ledger, grants[0])
+    assert ledger.reserve(1, epoch=2) == first
+    assert ids(first) == [1, 2]
+
+
+def test_too_few_groups_are_not_ready_and_the_reason_says_why():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    deliver(ledger, grants[0])
+    answer = ledger.reserve(1, epoch=2)
+    assert not answer.is_ready
+    assert answer.reason == "1 of 2 groups are ready, 3 leased, 0 queued"
+
+
+def with_two_late_groups(**changes) -> tuple[Ledger, list[Grant]]:
+    """Committed through step 2; groups 2 and 3 were leased at version 0 and have not arrived."""
+    ledger = new_ledger(**changes)
+    grants = lease(ledger, A, want=4)
+    for step in (1, 2):
+        todo = grants[:2] if step == 1 else lease(ledger, B, want=2, version=1)
+        for grant in todo:
+            deliver(ledger, grant, {step - 1: 10}, actor=A if step == 1 else B)
+        commit(ledger, step, ledger.reserve(step, epoch=2))
+    return ledger, grants[2:]
+
+
+def test_a_stale_group_is_dropped_and_its_place_refilled():
+    ledger, late = with_two_late_groups()
+    for grant in late:
+        deliver(ledger, grant, {0: 10})  # at step 3 a token of version 0 has lag 2
+    assert sync(ledger, B, want=9, version=2).leases[0].group_id == 6
+    assert ledger.num_outstanding == 4
+    assert not ledger.reserve(3, epoch=2).is_ready
+    assert ledger.tokens()["dropped_stale"] == 20
+    assert ledger.num_outstanding == 2
+
+
+def test_a_group_with_a_live_token_is_trained_and_its_dead_tokens_are_masked():
+    ledger, late = with_two_late_groups()
+    for grant in late:
+        deliver(ledger, grant, {0: 7, 1: 3}, unscored=2)
+    commit(ledger, 3, ledger.reserve(3, epoch=2))
+    tokens = ledger.tokens()
+    assert (tokens["trained"], tokens["masked_stale"], tokens["failed"]) == (40 + 6, 14, 4)
+    check_closes(tokens)
+
+
+def test_under_drop_a_dead_token_costs_the_whole_group():
+    ledger, late = with_two_late_groups(schedule={"stale": "drop"})
+    for grant in late:
+        deliver(ledger, grant, {0: 7, 1: 3})
+    assert not ledger.reserve(3, epoch=2).is_ready
+    assert ledger.tokens()["dropped_stale"] == 20
+
+
+def test_each_untrained_fate_is_told_in_exactly_one_reservation():
+    ledger = new_ledger(rollouts={"filter_zero_variance": True}, schedule={"max_lag": 3})
+    grants = lease(ledger, A, want=8)
+    deliver(ledger, grants[0], rewards=(1.0, 1.0))
+    for grant in grants[1:3]:
+        deliver(ledger, grant)
+    first = ledger.reserve(1, epoch=2)
+    deliver(ledger, grants[3], rewards=())
+    for grant in grants[4:6]:
+        deliver(ledger, grant)
+    second = ledger.reserve(2, epoch=2)  # before step 1 is committed
+    assert [(fate.group_id, fate.fate, fate.num_tokens) for fate in first.fates] == [(0, "filtered", 10)]
+    assert [(fate.group_id, fate.fate) for fate in second.fates] == [(3, "failed")]
+
+
+def test_a_reservation_records_frontier_and_open_groups_without_those_of_reservations():
+    ledger = new_ledger(schedule={"max_lag": 3})
+    grants = lease(ledger, A, want=6)
+    for grant in grants[:5]:
+        deliver(ledger, grant)
+    first = ledger.reserve(1, epoch=2)
+    assert (first.next_group_id, first.open_groups) == (6, (2, 3, 4, 5))
+    assert ledger.reserve(2, epoch=2).open_groups == (4, 5)
+
+
+def test_the_tokens_of_a_reservation_count_every_earlier_step_as_trained():
+    ledger = new_ledger(schedule={"max_lag": 3})
+    for grant in lease(ledger, A, want=4):
+        deliver(ledger, grant)
+    assert ledger.reserve(1, epoch=2).tokens["trained"] == 0
+    second = ledger.reserve(2, epoch=2)  # step 1 is not committed, but will be before step 2
+    assert (second.tokens["trained"], second.tokens["ready"]) == (20, 20)
+    assert ledger.tokens()["trained"] == 0
+
+
+def test_a_newer_trainer_frees_what_the_older_one_had_reserved_with_its_fates():
+    ledger = new_ledger(rollouts={"filter_zero_variance": True})
+    grants = lease(ledger, A, want=4)
+    deliver(ledger, grants[0], rewards=(1.0, 1.0))
+    for grant in grants[1:3]:
+        deliver(ledger, grant)
+    assert len(ledger.reserve(1, epoch=2).fates) == 1
+    ledger.register_trainer(3)
+    assert (ledger.num_ready, ledger.num_reserved) == (2, 0)
+    with pytest.raises(Fenced, match="replaced by epoch 3"):
+        ledger.reserve(1, epoch=2)
+    again = ledger.reserve(1, epoch=3)
+    assert ids(again) == [1, 2]
+    assert [fate.group_id for fate in again.fates] == [0]
+
+
+def test_a_committed_step_cannot_be_reserved_again():
+    ledger, _ = with_two_late_groups()
+    with pytest.raises(Fenced, match="step 2 is committed already"):
+        ledger.reserve(2, epoch=2)
+
+
+# ---- commits and announcements -----------------------------------------------------------------------------------
+
+
+def test_a_version_is_announced_by_its_commit_and_a_repeat_changes_nothing():
+    ledger = new_ledger(committed=-1)
+    assert ledger.newest_version == -1
+    assert ledger.committed(0, (), (), manifest(0))
+    assert not ledger.committed(0, (), (), manifest(0, host="there"))
+    assert ledger.newest_version == 0
+    assert ledger.manifest is not None
+    assert ledger.manifest.host == "there"  # the same version, republished somewhere else
+
+
+def test_a_version_beyond_the_commits_is_not_announced():
+    ledger = new_ledger()
+    ledger.announce(manifest(1))
+    assert ledger.newest_version == 0
+
+
+def test_a_gap_between_commits_is_an_error():
+    with pytest.raises(ValueError, match="commit 2 follows 0"):
+        new_ledger().committed(2, (), (), manifest(2))
+
+
+def test_low_water_is_the_lowest_segment_with_an_undecided_group():
+    ledger = new_ledger(schedule={"max_lag": 3})
+    grants = lease(ledger, A, want=6)
+    for grant in grants:
+        deliver(ledger, grant)
+    for seq in range(3):
+        ledger.sealed(A, seq, [(2 * seq, 0), (2 * seq + 1, 0)])
+    first = ledger.reserve(1, epoch=2)
+    assert first.low_water == {"actor-0/1": 0}
+    commit(ledger, 1, first)
+    assert ledger.reserve(2, epoch=2).low_water == {"actor-0/1": 1}
+    commit(ledger, 2, ledger.reserve(2, epoch=2))
+    commit(ledger, 3, ledger.reserve(3, epoch=2))
+    for grant in lease(ledger, B, want=2, version=3):
+        deliver(ledger, grant, {3: 10}, actor=B)
+    assert ledger.reserve(4, epoch=2).low_water == {"actor-0/1": 3}
+
+
+def test_a_segment_heard_of_out_of_order_does_not_raise_the_low_water_mark():
+    ledger = new_ledger()
+    for grant in lease(ledger, A, want=2):
+        deliver(ledger, grant)
+    ledger.sealed(A, 1, [])
+    assert ledger.reserve(1, epoch=2).low_water == {"actor-0/1": 0}
+
+
+# ---- tokens and swaps --------------------------------------------------------------------------------------------
+
+
+def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
+    ledger = new_ledger()
+    [grant] = lease(ledger, A, want=1)
+    sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
+    deliver(ledger, grant)
+    assert ledger.tokens()["in_flight"] == 15
+    sync(ledger, A, want=0, tokens=20)  # an older message overtaken by a newer one
+    assert ledger.tokens()["generated"] == 25
+
+
+def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    [grant] = lease(ledger, A, want=1)
+    sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
+    clock.now += 11
+    ledger.expire()
+    assert (ledger.tokens()["in_flight"], ledger.tokens()["superseded"]) == (0, 25)
+    sync(ledger, A, want=0, tokens=30)
+    assert (ledger.tokens()["in_flight"], ledger.tokens()["superseded"]) == (30, 0)
+    ledger.bye(A)
+    assert ledger.tokens()["superseded"] == 30
+
+
+def swap(version: int) -> dict[str, object]:
+    return {
+        "actor": "actor-0", "actor_epoch": 1, "version": version, "at": 0.0, "pause_seconds": 0.001, "num_bytes": 1,
+        "num_running": 1, "num_tokens": 1,
+    }  # fmt: skip
+
+
+def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    held = [grant.lease_id for grant in grants]
+    sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2)))
+    assert sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2), swap(3))).swaps[0].version == 3
+    for grant in grants[:2]:
+        deliver(ledger, grant)
+    answer = ledger.reserve(1, epoch=2)
+    assert [record["version"] for record in answer.swaps] == [1, 2, 3]
+    assert ledger.book.acknowledged(A, is_final=False) == -1
+    commit(ledger, 1, answer)
+    assert ledger.book.acknowledged(A, is_final=False) == 3
+    for grant in grants[2:]:
+        deliver(ledger, grant)
+    assert ledger.reserve(2, epoch=2).swaps == ()
+
+
+# ---- restart -----------------------------------------------------------------------------------------------------
+
+
+def commit_record(step: int, answer: Reserved) -> Commit:
+    trained = tuple(
+        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
+        for ref in answer.groups
+    )
+    return Commit(
+        run_id="run", step=step, epoch=2, batches=(), weights_sha256="", manifest=manifest(step), checkpoint=None,
+        fates=(*answer.fates, *trained), next_group_id=answer.next_group_id, open_groups=answer.open_groups,
+        low_water=answer.low_water, tokens=answer.tokens,
+        actors=dict(answer.actors), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
+    )  # fmt: skip
+
+
+def restarted(clock: Clock, *sealed: tuple[int, dict[int, int]]) -> tuple[Ledger, list[Grant]]:
+    """A second hub after commit 1: 0 and 1 were trained, 2 and 3 leased, `sealed` are (group_id, tokens)."""
+    old = new_ledger(clock, schedule={"max_lag": 3})
+    grants = lease(old, A, want=4)
+    for grant in grants[:2]:
+        deliver(old, grant)
+    sync(old, A, want=0, leases=[grant.lease_id for grant in grants[2:]], tokens=33)
+    answer = old.reserve(1, epoch=2)
+    new = Ledger(config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
+    found = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
+    new.restore(commit_record(1, answer), found, manifest(1))
+    return new, grants
+
+
+def test_a_restarted_hub_takes_sealed_groups_without_a_fate_as_ready():
+    ledger, _ = restarted(Clock(), (0, {0: 10}), (1, {0: 10}), (2, {0: 7}))
+    assert (ledger.num_ready, ledger.num_queued, ledger.next_group_id) == (1, 1, 4)
+    tokens = ledger.tokens()
+    assert (tokens["trained"], tokens["ready"], tokens["generated"], tokens["in_flight"]) == (20, 7, 33, 6)
+    check_closes(tokens)
+
+
+def test_trained_rows_that_were_not_sealed_find_their_owner_when_they_are_offered_again():
+    ledger, grants = restarted(Clock())
+    check_closes(ledger.tokens())
+    assert ledger.tokens()["trained"] == 20
+    ledger.register_actor(A)
+    for grant in grants[:2]:
+        assert deliver(ledger, grant) is Arrival.KNOWN
+    assert ledger.tokens()["generated"] == 33
+    check_closes(ledger.tokens())
+
+
+def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_after_the_grace_time():
+    clock = Clock()
+    ledger, grants = restarted(clock)
+    kept = LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)
+    ledger.register_actor(A, [kept])
+    ledger.register_actor(B)
+    assert sync(ledger, B, want=4, version=1).leases == ()  # grace
+    clock.now += 5.5
+    assert [(grant.group_id, grant.attempt) for grant in sync(ledger, B, want=2, version=1).leases] == [
+        (3, 5000),
+        (4, 5000),
+    ]
+    assert sync(ledger, A, want=0, leases=[kept.lease_id]).stop_leases == ()
+    assert deliver(ledger, grants[2]) is Arrival.READY
+
+
+def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it():
+    clock = Clock()
+    ledger, grants = restarted(clock)
+    ledger.register_actor(A, [LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)])
+    assert sync(ledger, A, want=0).leases == ()
+    clock.now += 10.5  # and it never comes
+    ledger.expire()
+    assert [grant.group_id for grant in lease(ledger, B, want=1, version=1)] == [2]
+
+
+def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_it():
+    clock = Clock()
+    ledger, _ = restarted(clock)
+    ledger.register_actor(A, [LeaseRef(group_id=6, attempt=0, lease_id="6.0.boot")])
+    assert (ledger.next_group_id, ledger.num_leased, ledger.num_queued) == (7, 1, 4)
+
+
+def test_a_trainer_presents_its_reservation_again_and_missing_rows_come_later():
+    ledger, grants = restarted(Clock(), (2, {0: 10}))
+    refs = [summary(group_id, {0: 10}).ref for group_id in (2, 3)]
+    ledger.register_trainer(2, step=2, refs=refs)
+    assert ids(ledger.reserve(2, epoch=2)) == [2, 3]
+    assert (ledger.num_reserved, ledger.num_queued, ledger.num_ready) == (2, 0, 0)
+    assert deliver(ledger, grants[3], {0: 10}) is Arrival.KNOWN
+    assert ledger.needs_rows(3, 0)
+    check_closes(ledger.tokens())
+    ledger.committed(2, [(2, 0), (3, 0)], (), manifest(2))
+    assert ledger.tokens()["trained"] == 40
+    check_closes(ledger.tokens())
+
+
+def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again():
+    clock = Clock()
+    ledger, _ = restarted(clock, (2, {0: 10}))
+    ledger.register_trainer(2, step=2, refs=[summary(group_id, {0: 10}).ref for group_id in (2, 3)])
+    ledger.register_trainer(3)
+    assert (ledger.num_ready, ledger.num_queued) == (1, 1)
+    check_closes(ledger.tokens())
+
+
+def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
+    ledger, _ = restarted(Clock(), (2, {0: 10}), (3, {0: 10}))
+    answer = ledger.reserve(3, epoch=2)  # 2 and 3 are ready here, but they belong to step 2
+    assert not answer.is_ready
+    assert "steps [2]" in answer.reason
+    ledger.committed(2, [(2, 0), (3, 0)], (), manifest(2))
+    assert not ledger.reserve(3, epoch=2).is_ready
+    assert ledger.num_ready == 0

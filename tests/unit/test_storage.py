@@ -1,0 +1,234 @@
+"""Opening stores, preflight, and what single stores do beyond the contract."""
+
+import re
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.storage.object_store import check_writable, open_store, supports_create_only
+from pipelinerl_core.storage.s3 import S3Store
+
+
+def test_a_plain_path_and_its_file_url_are_the_same_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_store("runs").put("a", b"1")
+    assert open_store(f"file://{tmp_path}/runs").get("a") == b"1"
+    assert open_store("runs").url == f"file://{tmp_path}/runs"
+
+
+def test_stores_of_one_memory_name_share_objects_and_others_do_not():
+    open_store("memory://one/x").put("a", b"1")
+    assert open_store("memory://one").get("x/a") == b"1"
+    assert not open_store("memory://two").exists("x/a")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("gs://bucket/x", "unknown scheme 'gs'"),
+        ("s3://", "names no bucket"),
+        ("s3://bucket/../other", "'..'"),
+        ("", "is empty"),
+    ],
+)
+def test_a_wrong_url_is_one_clear_line(url, says):
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        open_store(url)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_root_below_a_file_is_not_writable(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written") as caught:
+        check_writable(open_store(f"{tmp_path}/taken/runs"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_being_written_is_no_object(tmp_path):
+    store = open_store(str(tmp_path))
+    store.put("commits/1.json", b"{}")
+    (tmp_path / "commits" / ".tmp-77-half-2.json").write_bytes(b"{")
+    assert store.list("commits") == ["commits/1.json"]
+
+
+def test_a_failed_write_leaves_the_old_object_and_no_rubbish(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path))
+    store.put("hub.json", b"old")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StoreError, match=r"'hub\.json'.*No space left"):
+        store.put("hub.json", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["hub.json"]
+    assert store.get("hub.json") == b"old"
+
+
+# ---- S3 faults: a loopback endpoint that fails on purpose ------------------------------------------------------------
+
+
+class FaultyS3(ThreadingHTTPServer):
+    """PUT and GET of objects with If-None-Match. `script` holds a fault per request: 503, "lose" (act, then hang up)."""
+
+    daemon_threads = True
+
+    def __init__(self, script=()):
+        super().__init__(("127.0.0.1", 0), FaultyHandler)
+        self.script = list(script)
+        self.objects = {}
+        self.requests = []
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    @property
+    def endpoint(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class FaultyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def handle_one(self, act):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.requests.append((self.command, self.path, dict(self.headers)))
+        fault = self.server.script.pop(0) if self.server.script else None
+        status, answer = (fault, b"") if isinstance(fault, int) else act(body)
+        if fault == "lose":
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer)
+
+    def put(self, body):
+        if self.headers.get("If-None-Match") == "*" and self.path in self.server.objects:
+            return 412, b"<Error><Code>PreconditionFailed</Code><Condition>If-None-Match</Condition></Error>"
+        self.server.objects[self.path] = body
+        return 200, b""
+
+    def look(self, body):
+        found = self.server.objects.get(self.path)
+        return (404, b"<Error><Code>NoSuchKey</Code></Error>") if found is None else (200, found)
+
+    def remove(self, body):
+        self.server.objects.pop(self.path, None)
+        return 204, b""
+
+    def do_PUT(self):
+        self.handle_one(self.put)
+
+    def do_GET(self):
+        self.handle_one(self.look)
+
+    def do_HEAD(self):
+        self.handle_one(self.look)
+
+    def do_DELETE(self):
+        self.handle_one(self.remove)
+
+
+@pytest.fixture
+def faulty(s3_environment):
+    servers = []
+
+    def start(script=()):
+        server = FaultyS3(script)
+        servers.append(server)
+        s3_environment(server.endpoint)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_s3_repeats_what_may_pass_and_sends_no_surprise_checksums(faulty):
+    server = faulty([503, 500])
+    store = open_store("s3://bucket/runs")
+    store.put("a", b"data")
+    assert store.get("a") == b"data"
+    assert [(method, path) for method, path, _ in server.requests] == [("PUT", "/bucket/runs/a")] * 3 + [
+        ("GET", "/bucket/runs/a")
+    ]
+    assert not any("checksum" in name.lower() for _, _, headers in server.requests for name in headers)
+
+
+def test_s3_does_not_repeat_a_refusal_and_names_key_and_endpoint(faulty):
+    server = faulty([403])
+    with pytest.raises(StoreError, match=rf"'a' in s3://bucket/runs at {server.endpoint}"):
+        open_store("s3://bucket/runs").put("a", b"data")
+    assert len(server.requests) == 1
+
+
+def test_s3_gives_up_at_its_deadline(faulty):
+    server = faulty([503] * 100)
+    started = time.monotonic()
+    with pytest.raises(StoreError, match=server.endpoint):
+        S3Store("s3://bucket/runs", retry_seconds=0.5).get("a")
+    assert 1 < len(server.requests) < 10
+    assert time.monotonic() - started < 3
+
+
+def test_s3_create_whose_answer_was_lost_is_recognised_as_its_own(faulty):
+    server = faulty([None, "lose"])  # HEAD, then the PUT that arrives
+    open_store("s3://bucket/runs").put("epochs/1", b"mine", create_only=True)
+    assert server.objects == {"/bucket/runs/epochs/1": b"mine"}
+    assert [method for method, _, _ in server.requests] == ["HEAD", "PUT", "PUT", "GET"]
+
+
+def test_s3_create_that_another_won_is_refused(faulty):
+    server = faulty([404])  # HEAD does not see it yet
+    server.objects["/bucket/runs/epochs/1"] = b"theirs"
+    with pytest.raises(FileExistsError):
+        open_store("s3://bucket/runs").put("epochs/1", b"mine", create_only=True)
+    assert server.objects == {"/bucket/runs/epochs/1": b"theirs"}
+
+
+def test_the_probe_tells_conditional_stores_from_others(faulty, monkeypatch):
+    server = faulty()
+    assert supports_create_only(open_store("s3://bucket/runs"))
+    assert server.objects == {}
+    monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (200, b""))
+    assert not supports_create_only(open_store("s3://bucket/runs"))
+    assert supports_create_only(open_store("memory://probe"))
+
+
+def test_s3_missing_object_and_missing_bucket_differ(faulty):
+    faulty()
+    store = open_store("s3://bucket/runs")
+    with pytest.raises(MissingObject):
+        store.get("a")
+    assert not store.exists("a")
+
+
+def test_the_preflight_refuses_an_endpoint_where_nobody_listens(s3_environment):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    s3_environment(endpoint)
+    with pytest.raises(ConfigError, match=endpoint) as caught:
+        check_writable(open_store("s3://bucket/runs"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_preflight_gives_a_silent_endpoint_five_seconds(s3_environment):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        s3_environment(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match="no answer within 5 s"):
+            check_writable(open_store("s3://bucket/runs"))
+        assert time.monotonic() - started < 8

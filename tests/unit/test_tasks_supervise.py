@@ -1,0 +1,198 @@
+"""Supervision of a role, on stand-in children that take milliseconds."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelinerl_core.errors import ConfigError, Fenced
+from tasks import supervise
+from tasks.commands import role_command, role_environment
+from tasks.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(supervise, "FIRST_BACKOFF_SECONDS", 0.01)
+
+
+def run(tmp_path: Path, program: str, *, max_restarts: int = 2, **options) -> RoleReport:
+    options.setdefault("stop", threading.Event())
+    return supervise_role(
+        [sys.executable, "-I", "-S", "-c", program, str(tmp_path)],
+        env=dict(os.environ),
+        log_path=tmp_path / "logs" / "role.log",
+        max_restarts=max_restarts,
+        name="role",
+        **options,
+    )
+
+
+# Appends one character per start to <tmp>/starts and leaves the number of starts in `n`.
+COUNT = """
+import os, sys, time, signal, subprocess
+with open(sys.argv[1] + "/starts", "a+") as file:
+    file.write("x"); file.flush(); file.seek(0); n = len(file.read())
+"""
+
+
+def wait_for(path: Path, seconds: float = 5.0) -> str:
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_role_that_ends_with_0_is_not_restarted(tmp_path):
+    report = run(tmp_path, COUNT)
+    assert (report.exit_code, report.restarts, report.stopped) == (0, 0, False)
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_a_role_that_is_asked_to_leave_by_somebody_else_is_started_again_until_its_work_is_done(tmp_path):
+    report = run(tmp_path, COUNT, is_done=lambda: (tmp_path / "starts").read_text() == "xx")
+    assert (report.exit_code, report.restarts) == (0, 1)
+
+
+def test_a_role_that_fails_twice_and_then_succeeds_has_two_restarts(tmp_path):
+    report = run(tmp_path, COUNT + "sys.exit(0 if n == 3 else 1)")
+    assert (report.exit_code, report.restarts) == (0, 2)
+    assert (tmp_path / "starts").read_text() == "xxx"
+
+
+def test_the_budget_of_restarts_is_exact_and_the_error_quotes_the_last_log_lines(tmp_path):
+    with pytest.raises(
+        RoleFailed, match=r"exited with code 7, after 2 restarts \(placement.max_restarts=2\)"
+    ) as caught:
+        run(tmp_path, COUNT + "print('start', n, 'found no weights'); sys.exit(7)")
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert "  | start 3 found no weights" in str(caught.value)
+    assert "start 1" not in str(caught.value), "the log of an earlier start is not the reason"
+
+
+def test_a_killed_role_is_restarted_and_named_by_its_signal(tmp_path):
+    with pytest.raises(RoleFailed, match="killed by SIGKILL"):
+        run(tmp_path, COUNT + "os.kill(os.getpid(), signal.SIGKILL)", max_restarts=1)
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_exit_code_2_surfaces_its_own_line_and_is_not_restarted(tmp_path):
+    program = (
+        COUNT
+        + "print('INFO: hello', flush=True)\n"
+        + "print('model.path=/nope: no such directory', file=sys.stderr); sys.exit(2)"
+    )
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, program)
+    assert str(caught.value) == "model.path=/nope: no such directory"
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_a_fenced_role_is_not_restarted(tmp_path):
+    with pytest.raises(Fenced, match=r"another process has taken over.*epoch 4 was taken over"):
+        run(tmp_path, COUNT + "print('epoch 4 was taken over'); sys.exit(3)")
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def stop_when_started(tmp_path: Path, program: str, **options) -> tuple[RoleReport, float]:
+    """Set the stop event once the child has written <tmp>/pid; the report and seconds from stop to return."""
+    stop = threading.Event()
+    reports: list[RoleReport] = []
+    thread = threading.Thread(target=lambda: reports.append(run(tmp_path, program, stop=stop, **options)))
+    thread.start()
+    wait_for(tmp_path / "pid")
+    begun = time.monotonic()
+    stop.set()
+    thread.join(10)
+    return reports[0], time.monotonic() - begun
+
+
+WRITE_PID = COUNT + "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\n"
+
+
+def test_stop_sends_sigterm_and_the_role_ends_on_its_own_terms(tmp_path):
+    program = (
+        COUNT
+        + "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1] + '/sealed', 'w').write('1'), sys.exit(0)))\n"
+        + "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    )
+    report, seconds = stop_when_started(tmp_path, program)
+    assert (report.stopped, report.exit_code, report.restarts) == (True, 0, 0)
+    assert (tmp_path / "sealed").exists()
+    assert seconds < 2
+
+
+def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
+    program = (
+        COUNT + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WRITE_PID.removeprefix(COUNT) + "time.sleep(60)"
+    )
+    report, seconds = stop_when_started(tmp_path, program, stop_seconds=0.3)
+    assert (report.stopped, report.exit_code) == (True, -9)
+    assert 0.3 <= seconds < 2
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_role_has_started_ends_with_it(tmp_path):
+    grandchild = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    program = COUNT + grandchild + "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
+    stop_when_started(tmp_path, program)
+    deadline = time.monotonic() + 2
+    while is_running(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline, "the grandchild outlived the role"
+        time.sleep(0.01)
+
+
+def test_a_role_that_does_not_become_ready_is_restarted_and_named(tmp_path):
+    with pytest.raises(RoleFailed, match=r"not ready within 0 s, after 1 restarts"):
+        run(tmp_path, COUNT + "time.sleep(60)", max_restarts=1, ready_check=lambda: False, ready_seconds=0.2)
+
+
+def test_readiness_is_asked_until_it_is_given_and_then_no_more(tmp_path):
+    answers = iter([False, True])
+    report = run(tmp_path, COUNT + "time.sleep(0.3)", ready_check=lambda: next(answers), ready_seconds=0.2)
+    assert report.exit_code == 0
+
+
+def test_a_stop_during_the_backoff_ends_the_supervision(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervise, "FIRST_BACKOFF_SECONDS", 30.0)
+    monkeypatch.setattr(supervise, "LAST_BACKOFF_SECONDS", 30.0)
+    lives = []
+    start = supervise._Life.__init__
+    monkeypatch.setattr(supervise._Life, "__init__", lambda self, *args: (lives.append(self), start(self, *args))[1])
+    report, seconds = stop_when_started(tmp_path, WRITE_PID + "sys.exit(1)")
+    assert report.stopped
+    assert seconds < 2
+    assert len(lives) == 1
+    assert (tmp_path / "starts").read_text() == "x", "a stopped role must not be started again"
+
+
+def test_exit_codes_in_words():
+    assert describe_exit(1) == "exited with code 1"
+    assert describe_exit(-9) == "killed by SIGKILL"
+
+
+def test_every_child_waits_passively_and_has_its_thread_limits():
+    environment = role_environment(3, "secret")
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["GOMP_SPINCOUNT"] == "0"
+    assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
+    assert environment["PIPELINERL_TOKEN"] == "secret"
+
+
+def test_a_role_is_told_whose_child_it_is_and_never_given_the_token_on_its_command_line():
+    command = role_command("actor", {"run": "file:///runs/a", "name": "actor-0"})
+    expected = ["-m", "pipelinerl_core.roles.actor", "--run", "file:///runs/a", "--name", "actor-0"]
+    assert command[1:] == [*expected, "--parent-pid", str(os.getpid())]

@@ -1,0 +1,122 @@
+"""Which commits count, reading a run while it grows, and the metrics that follow from two commits."""
+
+import pytest
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.records import RUN_KEY, ActorSample, SwapRecord, commit_key, eval_key
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
+from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, counting, forward
+from pipelinerl_core.tracking.metrics import METRICS
+
+
+class Recorder:
+    """A tracker that remembers."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log(self, step, metrics):
+        self.logged.append((step, dict(metrics)))
+
+    def close(self):
+        pass
+
+
+def keys(*pairs):
+    return [commit_key(step, epoch) for step, epoch in pairs]
+
+
+def test_a_later_epoch_replaces_what_it_did_not_adopt():
+    # Epoch 2 reached step 6, epoch 4 adopted through 5 and committed 6 itself.
+    chosen = counting(keys((4, 2), (5, 2), (6, 2), (6, 4), (7, 4)), {2: -1, 4: 5})
+    assert chosen == {4: commit_key(4, 2), 5: commit_key(5, 2), 6: commit_key(6, 4), 7: commit_key(7, 4)}
+
+
+def test_a_fenced_commit_does_not_count_even_without_a_successor():
+    assert counting(keys((5, 2), (6, 2)), {2: -1, 4: 5}) == {5: commit_key(5, 2)}
+
+
+def test_every_later_epoch_fences():
+    # Epoch 9 adopted through 3 only, although epoch 4 had adopted 5.
+    assert list(counting(keys((3, 2), (5, 2), (6, 4)), {2: -1, 4: 5, 9: 3})) == [3]
+
+
+def test_commits_are_delivered_once_and_in_order():
+    store = MemoryStore()
+    write_run(store, Shape(steps=3))
+    follower = RunFollower(store)
+    assert [commit.step for commit in follower.refresh().commits] == [0, 1, 2, 3]
+    assert follower.refresh().commits == ()
+    put_record(store, commit_key(4, 2), make_commit(4))
+    assert [commit.step for commit in follower.refresh().commits] == [4]
+    assert follower.last.step == 4
+    assert follower.before(follower.last).step == 3
+
+
+def test_a_retracted_commit_is_replaced_by_its_successor():
+    store = MemoryStore()
+    write_run(store, Shape(steps=5), crash_at=4)
+    follower = RunFollower(store)
+    follower.refresh()
+    assert {step: commit.epoch for step, commit in follower.commits.items()} == {0: 2, 1: 2, 2: 2, 3: 2, 4: 3, 5: 3}
+
+
+def test_forward_logs_commits_and_evaluations():
+    store, recorder = MemoryStore(), Recorder()
+    write_run(store, Shape(steps=2))
+    assert forward(RunFollower(store), recorder) == 5
+    assert [step for step, _ in recorder.logged] == [0, 1, 2, 0, 2]
+    assert recorder.logged[3][1]["eval/accuracy"] == pytest.approx(0.12)
+    assert {key for _, metrics in recorder.logged for key in metrics} <= set(METRICS)
+
+
+def test_a_failed_reading_loses_no_commit():
+    store = MemoryStore()
+    write_run(store, Shape(steps=1))
+    good = store.get(eval_key(0))
+    store.put(eval_key(0), b"{}")
+    follower = RunFollower(store)
+    with pytest.raises(StoreError, match="EvalRecord"):
+        follower.refresh()
+    store.put(eval_key(0), good)
+    assert len(follower.refresh().commits) == 2
+
+
+def test_a_record_of_another_format_is_refused_by_name():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=1))
+    put_record(store, RUN_KEY, run.model_copy(update={"format_version": 2}))
+    with pytest.raises(StoreError, match="format_version 2"):
+        _ = RunFollower(store).run
+    with pytest.raises(MissingObject):
+        _ = RunFollower(MemoryStore()).run
+
+
+def test_derived_metrics_by_hand():
+    def sample(at, tokens, running_seconds, version):
+        return ActorSample(
+            at=at, engine_version=version, running=8, waiting=0, concurrency=10, num_tokens=tokens,
+            running_seconds=running_seconds,
+        )  # fmt: skip
+
+    def swap(pause):
+        return SwapRecord(
+            actor="a", actor_epoch=1, version=1, at=1.0, pause_seconds=pause, num_bytes=1, num_running=1, num_tokens=1
+        )
+
+    before = make_commit(1).model_copy(update={"actors": {"a/1": sample(100, 1000, 50, 0), "b/1": sample(100, 0, 0, 0)}})
+    commit = make_commit(2, reserved_at=200.0).model_copy(
+        update={
+            "actors": {"a/1": sample(102, 1600, 66, 1), "b/1": sample(104, 400, 20, 3), "c/1": sample(104, 9, 9, 2)},
+            "swaps": (swap(0.004), swap(0.009)),
+            "tokens": {"generated": 2009},
+        }
+    )
+    metrics = commit_metrics(commit, before)
+    assert metrics["actor/running_mean"] == pytest.approx(16 / 2 + 20 / 4)
+    assert metrics["actor/tokens_per_second"] == pytest.approx(600 / 2 + 400 / 4)
+    assert (metrics["weights/live_min"], metrics["weights/live_max"]) == (1, 3)
+    assert metrics["swap/pause_seconds_max"] == 0.009
+    assert metrics["weights/published_seconds"] == pytest.approx(0.05)
+    assert metrics["tokens/generated"] == 2009

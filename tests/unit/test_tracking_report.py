@@ -1,0 +1,257 @@
+"""Figures of the report, worked out by hand from constructed runs."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.records import (
+    RUN_KEY,
+    WEIGHTS_TABLE_KEY,
+    ActorSample,
+    EvalRecord,
+    RunRecord,
+    SwapRecord,
+    commit_key,
+    eval_key,
+)
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import (
+    Shape,
+    make_commit,
+    make_rollout,
+    put_batch,
+    put_record,
+    training_row,
+    write_run,
+)
+from pipelinerl_core.tracking import utilization
+from pipelinerl_core.tracking.report import build_report, write_weights_table
+
+REQUIRED = """run_id schedule engine steps wall_seconds reward_first reward_last eval_first eval_last tokens_generated
+tokens_trained num_swaps swap_pause_seconds lag ess_mean multi_version_fraction max_versions_in_a_rollout
+three_version_rollouts trainer_idle_fraction actor_idle_fraction ledger tokens_per_second rollouts_per_second
+completion_length versions samples""".split()
+
+
+def sample(at, *, running_seconds, num_tokens=0, concurrency=10, version=0):
+    return ActorSample(
+        at=at,
+        engine_version=version,
+        running=1,
+        waiting=0,
+        concurrency=concurrency,
+        num_tokens=num_tokens,
+        running_seconds=running_seconds,
+    )
+
+
+def commit_at(step, reserved, *, wait=None, actors=None):
+    """Reserved at `reserved`, computed 6 s and committed 7 s later."""
+    commit = make_commit(step, reserved_at=float(reserved))
+    return commit.model_copy(
+        update={
+            "computed_at": reserved + 6.0,
+            "committed_at": reserved + 7.0,
+            "metrics": {} if wait is None else {"time/reserve_wait_seconds": wait},
+            "actors": actors or {},
+        }
+    )
+
+
+def test_trainer_idle_is_waiting_over_the_time_between_first_and_last_commit():
+    # Commits at 107, 117 and 127: 20 s. Waits 3 s and 2 s; what was waited before the first commit does not count.
+    commits = [commit_at(0, 0), commit_at(1, 100, wait=90.0), commit_at(2, 110, wait=3.0), commit_at(3, 120, wait=2.0)]
+    assert utilization.trainer_idle_fraction(commits) == pytest.approx(5 / 20)
+
+
+def test_trainer_idle_without_measured_waits_is_the_gap_after_computing():
+    # Computed at 106 and 116, reserved at 110 and 120: 4 s each, but the first commit is at 107, so 3 s count of one.
+    commits = [commit_at(1, 100), commit_at(2, 110), commit_at(3, 120)]
+    assert utilization.trainer_idle_fraction(commits) == pytest.approx((3 + 4) / 20)
+
+
+def test_one_step_has_no_idle_fraction():
+    assert utilization.trainer_idle_fraction([commit_at(0, 0), commit_at(1, 100)]) is None
+    assert utilization.actor_use([commit_at(1, 100)]) is None
+
+
+def test_actor_idle_sums_actors_and_starts_with_the_first_commit():
+    # Span from 107. Actor a: 100 to 110 at 10 running (3 s of it inside), then 110 to 120 at 8.
+    # Actor b, 20 slots: 110 to 120 at 5. Capacity 3*10 + 10*10 + 10*20 = 330, used 3*10 + 80 + 50 = 160.
+    commits = [
+        commit_at(1, 100, actors={"a/1": sample(100, running_seconds=0, num_tokens=0)}),
+        commit_at(
+            2,
+            110,
+            actors={
+                "a/1": sample(110, running_seconds=100, num_tokens=1000),
+                "b/1": sample(110, running_seconds=7, num_tokens=70, concurrency=20),
+            },
+        ),
+        commit_at(
+            3,
+            120,
+            actors={
+                "a/1": sample(120, running_seconds=180, num_tokens=1800),
+                "b/1": sample(120, running_seconds=57, num_tokens=570, concurrency=20),
+            },
+        ),
+    ]
+    use = utilization.actor_use(commits)
+    assert use.idle_fraction == pytest.approx(1 - 160 / 330)
+    assert use.tokens_per_second == pytest.approx((300 + 800 + 500) / (120 - 107))
+
+
+def test_a_restarted_actor_was_idle_while_it_was_away():
+    # Epoch 1 stops at 50 sequence-seconds; epoch 2 adds 40 by 120, the time between is idle. Span from 107, a sample
+    # there, capacity 13 s * 10.
+    commits = [
+        commit_at(1, 100, actors={"a/1": sample(107, running_seconds=50)}),
+        commit_at(2, 110, actors={"a/2": sample(110, running_seconds=0)}),
+        commit_at(3, 120, actors={"a/2": sample(120, running_seconds=40)}),
+    ]
+    assert utilization.actor_use(commits).idle_fraction == pytest.approx(1 - 40 / 130)
+
+
+def two_step_run(store):
+    """Two steps, three rollouts, two actors; step 1 trains version 0, step 2 versions 0 and 1."""
+    put_record(
+        store,
+        RUN_KEY,
+        RunRecord(
+            run_id="r",
+            created_at=90.0,
+            code_version="0",
+            config={"schedule": {"kind": "pipeline"}, "engine": {"kind": "embedded"}},
+        ),
+    )
+    put_record(store, commit_key(0, 2), commit_at(0, 91))
+    first = [
+        training_row(make_rollout(spans=[(0, 0, 4)], reward=0.0, actor="a")),
+        training_row(make_rollout(spans=[(0, 0, 2)], reward=1.0, actor="b")),
+    ]
+    second = [training_row(make_rollout(spans=[(0, 0, 3), (1, 3, 10)], reward=1.0, actor="a"), oldest_version=1)]
+    swap = SwapRecord(
+        actor="a", actor_epoch=1, version=1, at=108.0, pause_seconds=0.01, num_bytes=5, num_running=3, num_tokens=60
+    )
+    for step, rows, actors, swaps, tokens in (
+        (1, first, {"a/1": sample(100, running_seconds=0, num_tokens=50)}, (), {"generated": 70, "ready": 70}),
+        (
+            2,
+            second,
+            {"a/1": sample(110, running_seconds=90, num_tokens=100, version=1)},
+            (swap, swap),
+            {"generated": 120, "trained": 6, "ready": 114},
+        ),
+    ):
+        commit = commit_at(step, 90 + 10 * step, wait=1.0, actors=actors)
+        metrics = {**commit.metrics, "importance/ess": 1.0 - 0.1 * step}
+        update = {"batches": put_batch(store, step, 2, rows), "swaps": swaps, "tokens": tokens, "metrics": metrics}
+        put_record(store, commit_key(step, 2), commit.model_copy(update=update))
+    for version, accuracy in ((2, 0.75), (0, 0.25)):
+        put_record(
+            store,
+            eval_key(version),
+            EvalRecord(version=version, num_prompts=4, accuracy=accuracy, mean_tokens=2, errors=0, seconds=1),
+        )
+
+
+def test_report_by_hand():
+    store = MemoryStore()
+    two_step_run(store)
+    report = build_report(store)
+    assert (report["run_id"], report["schedule"], report["engine"], report["steps"]) == ("r", "pipeline", "embedded", 2)
+    assert report["wall_seconds"] == pytest.approx(117 - 90)
+    assert (report["reward_first"], report["reward_last"]) == (0.5, 1.0)
+    assert (report["eval_first"], report["eval_last"]) == (0.25, 0.75)
+    assert (report["samples"], report["versions"]) == (3, 3)
+    # Trained: 4 + 2 tokens of version 0 in step 1 (lag 0), 7 of version 1 in step 2 (lag 0); 3 were masked.
+    assert (report["tokens_generated"], report["tokens_trained"], report["tokens_masked_stale"]) == (120, 13, 3)
+    assert report["lag"] == {"mean": 0.0, "p99": 0, "max": 0}
+    assert report["multi_version_fraction"] == pytest.approx(1 / 3)
+    assert (report["max_versions_in_a_rollout"], report["three_version_rollouts"]) == (2, 0)
+    assert report["completion_length"] == {"median": 4.0, "p99.5": pytest.approx(4 + 6 * 0.99), "max": 10}
+    assert report["num_swaps"] == 1, "a swap that is reported twice is one swap"
+    assert report["swap_pause_seconds"] == {"p50": 0.01, "p99": 0.01, "max": 0.01}
+    assert report["ess_mean"] == pytest.approx(0.85)
+    assert report["trainer_idle_fraction"] == pytest.approx(1 / 10)
+    assert report["actor_idle_fraction"] == pytest.approx(0.1)  # 9 of 10 slots
+    assert report["rollouts_per_second"] == pytest.approx(1 / 10)
+    assert report["tokens_per_second"] == pytest.approx(5.0)
+    assert report["ledger"] == {"generated": 120, "trained": 6, "ready": 114}
+
+
+def test_lag_of_a_trained_old_token_is_counted_from_the_step_before():
+    store = MemoryStore()
+    two_step_run(store)
+    rows = [training_row(make_rollout(spans=[(0, 0, 3), (1, 3, 10)]))]  # nothing masked: 3 tokens at lag 1
+    update = {"batches": put_batch(store, 2, 2, rows)}
+    put_record(store, commit_key(2, 2), commit_at(2, 110).model_copy(update=update))
+    lag = build_report(store)["lag"]
+    assert lag == {"mean": pytest.approx(3 / 16), "p99": 1, "max": 1}
+
+
+def test_a_synthetic_run_has_every_figure_and_is_plain_json():
+    store = MemoryStore()
+    write_run(store, Shape(steps=12), crash_at=5)
+    report = build_report(store)
+    assert set(REQUIRED) <= set(report)
+    assert all(report[key] is not None for key in REQUIRED)
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["trainer_idle_fraction"] == pytest.approx(11 * 0.2 / (11 * 0.8) - 0.1 / 8.8, abs=1e-6)
+    assert report["actor_idle_fraction"] == pytest.approx(0.05, abs=1e-6)
+    assert report["lag"]["max"] == 3
+    assert report["tokens_trained"] == report["ledger"]["trained"]
+    assert sum(num for name, num in report["ledger"].items() if name != "generated") == report["tokens_generated"]
+
+
+def test_a_run_without_a_step_has_a_report():
+    store = MemoryStore()
+    put_record(store, RUN_KEY, RunRecord(run_id="r", created_at=1.0, code_version="0", config={}))
+    report = build_report(store)
+    assert report["steps"] == 0
+    assert report["reward_last"] is None
+    assert json.dumps(report, allow_nan=False)
+
+
+def test_weights_table_by_hand():
+    store = MemoryStore()
+    two_step_run(store)
+    write_weights_table(store)
+    rows = pq.read_table(pa.BufferReader(store.get(WEIGHTS_TABLE_KEY))).to_pylist()
+    keys = ["version", "actor", "pause_seconds", "bytes", "tokens_sampled", "tokens_trained"]
+    assert [tuple(row[key] for key in keys) for row in rows] == [
+        (0, "a", None, 2_400_000, 60, 4),  # 60 tokens until its swap
+        (0, "b", None, 2_400_000, None, 2),
+        (1, "a", 0.01, 2_400_000, 40, 7),  # from 60 to 100
+    ]
+    assert rows[2]["swapped"].timestamp() == 108.0
+    assert rows[2]["published"].timestamp() == pytest.approx(100.65)
+    assert rows[0]["sha256"] != rows[2]["sha256"]
+
+
+def test_a_batch_of_another_major_version_is_refused_by_name():
+    store = MemoryStore()
+    two_step_run(store)
+    key = next(key for key in store.list("batches"))
+    with pa.ipc.open_file(store.get(key)) as reader:
+        table = reader.read_all().replace_schema_metadata({"schema": "batch", "schema_version": "2.0"})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    store.put(key, sink.getvalue().to_pybytes())
+    with pytest.raises(SchemaMismatch, match=r"'2\.0'.*1\.x"):
+        build_report(store)
+
+
+def test_synthetic_batches_have_the_columns_of_the_batch_schema():
+    from pipelinerl_core.stream.schema import BATCH_SCHEMA
+
+    store = MemoryStore()
+    write_run(store, Shape(steps=1))
+    with pa.ipc.open_file(store.get(next(iter(store.list("batches"))))) as reader:
+        for field in reader.schema:
+            assert BATCH_SCHEMA.field(field.name).type.equals(field.type) or pa.types.is_list(field.type), field

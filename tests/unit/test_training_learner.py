@@ -1,0 +1,407 @@
+"""Packed forward and optimizer step against plain PyTorch, and what must not change them."""
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config.sections import LearnerConfig, LossConfig, RolloutsConfig, RunConfig, TrainerConfig
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.model import head_weight, hidden_states, load_model, model_dimensions, prepare_model
+from pipelinerl_core.types import WeightSpan
+
+TEMPERATURE = 0.8
+
+
+def tiny_model(seed=0, **changes):
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes}))
+
+
+def config(pack_tokens=2048, **learner):
+    # A clip threshold nobody reaches leaves the gradients of the step as they are.
+    return RunConfig(
+        trainer=TrainerConfig(pack_tokens=pack_tokens),
+        rollouts=RolloutsConfig(temperature=TEMPERATURE),
+        loss=LossConfig(ratio_max=1.5),
+        learner=LearnerConfig(**{"clip_norm": 1e9, **learner}),
+    )
+
+
+def learner_of(model, run_config, **kwargs):
+    return TorchLearner(
+        prepare_model(model), run_config, batcher=PackBatcher(run_config.trainer.pack_tokens), **kwargs
+    )
+
+
+def groups(num_groups=3, group_size=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        [
+            replace(
+                build_rollout(
+                    rng,
+                    group_id=group_id,
+                    rollout_index=index,
+                    num_tokens=int(rng.integers(1, 9)),
+                    prompt_tokens=int(rng.integers(1, 7)),
+                    reward=float(rng.random()),
+                ),
+            )
+            for index in range(group_size)
+        ]
+        for group_id in range(num_groups)
+    ]
+
+
+def rows_of(run_config, step=1, **kwargs):
+    return assemble_rows(step, groups(**kwargs), run_config).rows
+
+
+def grads(learner):
+    return {name: parameter.grad.clone() for name, parameter in learner._model.named_parameters()}
+
+
+def grads_after_step(rows, run_config, model=None):
+    learner = learner_of(model or tiny_model(), run_config)
+    stats = learner.step(rows)
+    return grads(learner), stats
+
+
+def assert_close(found, wanted, tolerance=1e-6):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def plain_logprobs(model, rollout):
+    """[C] by one unpacked forward of the whole sequence."""
+    prompt, completion = rollout.prompt_token_ids, rollout.completion_token_ids
+    ids = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    logprobs = torch.log_softmax(logits, -1)
+    return logprobs.gather(1, ids[len(prompt) :, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def plain_loss(model, rows, ratio_max):
+    terms = []
+    for row in rows:
+        logprobs, _ = plain_logprobs(model, row.rollout)
+        ratio = (logprobs.detach() - torch.from_numpy(row.rollout.rollout_logprobs)).exp().clamp(max=ratio_max)
+        term = -(ratio * row.advantage * logprobs) * row.loss_weight
+        terms.append(term[torch.from_numpy(row.loss_mask)].sum())
+    return torch.stack(terms).sum()
+
+
+def test_packed_hidden_states_equal_one_forward_per_sequence():
+    plain, packed = tiny_model(), prepare_model(tiny_model())
+    rows = rows_of(config())
+    for batch in PackBatcher(40).rows(rows):
+        logits = hidden_states(packed, batch) @ head_weight(packed).T / TEMPERATURE
+        found = torch.log_softmax(logits, -1).gather(1, batch.target_ids_N[:, None])[:, 0]
+        for sequence, row in enumerate(batch.row_S.tolist()):
+            wanted, _ = plain_logprobs(plain, rows[row].rollout)
+            torch.testing.assert_close(found[batch.sequence_N == sequence], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("pack_tokens", [16, 2048])
+def test_the_gradient_of_a_step_equals_that_of_plain_pytorch(tied, pack_tokens):
+    run_config = config(pack_tokens)
+    rows = rows_of(run_config)
+    plain = tiny_model(tie_word_embeddings=tied)
+    loss = plain_loss(plain, rows, ratio_max=1.5)
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+    found, stats = grads_after_step(rows, run_config, tiny_model(tie_word_embeddings=tied))
+
+    assert_close(found, wanted)
+    assert stats.loss == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.sqrt(sum((grad**2).sum() for grad in wanted.values()))
+    assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_the_first_step_is_adamw_with_warm_up_and_clipping():
+    run_config = config(lr=1e-3, warmup_steps=4, clip_norm=0.05, weight_decay=0.1)
+    rows = rows_of(run_config)
+    plain = tiny_model()
+    plain_loss(plain, rows, ratio_max=1.5).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+    torch.optim.AdamW(plain.parameters(), lr=1e-3 / 4, betas=(0.9, 0.95), weight_decay=0.1).step()
+
+    learner = learner_of(tiny_model(), run_config)
+    stats = learner.step(rows)
+
+    assert stats.learning_rate == pytest.approx(2.5e-4)
+    assert (learner.version, stats.step) == (1, 1)
+    # Adam divides by |gradient| + 1e-8: where the gradient is zero but for rounding, the sign is noise.
+    for name, parameter in plain.named_parameters():
+        if "k_proj.bias" not in name:
+            torch.testing.assert_close(learner.weights()[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_warm_up_is_linear_and_then_constant():
+    run_config = config(lr=1e-3, warmup_steps=2)
+    learner = learner_of(tiny_model(), run_config)
+    rates = [learner.step(rows_of(run_config, step)).learning_rate for step in (1, 2, 3)]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_statistics_match_the_plain_computation():
+    run_config = config()
+    rows = rows_of(run_config)
+    # One stale token: out of the loss, kl and ratios; still in ess and entropy.
+    stale = next(index for index, row in enumerate(rows) if row.rollout.num_tokens > 1)
+    rows[stale].loss_mask[0] = False
+    learner = learner_of(tiny_model(), run_config)
+    plain = tiny_model()
+    with torch.no_grad():
+        scored = [plain_logprobs(plain, row.rollout) for row in rows]
+    differences = [
+        logprobs.double().numpy() - row.rollout.rollout_logprobs
+        for (logprobs, _), row in zip(scored, rows, strict=True)
+    ]
+    stats = learner.step(rows)
+
+    every = np.exp(np.concatenate(differences))
+    trained = np.concatenate([d[row.loss_mask] for d, row in zip(differences, rows, strict=True)])
+    per_sequence = np.exp([d.sum() for d in differences])
+    assert stats.ess == pytest.approx(every.sum() ** 2 / (len(every) * (every**2).sum()), rel=1e-4)
+    assert stats.ess_sequence == pytest.approx(
+        per_sequence.sum() ** 2 / (len(rows) * (per_sequence**2).sum()), rel=1e-3
+    )
+    assert stats.kl == pytest.approx(-trained.mean(), rel=1e-4)
+    assert stats.ratio_mean == pytest.approx(np.exp(trained).mean(), rel=1e-4)
+    assert stats.ratio_clipped_fraction == pytest.approx((np.exp(trained) > 1.5).mean())
+    assert stats.entropy == pytest.approx(torch.cat([entropy for _, entropy in scored]).mean().item(), rel=1e-4)
+    assert stats.num_trained_tokens == len(every) - 1
+    forward = sum(len(row.rollout.prompt_token_ids) + row.rollout.num_tokens - 1 for row in rows)
+    assert (stats.num_tokens, stats.num_packs) == (forward, 1)
+    assert stats.pack_fill == pytest.approx(forward / 2048)
+
+
+@pytest.mark.parametrize("pack_tokens", [16, 23, 64])
+def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens):
+    wanted, whole = grads_after_step(rows_of(config()), config())
+    found, cut = grads_after_step(rows_of(config()), config(pack_tokens))
+    assert cut.num_packs > whole.num_packs == 1
+    assert_close(found, wanted)
+    assert cut.ess == pytest.approx(whole.ess)
+    assert cut.ess_sequence == pytest.approx(whole.ess_sequence)
+
+
+def test_the_order_of_rows_changes_no_gradient():
+    rows = rows_of(config())
+    wanted, _ = grads_after_step(rows, config(40))
+    found, _ = grads_after_step([*rows[5:], *reversed(rows[:5])], config(40))
+    assert_close(found, wanted)
+
+
+def test_rows_with_nothing_live_change_no_gradient():
+    rows = rows_of(config())
+    extra = [
+        replace(row, loss_mask=np.zeros_like(row.loss_mask), advantage=float("nan"), loss_weight=float("inf"))
+        for row in rows_of(config(), seed=9)
+    ]
+    wanted, _ = grads_after_step(rows, config(40))
+    found, stats = grads_after_step([*extra, *rows], config(40))
+    assert_close(found, wanted)
+    assert stats.num_trained_tokens == sum(row.rollout.num_tokens for row in rows)
+
+
+def test_garbage_recorded_for_unsampled_tokens_reaches_nothing():
+    def masked(garbage):
+        rows = rows_of(config())
+        for row in rows:
+            row.rollout.loss_mask[1:3] = False
+            row.loss_mask[1:3] = False
+            row.rollout.rollout_logprobs[1:3] = garbage
+        return rows
+
+    wanted, clean = grads_after_step(masked(0.0), config())
+    found, dirty = grads_after_step(masked(np.nan), config())
+    assert_close(found, wanted, tolerance=0.0)
+    assert {**asdict(clean), "compute_seconds": 0} == {**asdict(dirty), "compute_seconds": 0}
+
+
+def test_a_number_that_is_not_finite_stops_before_the_weights_change():
+    learner = learner_of(tiny_model(), config())
+    before = learner.weights()
+    rows = rows_of(config())
+    rows[2].rollout.rollout_logprobs[0] = np.nan
+    with pytest.raises(TrainingDiverged, match=r"step 1: loss=nan, grad_norm=nan.*still version 0"):
+        learner.step(rows)
+    assert learner.version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    learner.step(rows_of(config()))  # and nothing of it is left in the gradients
+    assert learner.version == 1
+
+
+def test_logprobs_of_keeps_the_order_of_rollouts_and_takes_every_token():
+    learner = learner_of(tiny_model(), config(24))
+    rollouts = [row.rollout for row in rows_of(config())]
+    rollouts.insert(1, replace(rollouts[0], completion_token_ids=np.zeros(0, np.int32), weight_spans=()))
+    plain = tiny_model()
+    found = learner.logprobs_of(rollouts)
+    for rollout, logprobs in zip(rollouts, found, strict=True):
+        wanted = plain_logprobs(plain, rollout)[0].detach().numpy() if rollout.num_tokens else np.zeros(0)
+        np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
+
+
+def test_weights_are_a_snapshot_with_each_tied_weight_once():
+    learner = learner_of(tiny_model(), config())
+    snapshot = learner.weights()
+    copies = {name: tensor.clone() for name, tensor in snapshot.items()}
+    learner.step(rows_of(config()))
+    assert all(torch.equal(snapshot[name], copies[name]) for name in snapshot)
+    assert any(not torch.equal(snapshot[name], tensor) for name, tensor in learner.weights().items())
+    assert "lm_head.weight" not in snapshot
+    assert snapshot.keys() == dict(tiny_model().named_parameters()).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_continues_bit_for_bit(dtype):
+    run_config = config(40, lr=1e-3, clip_norm=0.3)
+    learner = learner_of(tiny_model().to(dtype), run_config)
+    for step in (1, 2):
+        learner.step(rows_of(run_config, step, seed=step))
+    store = MemoryStore()
+    save_checkpoint(store, 2, 1, *learner.state())
+    drawn = torch.rand(1)
+    expected = [learner.step(rows_of(run_config, step, seed=step)) for step in (3, 4)]
+
+    successor = learner_of(tiny_model(seed=77).to(dtype), run_config)
+    successor.load_state(*load_checkpoint(store, 2, 1))
+    assert successor.version == 2
+    assert torch.equal(torch.rand(1), drawn)
+    again = [successor.step(rows_of(run_config, step, seed=step)) for step in (3, 4)]
+
+    for one, other in zip(expected, again, strict=True):
+        assert {**asdict(one), "compute_seconds": 0} == {**asdict(other), "compute_seconds": 0}
+    for name, tensor in learner.weights().items():
+        assert torch.equal(tensor, successor.weights()[name]), name
+
+
+def test_bfloat16_weights_follow_float32_masters():
+    run_config = config(lr=1e-5, warmup_steps=0)
+    learner = learner_of(tiny_model().to(torch.bfloat16), run_config)
+    before = learner.state()[0]
+    learner.step(rows_of(run_config))
+    after, _ = learner.state()
+    changed = [not torch.equal(after[name], before[name]) for name in before if name.startswith("weights.")]
+    assert all(changed)
+    for name, tensor in learner.weights().items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, after[f"weights.{name}"].bfloat16())
+
+
+def test_a_checkpoint_of_another_model_is_refused():
+    tensors, values = learner_of(tiny_model(), config()).state()
+    with pytest.raises(StoreError, match=r"weights.model.embed_tokens.weight: shape \(100, 32\).*\(90, 32\)"):
+        learner_of(tiny_model(vocab_size=90), config()).load_state(tensors, values)
+
+
+def test_a_model_is_loaded_from_its_directory(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(tmp_path, "bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert not model.training
+    dimensions = model_dimensions(model)
+    assert (dimensions.vocab_size, dimensions.hidden_size, dimensions.head_dim) == (100, 32, 8)
+    assert dimensions.num_parameters == sum(p.numel() for p in tiny_model().parameters())
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        load_model(tmp_path / "nothing", "float32")
+
+
+def test_a_model_that_packs_cannot_reproduce_is_refused():
+    model = tiny_model()
+    model.lm_head.bias = torch.nn.Parameter(torch.linspace(0, 1, 100))
+    with pytest.raises(ConfigError, match="differ by"):
+        prepare_model(model)
+
+
+def test_a_sequence_longer_than_a_sliding_window_is_refused():
+    model = tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    learner = learner_of(model, config())
+    with pytest.raises(ConfigError, match="longer than the model's sliding window of 8"):
+        learner.step(rows_of(config()))
+
+
+def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
+    run_config = config()
+    rows = rows_of(run_config)
+    for row in rows:
+        row.rollout.loss_mask[:] = False
+        row.loss_mask[:] = False
+    learner = learner_of(tiny_model(), run_config)
+    before = learner.weights()
+    stats = learner.step(rows)
+    assert (stats.loss, stats.grad_norm, stats.ess, stats.num_packs, learner.version) == (0.0, 0.0, 1.0, 0, 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist():
+    store = MemoryStore()
+    manifest = save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {"version": 3, "x": 0.1})
+    tensors, values = load_checkpoint(store, 3, 1)
+    assert torch.equal(tensors["a"], torch.arange(4.0))
+    assert values == {"version": 3, "x": 0.1}
+    assert [entry.name for entry in manifest.files] == ["state.safetensors"]
+    store.delete(["checkpoints/00000003.1/manifest.json"])
+    with pytest.raises(MissingObject):
+        load_checkpoint(store, 3, 1)
+
+
+def test_changed_bytes_of_a_checkpoint_are_refused():
+    store = MemoryStore()
+    save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {})
+    key = "checkpoints/00000003.1/state.safetensors"
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+    with pytest.raises(StoreError, match=r"state.safetensors: .* but its manifest says"):
+        load_checkpoint(store, 3, 1)
+
+
+def test_pruning_keeps_the_newest_of_the_newest_epoch():
+    store = MemoryStore()
+    for step, epoch in [(10, 1), (20, 1), (30, 1), (12, 2), (14, 2)]:
+        save_checkpoint(store, step, epoch, {"a": torch.zeros(1)}, {})
+    store.put("checkpoints/00000011.2/state.safetensors", b"never finished")
+    store.put("checkpoints/00000016.2/state.safetensors", b"being written")
+    doomed = prune_checkpoints(store, keep=2)
+    assert sorted(doomed) == [(10, 1), (11, 2), (20, 1), (30, 1)]
+    assert {key.split("/")[1] for key in store.list("checkpoints")} == {"00000012.2", "00000014.2", "00000016.2"}
+    assert prune_checkpoints(store, keep=2) == []
+
+
+def test_a_group_of_mixed_versions_masks_only_its_old_tokens():
+    run_config = config()
+    first, *others = groups(num_groups=1)[0]
+    tokens = first.num_tokens
+    spans = (WeightSpan(0, 0, 1), WeightSpan(5, 1, tokens)) if tokens > 1 else (WeightSpan(0, 0, 1),)
+    others = [replace(other, weight_spans=(WeightSpan(5, 0, other.num_tokens),)) for other in others]
+    step = assemble_rows(6, [[replace(first, weight_spans=spans), *others]], run_config)
+    stats = learner_of(tiny_model(), run_config, version=5).step(step.rows)
+    assert stats.num_trained_tokens == step.num_sampled - 1 == step.num_trained

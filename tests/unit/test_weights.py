@@ -1,0 +1,96 @@
+"""Weights: data first, manifest last, and nothing damaged ever reaches an engine."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl_core.errors import ChecksumMismatch, MissingObject
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.publish import KEPT_VERSIONS, WeightPublisher, shm_directory
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+WEIGHTS = {"b.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([0.5])}
+
+
+@pytest.fixture
+def shm(monkeypatch, tmp_path):
+    monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
+    return tmp_path / "shm"
+
+
+def publisher(store, *, use_shm=True):
+    return WeightPublisher(store, run_id="run", epoch=3, use_shm=use_shm)
+
+
+def test_equal_weights_give_equal_bytes_whatever_their_order():
+    assert serialize(WEIGHTS) == serialize(dict(reversed(WEIGHTS.items())))
+
+
+def test_shared_memory_gives_back_what_was_published(shm):
+    store = open_store("memory://weights-1")
+    manifest = publisher(store).publish(7, WEIGHTS, durable=False)
+    assert manifest.key is None
+    assert manifest.version == 7
+    update = WeightSubscriber(store).fetch(manifest)
+    assert update.version == 7
+    torch.testing.assert_close(dict(update.tensors), WEIGHTS, rtol=0, atol=0)
+    assert store.list("weights/") == []
+
+
+def test_durable_copy_serves_when_shared_memory_is_gone(shm):
+    store = open_store("memory://weights-2")
+    manifest = publisher(store).publish(7, WEIGHTS, durable=True)
+    shutil.rmtree(shm)
+    update = WeightSubscriber(store).fetch(manifest)
+    torch.testing.assert_close(dict(update.tensors), WEIGHTS, rtol=0, atol=0)
+    stored = json.loads(store.get("weights/00000007.3/manifest.json"))
+    assert stored["files"][0]["sha256"] == manifest.files[0].sha256
+
+
+def test_without_shared_memory_every_version_is_in_the_store(shm):
+    store = open_store("memory://weights-3")
+    manifest = publisher(store, use_shm=False).publish(1, WEIGHTS, durable=False)
+    assert manifest.shm is None
+    assert WeightSubscriber(store).fetch(manifest).version == 1
+
+
+def test_a_version_that_is_nowhere_is_a_missing_object(shm):
+    store = open_store("memory://weights-4")
+    manifest = publisher(store).publish(7, WEIGHTS, durable=False)
+    shutil.rmtree(shm)
+    with pytest.raises(MissingObject, match="version 7"):
+        WeightSubscriber(store).fetch(manifest)
+
+
+def test_one_flipped_bit_is_found_before_the_engine_sees_it(shm):
+    store = open_store("memory://weights-5")
+    manifest = publisher(store).publish(7, WEIGHTS, durable=False)
+    path = Path(manifest.shm) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumMismatch, match="sha256"):
+        WeightSubscriber(store).fetch(manifest)
+    path.write_bytes(data[:-3])
+    with pytest.raises(ChecksumMismatch, match="bytes"):
+        WeightSubscriber(store).fetch(manifest)
+
+
+def test_weights_of_another_host_come_from_the_store(shm):
+    store = open_store("memory://weights-6")
+    manifest = replace(publisher(store).publish(7, WEIGHTS, durable=True), host="elsewhere", shm="/dev/shm/not-here")
+    assert WeightSubscriber(store).fetch(manifest).num_bytes == manifest.num_bytes
+
+
+def test_only_the_newest_versions_stay_in_shared_memory(shm):
+    weights = publisher(open_store("memory://weights-7"))
+    for version in range(KEPT_VERSIONS + 3):
+        weights.publish(version, WEIGHTS, durable=False)
+    kept = sorted(path.name for path in (shm / "pipelinerl-run").iterdir())
+    assert kept == [f"{version:08d}.3" for version in range(3, KEPT_VERSIONS + 3)]
+    assert shm_directory("x").name == "pipelinerl-x"
