@@ -4,20 +4,25 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from prefect.events.worker import EventsWorker
+from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 from flows.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
 from flows.local_server import local_server
 from flows.train_flow import train
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.storage.object_store import open_store
 from tasks.checks import check_all, check_http
 from tasks.runs import LATEST_KEY, root_url
+
+DRAIN_SECONDS = 2.0
+"""How long the last log lines and events may take to reach the local server."""
 
 
 def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -34,13 +39,15 @@ def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]
                 report: dict[str, Any] = train(**arguments)
                 return report
         except KeyboardInterrupt:
-            say(f"interrupted; everything is stopped. {_how_to_resume(root, begun)}")
+            say("interrupted; everything is stopped")
+            _say_how_to_resume(root, begun)
             raise SystemExit(EXIT_INTERRUPTED) from None
         except _Terminated:
-            say(f"terminated; everything is stopped. {_how_to_resume(root, begun)}")
+            say("terminated; everything is stopped")
+            _say_how_to_resume(root, begun)
             raise SystemExit(EXIT_TERMINATED) from None
         except Exception:
-            say(_how_to_resume(root, begun))
+            _say_how_to_resume(root, begun)
             raise
 
 
@@ -78,15 +85,16 @@ def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
     say("starting a local Prefect server (set PREFECT_API_URL to use your own)")
     with local_server(root) as url, temporary_settings({PREFECT_API_URL: url}):
         say(f"Prefect UI: {url.removesuffix('/api')} while this command runs")
-        yield
+        try:
+            yield
+        finally:  # what Prefect still has to send, it can send only now
+            APILogWorker.drain_all(timeout=DRAIN_SECONDS)
+            EventsWorker.drain_all(timeout=DRAIN_SECONDS)
 
 
-def _how_to_resume(root: str, begun: float) -> str:
-    """The command that goes on with the run this command has opened, if it got that far."""
-    try:
+def _say_how_to_resume(root: str, begun: float) -> None:
+    """Name the command that goes on with the run this command has opened, if it got that far."""
+    with suppress(StoreError):
         latest = json.loads(open_store(root).get(LATEST_KEY))
-    except MissingObject:
-        return "No run was opened."
-    if latest["at"] < begun:
-        return "No run was opened."
-    return f"Go on with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}"
+        if latest["at"] >= begun:
+            say(f"go on with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}")

@@ -1,9 +1,8 @@
 """The MLflow run of a run: opened before run.json is written, found again on resume."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Protocol
-
-from mlflow import MlflowClient
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.records import RunRecord
@@ -54,7 +53,7 @@ def open_tracker(
         run_id,
         run_id=record.mlflow_run_id if record else None,
         tags={"pipelinerl.url": url, "prefect.flow_run_id": flow_run_id},
-        params=config.model_dump(mode="json"),
+        config=config.model_dump(mode="json"),
     )
     return tracker, MlflowRef(uri=uri, run_id=tracker.run_id)
 
@@ -63,5 +62,6 @@ def mlflow_link(ref: MlflowRef) -> str | None:
     """Page of the run on an MLflow server; None for a database file, which has no page."""
     if not ref.uri.startswith(("http://", "https://")):
         return None
-    experiment = MlflowClient(tracking_uri=ref.uri).get_run(ref.run_id).info.experiment_id
+    # Not at the top: pipelinerl_core.tracking.mlflow sets what mlflow reads when it is first imported.
+    experiment = import_module("mlflow").MlflowClient(tracking_uri=ref.uri).get_run(ref.run_id).info.experiment_id
     return f"{ref.uri.rstrip('/')}/#/experiments/{experiment}/runs/{ref.run_id}"

@@ -14,11 +14,12 @@ import pytest
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
+BUCKET = "bucket"
 
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running `rclone serve s3`; each directory below `root` is a bucket."""
+    """A running `rclone serve s3` with the one bucket `BUCKET` (it does not see directories that are made later)."""
 
     endpoint: str
     root: Path
@@ -36,6 +37,7 @@ def find_rclone() -> str:
 
 def start_rclone(root: Path) -> S3Server:
     """Serve `root` on a free loopback port; returns once it accepts connections (10 seconds at most)."""
+    (root / BUCKET).mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -80,10 +82,8 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
 @pytest.fixture
 def s3_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty store on S3, with the AWS_* variables set."""
-    bucket = f"bucket-{uuid.uuid4().hex[:12]}"
-    (rclone_server.root / bucket).mkdir()
     use_endpoint(monkeypatch, rclone_server.endpoint)
-    return f"s3://{bucket}/runs"
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}/runs"
 
 
 @pytest.fixture

@@ -91,6 +91,24 @@ class SlotDecoder:
         )
         self._forward(self._nothing, layout, (slots_P, token_ids_PT))
 
+    def check_rows_are_alike(self) -> None:
+        """Raise EngineError unless this machine computes every slot alike, to the last bit.
+
+        All slots are fed the same few tokens; matrix libraries may use other instructions for some rows of a matrix.
+        """
+        rows = self.memory.slots
+        with torch.inference_mode():
+            for position in range(min(4, self.memory.max_len)):
+                token_ids_R = np.full(rows, position % self.vocab_size, np.int64)
+                positions_R = np.full(rows, position, np.int64)
+                logits_RV = self.decode(token_ids_R, positions_R, num_keys=self.memory.max_len)
+                differing = int((logits_RV != logits_RV[0]).any(dim=1).sum())
+                if differing:
+                    raise EngineError(
+                        f"engine.deterministic=true: this machine computes {differing} of {rows} slots differently in "
+                        "the last bits, so results would depend on the slot. Try another engine.concurrency"
+                    )
+
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise SwapError unless `tensors` are exactly the weights of this model; touches nothing.
 

@@ -35,6 +35,10 @@ from pipelinerl_core.types import (
 
 KVPolicy = Literal["keep", "recompute", "drain"]
 
+# Rows of a deterministic step come in multiples of this: vectorised loops of the CPU take what is left over of a tensor
+# by other instructions, whose last bit may differ, so no row may be such a rest.
+_ROW_STEP = 32
+
 
 class EmbeddedEngine:
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
@@ -68,9 +72,13 @@ class EmbeddedEngine:
     ) -> None:
         if slots < 1 or max_len < 2:
             raise EngineError(f"slots={slots}, max_len={max_len}: at least one slot of two tokens is needed")
-        self._decoder = SlotDecoder(model, slots=slots, max_len=max_len)
+        num_rows = -(-slots // _ROW_STEP) * _ROW_STEP if deterministic else slots
+        self._decoder = SlotDecoder(model, slots=num_rows, max_len=max_len)
+        if deterministic:
+            self._decoder.check_rows_are_alike()
         self._is_eos_V = np.isin(np.arange(self._decoder.vocab_size), list(eos_token_ids))
-        self._table = SlotTable(slots, max_len, self._is_eos_V, fixed_shape=deterministic)
+        self._table = SlotTable(num_rows, max_len, self._is_eos_V, fixed_shape=deterministic)
+        self._num_places = slots * max_len
         self._version = weight_version
         self._kv = kv
         self._deterministic = deterministic
@@ -141,7 +149,7 @@ class EmbeddedEngine:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
-            kv_usage=float(self._table.num_fed.sum()) / (self._table.slots * self._table.max_len),
+            kv_usage=float(self._table.num_fed.sum()) / self._num_places,
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             running_seconds=self._running_seconds,

@@ -183,7 +183,7 @@ class GroupPool:
                 self.ready[group_id] = summary
             else:
                 self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), -ref.num_tokens)
-                pass
+                self.leases.queue(group_id, ref.attempt + 1)
 
     # ---- to decided ------------------------------------------------------------------------------------------
 

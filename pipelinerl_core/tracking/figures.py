@@ -72,7 +72,7 @@ def swap_pauses(facts: RunFacts) -> str:
     swaps = swaps_of(list(facts.commits.values()))
     points = [(swap.at - facts.run.created_at, swap.pause_seconds * 1000) for swap in swaps]
     axis = Axis("seconds since the run was created", text=_count)
-    series = [Series("pause, ms", _thinned(points), "swap", kind="dots")]
+    series = [Series("pause, ms", _worst(points), "swap", kind="dots")]
     return charts.line_chart("Swap pauses", series, axis, Axis("milliseconds", text=lambda y: f"{y:g} ms", low=0.0))
 
 
@@ -175,6 +175,14 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     """At most _MAX_POINTS, evenly spaced, the last included."""
     stride = max(1, -(-len(points) // _MAX_POINTS))
     return [*points[:-1:stride], *points[-1:]]
+
+
+def _worst(points: Sequence[Point]) -> list[Point]:
+    """At most _MAX_POINTS: the highest of each stretch, so that no outlier is lost."""
+    stride = max(1, -(-len(points) // _MAX_POINTS))
+    return [
+        max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)
+    ]
 
 
 def _scaled(points: Sequence[Point], unit: float) -> list[Point]:

@@ -121,9 +121,7 @@ _DECLARED = (
         "Longest time that an engine sampled nothing because of a swap.",
         "tracker",
     ),
-    MetricSpec(
-        "weights/published_seconds", "seconds", "value", "From the end of compute to the manifest.", "tracker"
-    ),
+    MetricSpec("weights/published_seconds", "seconds", "value", "Serialising and publishing the version."),
     MetricSpec(
         "weights/live_min",
         "version",
@@ -138,7 +136,7 @@ _DECLARED = (
         "Newest version that sampled at the reservation.",
         "tracker",
     ),
-    MetricSpec("weights/bytes", "bytes", "sum over files", "Size of the published version.", "tracker"),
+    MetricSpec("weights/bytes", "bytes", "sum over files", "Size of the published version."),
     MetricSpec("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
     MetricSpec(
         "tokens/trained", "tokens", "running total", "Of these, with a gradient in a committed step.", "tracker"

@@ -1,6 +1,6 @@
 """Builds a small character model without any download: tokenizer, initial weights, supervised warm start.
 
-Shapes: B = rows of a micro-batch, T = its longest row, C = its completion tokens, D = hidden size, V = vocabulary.
+Shapes: T = packed tokens of a step, C = completion tokens of it, V = vocabulary.
 """
 
 import itertools
@@ -10,15 +10,18 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl_core.algo.packed import PackLayout
 from pipelinerl_core.config.model_path import SumsModel
+from pipelinerl_core.training.attention import PACKED_ATTENTION
 
 PAD_ID, END_ID = 0, 1
 PAD_TOKEN, END_TOKEN = "<pad>", "<eos>"
-MICRO_BATCHES = 4
-"""Parts of a step after sorting by length: a quarter of the padding, without the overhead of many small parts."""
+NUM_PACKS = 3
+"""Parts of a step, after sorting by length: attention pads each to its longest row. More would cost more than pad."""
 MIN_LR_SHARE = 0.05
 CLIP_NORM = 1.0
 REPORT_STEPS = 50
@@ -89,6 +92,7 @@ def _train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
     started = time.monotonic()
     model.train()
+    model.set_attn_implementation(PACKED_ATTENTION)
     for step in range(recipe.steps):
         rows = [_as_row(pair, vocabulary) for pair in itertools.islice(pairs, recipe.rows)]
         optimizer.param_groups[0]["lr"] = recipe.lr * _lr_share(step, recipe)
@@ -98,6 +102,7 @@ def _train(
         optimizer.zero_grad()
         if (step + 1) % REPORT_STEPS == 0 or step + 1 == recipe.steps:
             report(f"warm start: step {step + 1}/{recipe.steps} loss {loss:.3f}, {time.monotonic() - started:.0f} s")
+    model.set_attn_implementation("sdpa")
     model.eval()  # type: ignore[no-untyped-call]
 
 
@@ -111,12 +116,12 @@ def _as_row(pair: tuple[str, str], vocabulary: dict[str, int]) -> Row:
 
 
 def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
-    """Accumulate the gradient of the mean loss over all completion tokens of the rows; returns that loss."""
+    """Leave the gradient of the mean loss over all completion tokens of the rows; returns that loss."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     num_tokens = sum(len(ids) - num_prompt for ids, num_prompt in rows)
     total = 0.0
-    for part in range(MICRO_BATCHES):
-        some = rows[part * len(rows) // MICRO_BATCHES : (part + 1) * len(rows) // MICRO_BATCHES]
+    for pack in range(NUM_PACKS):
+        some = rows[pack * len(rows) // NUM_PACKS : (pack + 1) * len(rows) // NUM_PACKS]
         if some:
             loss = _loss(model, some) / num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
@@ -124,14 +129,16 @@ def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
     return total
 
 
-def _loss(model: Qwen2ForCausalLM, rows: list[Row]) -> torch.Tensor:
-    """Sum of the cross-entropy over completion tokens. Padding is on the right, where causal attention ignores it."""
-    longest = max(len(ids) for ids, _ in rows)
-    ids_BT = torch.tensor([ids + [PAD_ID] * (longest - len(ids)) for ids, _ in rows])
-    predicts_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)  # positions whose next token is a completion's
-    for row, (ids, num_prompt) in enumerate(rows):
-        predicts_BT[row, num_prompt - 1 : len(ids) - 1] = True
-    targets_C = ids_BT.roll(-1, dims=1)[predicts_BT]
-    hidden_CD = model.model(input_ids=ids_BT, use_cache=False).last_hidden_state[predicts_BT]
-    logits_CV = model.lm_head(hidden_CD)
-    return functional.cross_entropy(logits_CV, targets_C, reduction="sum")
+def _loss(model: Qwen2ForCausalLM, rows: list[Row]) -> Tensor:
+    """Sum of the cross-entropy over completion tokens; only attention ever sees padding."""
+    lengths = [len(ids) for ids, _ in rows]
+    longest = max(lengths)
+    ids_T = torch.tensor(list(itertools.chain.from_iterable(ids for ids, _ in rows)))
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    rows_T = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
+    layout = PackLayout(slots_T=rows_T * longest + positions_T, num_sequences=len(rows), longest=longest)
+    prompts_T = torch.tensor([num_prompt for _, num_prompt in rows])[rows_T]
+    targets_C = (positions_T >= prompts_T).nonzero().squeeze(1)
+    output = model.model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout)
+    logits_CV = model.lm_head(output.last_hidden_state[0, targets_C - 1])
+    return functional.cross_entropy(logits_CV, ids_T[targets_C], reduction="sum")

@@ -32,7 +32,7 @@ async def finish(engine, request):
 
 
 async def after_tokens(engine, count):
-    while engine.stats().num_tokens < count:
+    while engine.stats().num_tokens < count:  # noqa: ASYNC110 - one turn is one step of the engine
         await asyncio.sleep(0)
 
 
@@ -66,15 +66,16 @@ def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv, is_un
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit_for_bit(family):
-    request = ask("me", prompt=(1, 2, 3, 4, 5, 6, 7), max_tokens=40, seed=42, temperature=0.8)
+    def mine(prior=None):
+        return ask("me", prompt=(1, 2, 3, 4, 5), max_tokens=25, seed=42, temperature=0.8, prior=prior)
 
     def others(count, seed):
         rng = np.random.default_rng(seed)
         return [
             ask(
                 f"o{seed}-{i}",
-                prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 20)),
-                max_tokens=int(rng.integers(1, 60)),
+                prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 10)),
+                max_tokens=int(rng.integers(1, 30)),
                 seed=int(rng.integers(1 << 40)),
                 top_p=float(rng.choice([0.7, 1.0])),
             )
@@ -82,35 +83,24 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         ]
 
     async def scenario(num_before, interrupt_at=None):
-        engine = EmbeddedEngine(
-            tiny_model(family), slots=13, max_len=80, eos_token_ids=[], deterministic=True, stream_interval=0
-        )
-        tasks = [asyncio.create_task(finish(engine, other)) for other in others(num_before, num_before)]
-        await asyncio.sleep(0)
-        mine = asyncio.create_task(finish(engine, request))
-        await asyncio.sleep(0)
-        tasks += [asyncio.create_task(finish(engine, other)) for other in others(9, 100 + num_before)]
+        engine = EmbeddedEngine(tiny_model(family), slots=13, max_len=40, eos_token_ids=[], deterministic=True)
+        requests = [*others(num_before, num_before), mine(), *others(5, 100 + num_before)]
+        tasks = {request.request_id: asyncio.create_task(finish(engine, request)) for request in requests}
         if interrupt_at is not None:
-            while engine._running["me"].slot is None or engine._table.num_completion(0) < 0:
-                await asyncio.sleep(0)
-            while engine._table.num_completion(engine._running["me"].slot) < interrupt_at:
+            while "me" not in engine._running or engine._table.num_completion(num_before) < interrupt_at:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             partial = (await engine.abort(["me"]))["me"]
-            assert await mine is partial
-            mine = asyncio.create_task(finish(engine, ask("me", prompt=request.prompt_token_ids, max_tokens=40,
-                                                          seed=42, temperature=0.8, prior=partial)))  # fmt: skip
-        completion = await mine
-        await asyncio.gather(*tasks)
-        return completion
+            assert await tasks["me"] is partial
+            assert len(partial.token_ids) == interrupt_at
+            tasks["me"] = asyncio.create_task(finish(engine, mine(partial)))
+        await asyncio.gather(*tasks.values())
+        return tasks["me"].result()
 
     alone = run(scenario(0))
-    for num_before in (1, 5, 12, 20):
-        crowded = run(scenario(num_before))
-        assert crowded.token_ids.tobytes() == alone.token_ids.tobytes()
-        assert crowded.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
-    continued = run(scenario(5, interrupt_at=11))
-    assert continued.token_ids.tobytes() == alone.token_ids.tobytes()
-    assert continued.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
+    for other in (scenario(1), scenario(12), scenario(20), scenario(5, interrupt_at=11)):
+        completion = run(other)
+        assert completion.token_ids.tobytes() == alone.token_ids.tobytes()
+        assert completion.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
 
 
 def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():

@@ -274,6 +274,17 @@ def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
     check_closes(ledger.tokens())
 
 
+def test_rows_for_an_expired_lease_are_refused_even_if_nobody_else_has_the_group_yet():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    [grant] = lease(ledger, A, want=1)
+    clock.now += 11
+    ledger.expire()
+    with pytest.raises(StaleLease):
+        deliver(ledger, grant)
+    assert (ledger.num_ready, ledger.num_queued) == (0, 1)
+
+
 def test_rows_with_the_lease_of_another_actor_are_refused():
     ledger = new_ledger()
     [grant] = lease(ledger, A, want=1)
@@ -472,6 +483,18 @@ def test_a_segment_heard_of_out_of_order_does_not_raise_the_low_water_mark():
         deliver(ledger, grant)
     ledger.sealed(A, 1, [])
     assert ledger.reserve(1, epoch=2).low_water == {"actor-0/1": 0}
+
+
+def test_segments_heard_of_out_of_order_count_once_the_gap_is_closed():
+    ledger = new_ledger()
+    for grant in lease(ledger, A, want=2):
+        deliver(ledger, grant)
+    commit(ledger, 1, ledger.reserve(1, epoch=2))
+    for seq in (2, 1, 0):
+        ledger.sealed(A, seq, [])
+    for grant in lease(ledger, B, want=2, version=1):
+        deliver(ledger, grant, {1: 10}, actor=B)
+    assert ledger.reserve(2, epoch=2).low_water == {"actor-0/1": 3}
 
 
 # ---- tokens and swaps --------------------------------------------------------------------------------------------

@@ -105,7 +105,9 @@ def test_derived_metrics_by_hand():
             actor="a", actor_epoch=1, version=1, at=1.0, pause_seconds=pause, num_bytes=1, num_running=1, num_tokens=1
         )
 
-    before = make_commit(1).model_copy(update={"actors": {"a/1": sample(100, 1000, 50, 0), "b/1": sample(100, 0, 0, 0)}})
+    before = make_commit(1).model_copy(
+        update={"actors": {"a/1": sample(100, 1000, 50, 0), "b/1": sample(100, 0, 0, 0)}}
+    )
     commit = make_commit(2, reserved_at=200.0).model_copy(
         update={
             "actors": {"a/1": sample(102, 1600, 66, 1), "b/1": sample(104, 400, 20, 3), "c/1": sample(104, 9, 9, 2)},

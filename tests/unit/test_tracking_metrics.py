@@ -39,11 +39,12 @@ def metrics_of(rows, **changes):
 
 
 def three_rows():
-    """Step 5 trains tokens of versions 1 to 4 at lags 3 to 0. Version 1 is too old here: its 3 tokens are masked."""
+    """Step 5: versions 1 to 4 are at lags 3 to 0. Version 1 is masked: 3 tokens of the third row, which trains one
+    token at lag 2 and one at lag 0."""
     return [
         training_row(make_rollout(spans=[(4, 0, 6)], reward=1.0), oldest_version=2),  # 6 at lag 0
         training_row(make_rollout(spans=[(2, 0, 2), (3, 2, 5)], reward=0.0), oldest_version=2),  # 2 at 2, 3 at 1
-        training_row(make_rollout(spans=[(1, 0, 3), (2, 3, 4), (4, 4, 5)], reward=0.5), oldest_version=2),  # 1 at 2, 1 at 0
+        training_row(make_rollout(spans=[(1, 0, 3), (2, 3, 4), (4, 4, 5)], reward=0.5), oldest_version=2),
     ]
 
 

@@ -30,10 +30,34 @@ from pipelinerl_core.testing.synthetic_run import (
 from pipelinerl_core.tracking import utilization
 from pipelinerl_core.tracking.report import build_report, write_weights_table
 
-REQUIRED = """run_id schedule engine steps wall_seconds reward_first reward_last eval_first eval_last tokens_generated
-tokens_trained num_swaps swap_pause_seconds lag ess_mean multi_version_fraction max_versions_in_a_rollout
-three_version_rollouts trainer_idle_fraction actor_idle_fraction ledger tokens_per_second rollouts_per_second
-completion_length versions samples""".split()
+REQUIRED = {
+    "run_id",
+    "schedule",
+    "engine",
+    "steps",
+    "wall_seconds",
+    "reward_first",
+    "reward_last",
+    "eval_first",
+    "eval_last",
+    "tokens_generated",
+    "tokens_trained",
+    "num_swaps",
+    "swap_pause_seconds",
+    "lag",
+    "ess_mean",
+    "multi_version_fraction",
+    "max_versions_in_a_rollout",
+    "three_version_rollouts",
+    "trainer_idle_fraction",
+    "actor_idle_fraction",
+    "ledger",
+    "tokens_per_second",
+    "rollouts_per_second",
+    "completion_length",
+    "versions",
+    "samples",
+}
 
 
 def sample(at, *, running_seconds, num_tokens=0, concurrency=10, version=0):
@@ -63,7 +87,12 @@ def commit_at(step, reserved, *, wait=None, actors=None):
 
 def test_trainer_idle_is_waiting_over_the_time_between_first_and_last_commit():
     # Commits at 107, 117 and 127: 20 s. Waits 3 s and 2 s; what was waited before the first commit does not count.
-    commits = [commit_at(0, 0), commit_at(1, 100, wait=90.0), commit_at(2, 110, wait=3.0), commit_at(3, 120, wait=2.0)]
+    commits = [
+        commit_at(0, 0),
+        commit_at(1, 100, wait=90.0),
+        commit_at(2, 110, wait=3.0),
+        commit_at(3, 120, wait=2.0),
+    ]
     assert utilization.trainer_idle_fraction(commits) == pytest.approx(5 / 20)
 
 
@@ -163,7 +192,12 @@ def test_report_by_hand():
     store = MemoryStore()
     two_step_run(store)
     report = build_report(store)
-    assert (report["run_id"], report["schedule"], report["engine"], report["steps"]) == ("r", "pipeline", "embedded", 2)
+    assert (report["run_id"], report["schedule"], report["engine"], report["steps"]) == (
+        "r",
+        "pipeline",
+        "embedded",
+        2,
+    )
     assert report["wall_seconds"] == pytest.approx(117 - 90)
     assert (report["reward_first"], report["reward_last"]) == (0.5, 1.0)
     assert (report["eval_first"], report["eval_last"]) == (0.25, 0.75)
@@ -198,7 +232,7 @@ def test_a_synthetic_run_has_every_figure_and_is_plain_json():
     store = MemoryStore()
     write_run(store, Shape(steps=12), crash_at=5)
     report = build_report(store)
-    assert set(REQUIRED) <= set(report)
+    assert set(report) >= REQUIRED
     assert all(report[key] is not None for key in REQUIRED)
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["trainer_idle_fraction"] == pytest.approx(11 * 0.2 / (11 * 0.8) - 0.1 / 8.8, abs=1e-6)

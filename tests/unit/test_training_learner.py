@@ -88,7 +88,7 @@ def grads_after_step(rows, run_config, model=None):
     return grads(learner), stats
 
 
-def assert_close(found, wanted, tolerance=1e-6):
+def assert_close(found, wanted, tolerance=2e-7):
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
@@ -142,23 +142,27 @@ def test_the_gradient_of_a_step_equals_that_of_plain_pytorch(tied, pack_tokens):
     assert stats.grad_norm == pytest.approx(norm.item(), rel=1e-4)
 
 
-def test_the_first_step_is_adamw_with_warm_up_and_clipping():
-    run_config = config(lr=1e-3, warmup_steps=4, clip_norm=0.05, weight_decay=0.1)
-    rows = rows_of(run_config)
-    plain = tiny_model()
-    plain_loss(plain, rows, ratio_max=1.5).backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-    torch.optim.AdamW(plain.parameters(), lr=1e-3 / 4, betas=(0.9, 0.95), weight_decay=0.1).step()
-
-    learner = learner_of(tiny_model(), run_config)
-    stats = learner.step(rows)
-
-    assert stats.learning_rate == pytest.approx(2.5e-4)
-    assert (learner.version, stats.step) == (1, 1)
-    # Adam divides by |gradient| + 1e-8: where the gradient is zero but for rounding, the sign is noise.
+def test_steps_are_adamw_with_warm_up_and_clipping():
+    # Adam's first step is blind to the scale of the gradient and to beta2; the third sees clipping and decay.
+    run_config = config(lr=1e-3, warmup_steps=4, clip_norm=0.01, weight_decay=0.1)
+    step_rows = [rows_of(run_config, step, seed=step) for step in (1, 2, 3)]
+    plain, learner = tiny_model(), learner_of(tiny_model(), run_config)
+    adam = torch.optim.AdamW(plain.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    for step, rows in enumerate(step_rows, start=1):
+        for group in adam.param_groups:
+            group["lr"] = 1e-3 * step / 4
+        adam.zero_grad()
+        plain_loss(plain, rows, ratio_max=1.5).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        adam.step()
+        stats = learner.step(rows)
+        assert stats.learning_rate == pytest.approx(1e-3 * step / 4)
+        assert stats.grad_norm > 0.01
+        assert (learner.version, stats.step) == (step, step)
     for name, parameter in plain.named_parameters():
+        # A bias of the keys shifts all scores of a query alike: its gradient is rounding, which Adam blows up.
         if "k_proj.bias" not in name:
-            torch.testing.assert_close(learner.weights()[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(learner.weights()[name], parameter.detach(), rtol=0, atol=2e-6)
 
 
 def test_warm_up_is_linear_and_then_constant():
@@ -314,6 +318,14 @@ def test_bfloat16_weights_follow_float32_masters():
     for name, tensor in learner.weights().items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, after[f"weights.{name}"].bfloat16())
+
+
+def test_bfloat16_gradients_of_all_packs_are_added():
+    norms = [
+        learner_of(tiny_model().to(torch.bfloat16), config(pack_tokens)).step(rows_of(config())).grad_norm
+        for pack_tokens in (2048, 16)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
 
 
 def test_a_checkpoint_of_another_model_is_refused():

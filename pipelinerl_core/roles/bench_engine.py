@@ -1,0 +1,211 @@
+"""Measure the embedded engine against transformers' continuous batching.
+
+Run: `python -m pipelinerl_core.roles.bench_engine [--model DIR] [--json]`. One process, one compute
+thread, the contestants take turns, the best of three rounds counts. Without --model it builds a random Qwen2 of 0.8 M
+parameters. Continuous batching gets a small KV cache and batch (its defaults size the cache by the free memory of the
+machine and build a dense mask over all of it) and no block sharing, which a swap of weights would break. Every request
+has 12 prompt tokens and 64 completion tokens, without end tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging as transformers_logging
+
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.types import EngineRequest, Sampler
+
+SLOTS = (8, 64, 256)
+PROMPT_TOKENS = 12
+MAX_TOKENS = 64
+ROUNDS = 3
+# Requests per slot of one round: enough that all slots refill once, except where the peer would take minutes.
+REQUESTS_PER_SLOT = {8: 4, 64: 2, 256: 1}
+DEADLINE_SECONDS = 120.0
+
+
+def main() -> None:
+    """Print a table, or one JSON document with --json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="model directory (default: a random Qwen2 of 0.8 M parameters)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    options = parser.parse_args()
+    try:
+        result = measure(options.model)
+    except ConfigError as error:
+        sys.stderr.write(f"bench engine: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+
+
+def measure(model_directory: Path | None = None) -> dict[str, Any]:
+    """Tokens per second of both engines for each number of slots, and what they were measured on."""
+    if model_directory is not None and not model_directory.is_dir():
+        raise ConfigError(f"--model {model_directory}: no such directory")
+    torch.set_num_threads(1)
+    transformers: Any = transformers_logging  # untyped
+    transformers.set_verbosity_error()
+    transformers.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="transformers")
+    rows = [_measure_slots(model_directory, slots) for slots in SLOTS]
+    parameters = sum(parameter.numel() for parameter in _model(model_directory).parameters())
+    return {
+        "rows": rows,
+        "num_parameters": parameters,
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_tokens": MAX_TOKENS,
+        "rounds": ROUNDS,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The measurement for people."""
+    lines = [
+        f"tokens/s, {result['num_parameters']:,} parameters, {result['max_tokens']} tokens each, 1 thread, "
+        f"best of {result['rounds']}; load average {result['load_average']} on {result['cores']} cores",
+        f"{'slots':>6} {'embedded':>10} {'continuous batching':>20} {'ratio':>7}",
+    ]
+    lines += [
+        f"{row['slots']:>6} {row['embedded']:>10,} {row['continuous_batching']:>20,} {row['ratio']:>6.1f}x"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    embedded_model = _model(model_directory)
+    vocab_size = embedded_model.get_output_embeddings().weight.shape[0]
+    num_requests = slots * REQUESTS_PER_SLOT[slots]
+    prompts = rng.integers(0, vocab_size, (num_requests, PROMPT_TOKENS), dtype=np.int32)
+    embedded = _Embedded(embedded_model, slots)
+    peer = _ContinuousBatching(_model(model_directory), slots)
+    best = {"embedded": 0.0, "continuous_batching": 0.0}
+    try:
+        for contestant in (embedded, peer):
+            contestant(prompts[: min(8, num_requests)])  # warm up: caches, threads, first-touch memory
+        for _ in range(ROUNDS):
+            best["embedded"] = max(best["embedded"], _tokens_per_second(embedded, prompts))
+            best["continuous_batching"] = max(best["continuous_batching"], _tokens_per_second(peer, prompts))
+    finally:
+        peer.close()
+    rounded = {name: round(value) for name, value in best.items()}
+    return {"slots": slots, **rounded, "ratio": round(best["embedded"] / best["continuous_batching"], 2)}
+
+
+def _tokens_per_second(contestant: Callable[[np.ndarray[Any, Any]], int], prompts: np.ndarray[Any, Any]) -> float:
+    start = time.perf_counter()
+    num_tokens = contestant(prompts)
+    return num_tokens / (time.perf_counter() - start)
+
+
+def _model(model_directory: Path | None) -> Any:
+    model: Any
+    if model_directory is not None:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+        return model.eval()
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=19,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    config._attn_implementation = "sdpa"
+    model_class: Any = Qwen2ForCausalLM
+    return model_class(config).eval()
+
+
+class _Embedded:
+    """Our engine; a call generates for all prompts and returns the number of tokens."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        self._engine = EmbeddedEngine(model, slots=slots, max_len=PROMPT_TOKENS + MAX_TOKENS, eos_token_ids=())
+
+    def __call__(self, prompts: np.ndarray[Any, Any]) -> int:
+        return asyncio.run(asyncio.wait_for(self._generate(prompts), DEADLINE_SECONDS))
+
+    async def _generate(self, prompts: np.ndarray[Any, Any]) -> int:
+        return sum(await asyncio.gather(*(self._one(index, prompt) for index, prompt in enumerate(prompts))))
+
+    async def _one(self, index: int, prompt: np.ndarray[Any, Any]) -> int:
+        request = EngineRequest(
+            request_id=str(index), prompt_token_ids=prompt, max_tokens=MAX_TOKENS, sampler=Sampler(seed=index)
+        )
+        num_tokens = 0
+        async for chunk in self._engine.generate(request):
+            num_tokens += len(chunk.token_ids)
+        return num_tokens
+
+
+class _ContinuousBatching:
+    """transformers' manager; its loop has a thread of its own, which is the only one that computes meanwhile."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        page_size = 16
+        generation: Any = GenerationConfig
+        pages_per_request = -(-(PROMPT_TOKENS + MAX_TOKENS) // page_size)
+        self._manager = model.init_continuous_batching(
+            generation_config=generation(
+                max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                return_logprobs=True,
+                num_blocks=slots * (pages_per_request + 1),
+                page_size=page_size,
+                max_batch_tokens=512,
+                max_requests_per_batch=slots,
+                allow_block_sharing=False,
+            ),
+        )
+        self._manager.start()
+
+    def __call__(self, prompts: np.ndarray[Any, Any]) -> int:
+        self._manager.add_requests(prompts.tolist(), max_new_tokens=MAX_TOKENS)
+        num_tokens, num_finished, deadline = 0, 0, time.monotonic() + DEADLINE_SECONDS
+        while num_finished < len(prompts):
+            result = self._manager.get_result(timeout=5)
+            if result is not None and result.is_finished():
+                num_finished += 1
+                num_tokens += len(result.generated_tokens)
+            if time.monotonic() > deadline or not self._manager.is_running():
+                raise DeadlineExceeded(
+                    f"continuous batching finished {num_finished} of {len(prompts)} requests in {DEADLINE_SECONDS} s "
+                    "or stopped; nothing can be compared"
+                )
+        return num_tokens
+
+    def close(self) -> None:
+        """End its thread."""
+        self._manager.stop(block=True)
+
+
+if __name__ == "__main__":
+    main()

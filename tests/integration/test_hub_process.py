@@ -1,0 +1,319 @@
+"""The hub as a process: over Flight, killed, restarted, refused twice, stopped, and finished."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.messages import (
+    Ack,
+    Committed,
+    Group,
+    Lease,
+    LeaseRef,
+    Register,
+    Registered,
+    Reserve,
+    Reserved,
+    Rows,
+    Sealed,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.records import Commit, HubRecord, RunRecord, commit_key
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
+
+pytestmark = pytest.mark.slow
+
+TOKEN = "a-token-for-tests"
+VALUES = {
+    "rollouts": {"group_size": 2},
+    "engine": {"concurrency": 4},
+    "schedule": {"max_lag": 1},
+    "trainer": {"groups_per_step": 2, "steps": 2},
+    "placement": {"lease_seconds": 2.0},
+}
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PIPELINERL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+
+
+class HubProcess:
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        command = [
+            sys.executable,
+            "-m",
+            "pipelinerl_core.roles.hub",
+            "--run",
+            str(run),
+            "--parent-pid",
+            str(os.getpid()),
+        ]
+        self.process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+
+    def wait_until_up(self) -> HubRecord:
+        return self.wait_for(lambda record: record.pid == self.process.pid)
+
+    def wait_for(self, condition: Callable[[HubRecord], bool]) -> HubRecord:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            if (self.run / "hub.json").exists():
+                record = HubRecord.model_validate_json((self.run / "hub.json").read_text())
+                if condition(record):
+                    return record
+            assert self.process.poll() is None, self.process.communicate()[1]
+            time.sleep(0.05)
+        raise AssertionError(f"hub.json never said so: {(self.run / 'hub.json').read_text()}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=5)
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    config = build_config(VALUES).model_dump(mode="json")
+    record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
+    open_store(str(tmp_path)).put("run.json", record.model_dump_json().encode())
+    return tmp_path
+
+
+@pytest.fixture
+def start(run) -> Iterator[Callable[[], HubProcess]]:
+    started: list[HubProcess] = []
+
+    def start_one() -> HubProcess:
+        started.append(HubProcess(run))
+        return started[-1]
+
+    yield start_one
+    for hub in started:
+        hub.end()
+
+
+def rows_of(lease: Lease) -> tuple[GroupRef, pa.RecordBatch]:
+    rollouts = [
+        Rollout(
+            group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, lease_id=lease.lease_id,
+            prompt_id=lease.prompt.prompt_id, source=lease.prompt.source, env=lease.prompt.env, actor="actor-0",
+            group_size=2, prompt_token_ids=np.arange(3, dtype=np.int32),
+            completion_token_ids=np.arange(5, dtype=np.int32),
+            rollout_logprobs=np.full(5, -1, np.float32), weight_spans=(WeightSpan(0, 0, 5),),
+            loss_mask=np.ones(5, np.bool_), reward=float(index), outcome=Outcome.SCORED,
+            finish_reason=FinishReason.STOP, error=None, sampler=Sampler(), max_tokens=8, started_at=0.0,
+            finished_at=1.0, scored_at=2.0,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    ref = GroupRef(
+        group_id=lease.group_id, attempt=lease.attempt, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=10
+    )
+    return ref, encode_rollouts("run", rollouts)
+
+
+class Actor:
+    def __init__(self, record: HubRecord, leases: tuple[LeaseRef, ...] = ()) -> None:
+        self.client = HubClient(record.url, token=TOKEN, role="actor", name="actor-0")
+        answer = self.client.request(Register(role="actor", name="actor-0", epoch=1, leases=leases))
+        assert isinstance(answer, Registered)
+        self.boot_id = answer.boot_id
+
+    def sync(self, want: int, leases: tuple[str, ...] = (), version: int = 0) -> SyncReply:
+        answer = self.client.request(
+            Sync(
+                boot_id=self.boot_id, engine_version=version, running=0, waiting=0, concurrency=4, want=want,
+                leases=leases, num_tokens=0, running_seconds=0.0,
+            )
+        )  # fmt: skip
+        assert isinstance(answer, SyncReply)
+        return answer
+
+    def deliver(self, lease: Lease) -> str:
+        ref, batch = rows_of(lease)
+        answer = self.client.request(Group(lease_id=lease.lease_id, ref=ref), batch)
+        assert isinstance(answer, Ack)
+        return answer.note
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+
+
+class Trainer:
+    def __init__(self, record: HubRecord, run: Path, **registration) -> None:
+        self.store = open_store(str(run))
+        self.client = HubClient(record.url, token=TOKEN, role="trainer", name="trainer")
+        answer = self.client.request(Register(role="trainer", name="trainer", epoch=1, **registration))
+        assert isinstance(answer, Registered)
+
+    def reserve(self, step: int) -> Reserved:
+        answer = self.client.request(Reserve(step=step, epoch=1, wait_seconds=2.0))
+        assert isinstance(answer, Reserved)
+        assert answer.is_ready, answer.reason
+        return answer
+
+    def commit(self, step: int, answer: Reserved | None = None, *, is_announced: bool = True) -> None:
+        refs = answer.groups if answer else ()
+        trained = [
+            {"group_id": ref.group_id, "attempt": ref.attempt, "fate": "trained", "num_tokens": ref.num_tokens}
+            for ref in refs
+        ]
+        told = (
+            answer.model_dump(include={"next_group_id", "open_groups", "low_water", "tokens", "actors"})
+            if answer
+            else {}
+        )
+        commit = Commit.model_validate(
+            {
+                "run_id": "run", "step": step, "epoch": 1, "batches": (), "weights_sha256": "",
+                "manifest": manifest(step),
+                "checkpoint": None, "fates": trained, "reserved_at": 0, "computed_at": 0, "committed_at": 0, **told,
+            }
+        )  # fmt: skip
+        self.store.put(commit_key(step, 1), commit.model_dump_json().encode())
+        if is_announced:
+            groups = tuple((ref.group_id, ref.attempt) for ref in refs)
+            self.client.request(
+                Committed(step=step, epoch=1, manifest=manifest(step), groups=groups, is_last=step == 2)
+            )
+
+
+def test_a_hub_killed_in_the_middle_of_a_step_goes_on_where_it_was(run, start):
+    first = start()
+    record = first.wait_until_up()
+    trainer, actor = Trainer(record, run), Actor(record)
+    trainer.commit(0)
+    leases = actor.sync(want=4).leases
+    assert len(leases) == 4
+    writer = SegmentWriter(trainer.store, "actor-0", 1, "run", max_seconds=1.0, max_bytes=1 << 20)
+    for lease in leases[:3]:
+        assert actor.deliver(lease) == "ready"
+        writer.append(*reversed(rows_of(lease)))
+    seq, groups = writer.seal()
+    actor.client.request(Sealed(actor="actor-0", epoch=1, seq=seq, groups=groups))
+    reserved = trainer.reserve(1)
+    trainer.commit(1, reserved, is_announced=False)
+
+    first.end()
+    second = start()
+    record = second.wait_until_up()
+    assert record.boot_id.startswith("2-")
+    trainer = Trainer(record, run, committed_step=1, manifest=manifest(1))
+    kept = LeaseRef(group_id=3, attempt=0, lease_id=leases[3].lease_id)
+    actor = Actor(record, leases=(kept,))
+    assert actor.sync(want=0, leases=(kept.lease_id,)).stop_leases == ()
+    assert actor.deliver(leases[0]) == "known"
+    assert actor.deliver(leases[3]) == "ready"
+    reserved = trainer.reserve(2)
+    assert [ref.group_id for ref in reserved.groups] == [2, 3]
+    rows = trainer.client.request_rows(Rows(step=2, groups=((2, 0), (3, 0))))
+    assert [decode_rollouts(batch)[1].group_id for _, batch in rows] == [2, 3]
+    assert reserved.tokens["trained"] == 20
+    trainer.commit(2, reserved)
+
+    assert actor.sync(want=4, version=2).state == "drain"
+    actor.client.close()
+    trainer.client.close()
+    assert second.process.wait(timeout=8) == 0
+    assert HubRecord.model_validate_json((run / "hub.json").read_text()).live["state"] == "done"
+
+
+def test_a_second_hub_is_refused_with_one_line_and_exit_code_1(start):
+    start().wait_until_up()
+    second = start()
+    assert second.process.wait(timeout=15) == 1
+    lines = second.process.stderr.read().strip().splitlines()
+    assert "this run has a hub" in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_stopped_hub_is_gone_within_two_seconds_although_a_peer_stays(start):
+    hub = start()
+    actor = Actor(hub.wait_until_up())
+    hub.process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    assert hub.process.wait(timeout=5) == 0
+    assert time.monotonic() - begun < 3.0
+    actor.client.close()
+
+
+def test_a_hub_dies_with_its_parent(run):
+    script = textwrap.dedent(f"""
+        import os, subprocess, sys, time
+        hub = subprocess.Popen([sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", {str(run)!r},
+                                "--parent-pid", str(os.getpid())], stderr=subprocess.DEVNULL)
+        print(hub.pid, flush=True)
+        time.sleep(60)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    deadline = time.monotonic() + 20
+    while not (run / "hub.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.communicate()
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the hub outlived its parent"
+        time.sleep(0.02)
+
+
+def test_a_hub_without_a_token_says_what_to_set(run):
+    command = [sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", str(run), "--parent-pid", str(os.getpid())]
+    result = subprocess.run(
+        command, env={**environment(), "PIPELINERL_TOKEN": ""}, capture_output=True, text=True, timeout=30
+    )
+    assert result.returncode == 2
+    assert "PIPELINERL_TOKEN is not set" in result.stderr
+
+
+def test_a_beat_from_another_host_keeps_a_second_hub_away_until_it_is_old(run, start):
+    record = HubRecord(
+        url="grpc://x:1",
+        boot_id="1-x",
+        host="not-" + socket.gethostname(),
+        pid=1,
+        process_started_at=0.0,
+        beat=time.time(),
+    )
+    (run / "hub.json").write_text(record.model_dump_json())
+    refused = start()
+    assert refused.process.wait(timeout=15) == 1
+    (run / "hub.json").write_text(json.dumps({**json.loads(record.model_dump_json()), "beat": time.time() - 6}))
+    start().wait_until_up()
+
+
+def test_a_wrong_token_gets_nothing(start):
+    record = start().wait_until_up()
+    client = flight.connect(record.url)
+    options = flight.FlightCallOptions(headers=[(b"authorization", b"Bearer wrong")], timeout=10)
+    command = json.dumps({"role": "actor", "name": "actor-0"}).encode()
+
+    def knock() -> None:
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(command), options)
+        with writer:
+            reader.read_chunk()
+
+    with pytest.raises(flight.FlightUnauthenticatedError, match="wrong or missing token"):
+        knock()
+    client.close()

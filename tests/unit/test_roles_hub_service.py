@@ -1,0 +1,362 @@
+"""The hub object without a network: messages in, answers out."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease
+from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.messages import (
+    Ack,
+    Bye,
+    Committed,
+    FateRecord,
+    Group,
+    Lease,
+    LeaseRef,
+    Message,
+    Refused,
+    Register,
+    Registered,
+    Reserve,
+    Reserved,
+    Rows,
+    RowsHeader,
+    Sealed,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.records import Commit, EpochRecord, commit_key, epoch_key
+from pipelinerl_core.roles.hub_live import LiveRecord
+from pipelinerl_core.roles.hub_service import Hub
+from pipelinerl_core.roles.hub_store import read_past, summarize
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
+
+CONFIG = build_config(
+    {
+        "rollouts": {"group_size": 2},
+        "engine": {"concurrency": 4},
+        "schedule": {"max_lag": 1},
+        "trainer": {"groups_per_step": 2, "steps": 2},
+    }
+)
+SPANS = (WeightSpan(0, 0, 3), WeightSpan(1, 3, 5))
+
+
+def rollout(lease: Lease, index: int, *, spans=SPANS, reward: float | None = None, actor: str = "actor-0") -> Rollout:
+    num = spans[-1].end
+    return Rollout(
+        group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, lease_id=lease.lease_id,
+        prompt_id=lease.prompt.prompt_id, source=lease.prompt.source, env=lease.prompt.env, actor=actor, group_size=2,
+        prompt_token_ids=np.arange(4, dtype=np.int32), completion_token_ids=np.arange(num, dtype=np.int32),
+        rollout_logprobs=np.full(num, -0.5, np.float32), weight_spans=spans, loss_mask=np.ones(num, np.bool_),
+        reward=reward, outcome=Outcome.ERROR if reward is None else Outcome.SCORED, finish_reason=FinishReason.STOP,
+        error="reward: broken" if reward is None else None, sampler=Sampler(), max_tokens=8, started_at=0.0,
+        finished_at=1.0, scored_at=2.0,
+    )  # fmt: skip
+
+
+def rows_of(lease: Lease, rewards=(0.0, 1.0)) -> tuple[GroupRef, pa.RecordBatch]:
+    spans = (WeightSpan(0, 0, 5),)
+    batch = encode_rollouts("run", [rollout(lease, i, spans=spans, reward=r) for i, r in enumerate(rewards)])
+    ref = GroupRef(
+        group_id=lease.group_id, attempt=lease.attempt, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=10
+    )
+    return ref, batch
+
+
+def manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, epoch=2, files=(), key=None, shm=None, host="", published_at=0.0)
+
+
+class Talk:
+    """A hub and what its peers say to it."""
+
+    def __init__(self, url: str, ledger: Ledger | None = None, rows: dict | None = None) -> None:
+        self.store = open_store(url)
+        self.ledger = ledger or Ledger(CONFIG, clock=time.time, boot_id="boot")
+        self.hub = Hub(CONFIG, self.ledger, build_source(CONFIG), self.store, boot_id="boot", rows=rows)
+        self.credits: list[int] = []
+        self.hub.connected("a", self.credits.append)
+        self.hub.connected("t", lambda num_groups: None)
+
+    def __call__(self, peer: str, message: Message, rows: pa.RecordBatch | None = None) -> Message:
+        [(answer, batch)] = self.hub.handle(peer, message.model_copy(update={"id": 7}), rows)
+        assert batch is None
+        assert answer.re == 7
+        return answer
+
+    def register(self) -> None:
+        self("a", Register(role="actor", name="actor-0", epoch=1))
+        self("t", Register(role="trainer", name="trainer", epoch=2))
+        self("t", Committed(step=0, epoch=2, manifest=manifest(0), groups=()))
+
+    def sync(self, want: int, leases: Sequence[str] = (), version: int = 0, **more) -> SyncReply:
+        message = Sync(
+            boot_id="boot", engine_version=version, running=0, waiting=0, concurrency=4, want=want,
+            leases=tuple(leases), num_tokens=0, running_seconds=0.0, **more,
+        )  # fmt: skip
+        answer = self("a", message)
+        assert isinstance(answer, SyncReply)
+        return answer
+
+    def deliver(self, lease: Lease) -> None:
+        ref, batch = rows_of(lease)
+        assert self("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="ready")
+
+    def reserve(self, step: int, wait_seconds: float = 0.0) -> Reserved:
+        answer = self("t", Reserve(step=step, epoch=2, wait_seconds=wait_seconds))
+        assert isinstance(answer, Reserved)
+        return answer
+
+    def commit(self, step: int, answer: Reserved, **more) -> None:
+        groups = tuple((ref.group_id, ref.attempt) for ref in answer.groups)
+        self("t", Committed(step=step, epoch=2, manifest=manifest(step), groups=groups, fates=answer.fates, **more))
+
+
+@pytest.fixture
+def talk(tmp_path) -> Talk:
+    talk = Talk(str(tmp_path))
+    talk.register()
+    return talk
+
+
+def test_a_summary_counts_tokens_per_version_of_scored_rollouts_only():
+    lease = Lease(
+        group_id=3, attempt=1, lease_id="x", deadline_seconds=0.0, group_size=3, prompt=build_source(CONFIG).prompt(3)
+    )
+    batch = encode_rollouts(
+        "run",
+        [
+            rollout(lease, 0, reward=1.0),
+            rollout(lease, 1, spans=(WeightSpan(1, 0, 4),)),
+            rollout(lease, 2, spans=(WeightSpan(0, 0, 1), WeightSpan(2, 1, 7)), reward=0.25),
+        ],
+    )
+    ref = GroupRef(group_id=3, attempt=1, actor="actor-0", actor_epoch=1, num_rollouts=3, num_tokens=16)
+    summary = summarize(ref, batch)
+    assert summary.tokens_by_version == {0: 3 + 1, 1: 2, 2: 6}
+    assert summary.rewards == (1.0, 0.25)
+    with pytest.raises(SchemaMismatch, match="16 tokens"):
+        summarize(GroupRef(group_id=3, attempt=1, actor="a", actor_epoch=1, num_rollouts=3, num_tokens=15), batch)
+
+
+def test_leases_carry_the_prompts_of_their_position(talk):
+    source = build_source(CONFIG)
+    leases = talk.sync(want=3).leases
+    assert [lease.prompt for lease in leases] == [source.prompt(0), source.prompt(1), source.prompt(2)]
+    assert leases[0].group_size == 2
+
+
+def test_who_has_not_registered_or_knows_another_hub_is_told_to_register(talk):
+    talk.hub.connected("new", lambda num_groups: None)
+    stranger = talk("new", Sync(
+        boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=1, want=0, leases=(), num_tokens=0,
+        running_seconds=0.0,
+    ))  # fmt: skip
+    assert isinstance(stranger, Refused)
+    assert stranger.code == "unknown_boot"
+    old = talk("a", Sync(
+        boot_id="older", engine_version=0, running=0, waiting=0, concurrency=1, want=0, leases=(), num_tokens=0,
+        running_seconds=0.0,
+    ))  # fmt: skip
+    assert isinstance(old, Refused)
+    assert old.code == "unknown_boot"
+
+
+def test_a_step_from_lease_to_announcement(talk):
+    leases = talk.sync(want=4).leases
+    for lease in leases[:2]:
+        talk.deliver(lease)
+    answer = talk.reserve(1)
+    assert [ref.group_id for ref in answer.groups] == [0, 1]
+    sent = list(talk.hub.handle("t", Rows(id=9, step=1, groups=((1, 0), (0, 0))), None))
+    assert [header for header, _ in sent] == [
+        RowsHeader(re=9, group_id=1, attempt=0, remaining=1),
+        RowsHeader(re=9, group_id=0, attempt=0, remaining=0),
+    ]
+    assert decode_rollouts(sent[0][1])[1].reward == 1.0
+    assert talk.sync(want=0).manifest.version == 0
+    talk.commit(1, answer, metrics={"reward/mean": 0.5})
+    assert talk.sync(want=0).manifest.version == 1
+    with pytest.raises(StopIteration):
+        next(iter(talk.hub.handle("t", Rows(step=1, groups=()), None)))
+    [(gone, _)] = talk.hub.handle("t", Rows(step=1, groups=((0, 0),)), None)
+    assert gone.code == "not_reserved"
+
+
+def test_reserve_waits_until_the_group_it_lacks_arrives(talk):
+    leases = talk.sync(want=2).leases
+    talk.deliver(leases[0])
+    threading.Timer(0.1, talk.deliver, [leases[1]]).start()
+    begun = time.monotonic()
+    assert talk.reserve(1, wait_seconds=4.0).is_ready
+    assert time.monotonic() - begun < 2.0
+
+
+def test_reserve_says_after_its_wait_that_nothing_is_ready(talk):
+    begun = time.monotonic()
+    assert not talk.reserve(1, wait_seconds=0.1).is_ready
+    assert 0.1 <= time.monotonic() - begun < 1.0
+
+
+def test_credit_falls_with_groups_at_the_hub_and_returns_when_the_trainer_takes_them(talk):
+    leases = talk.sync(want=2).leases
+    assert talk.sync(want=0).credit == 8
+    for lease in leases:
+        talk.deliver(lease)
+    assert talk.sync(want=0).credit == 6
+    talk.reserve(1)
+    assert talk.credits == [2]
+    assert talk.sync(want=0).credit == 8
+
+
+def test_a_group_that_does_not_stay_returns_its_credit(talk):
+    [lease] = talk.sync(want=1).leases
+    ref, batch = rows_of(lease, rewards=(0.0, None))
+    assert talk("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="failed")
+    ref, batch = rows_of(lease.model_copy(update={"attempt": 3}))
+    with pytest.raises(StaleLease):
+        talk("a", Group(lease_id="other", ref=ref), batch)
+    assert talk.credits == [1, 1]
+
+
+def test_a_goodbye_frees_leases_at_once_and_a_lost_connection_does_not(talk):
+    talk.sync(want=2)
+    talk.hub.disconnected("a")
+    assert talk.ledger.num_leased == 2
+    talk.hub.connected("a", talk.credits.append)
+    talk("a", Register(role="actor", name="actor-0", epoch=1))
+    talk("a", Bye())
+    assert (talk.ledger.num_leased, talk.ledger.num_queued) == (0, 2)
+
+
+def test_after_the_last_step_actors_are_told_to_leave(talk):
+    for step in (1, 2):
+        for lease in talk.sync(want=2, version=step - 1).leases:
+            talk.deliver(lease)
+        talk.commit(step, talk.reserve(step), is_last=step == 2)
+    assert talk.hub.is_finished
+    assert talk.sync(want=4, version=2).state == "drain"
+
+
+def test_a_stopping_hub_drains_and_answers_a_waiting_reserve(talk):
+    threading.Timer(0.1, talk.hub.stop).start()
+    begun = time.monotonic()
+    assert not talk.reserve(1, wait_seconds=5.0).is_ready
+    assert time.monotonic() - begun < 3.0
+    assert talk.sync(want=4).state == "drain"
+    assert not talk.hub.is_finished
+
+
+def test_an_older_trainer_is_fenced(talk):
+    talk("t", Register(role="trainer", name="trainer", epoch=4))
+    with pytest.raises(Fenced):
+        talk("t", Committed(step=1, epoch=2, manifest=None, groups=()))
+
+
+def test_live_record_shows_the_run(talk):
+    for lease in talk.sync(want=4).leases[:3]:
+        talk.deliver(lease)
+    swap = {"actor": "actor-0", "actor_epoch": 1, "at": 0.0, "num_bytes": 1, "num_running": 1, "num_tokens": 1}
+    talk.sync(want=0, swaps=tuple({**swap, "version": v, "pause_seconds": v / 1000} for v in (1, 2, 9)))
+    talk.commit(1, talk.reserve(1), metrics={"reward/mean": 0.5, "importance/ess": 0.9, "lag/mean": 0.25})
+    live = LiveRecord(talk.hub, CONFIG, "grpc://x:1").record("run").live
+    seen = {name: live[name] for name in ("step", "steps", "newest_version", "ready", "leased", "reserved", "state")}
+    assert seen == {
+        "step": 1, "steps": 2, "newest_version": 1, "ready": 1, "leased": 1, "reserved": 0, "state": "run",
+    }  # fmt: skip
+    assert (live["swap_pause_seconds"], live["swap_pause_seconds_max"], live["num_swaps"]) == (0.002, 0.009, 3)
+    assert (live["reward_mean"], live["ess"], live["lag_mean"]) == (0.5, 0.9, 0.25)
+    assert live["actors"]["actor-0/1"]["leases"] == 1
+    assert live["tokens"]["trained"] == 20
+
+
+# ---- with the store ----------------------------------------------------------------------------------------------
+
+
+def seal(talk: Talk, lease: Lease) -> None:
+    ref, batch = rows_of(lease)
+    writer = SegmentWriter(talk.store, "actor-0", 1, "run", max_seconds=1.0, max_bytes=1 << 20)
+    writer.append(batch, ref)
+    writer.seal()
+
+
+def write_commit(talk: Talk, step: int, answer: Reserved | None = None) -> None:
+    fates = [
+        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
+        for ref in (answer.groups if answer else ())
+    ]
+    commit = Commit(
+        run_id="run", step=step, epoch=2, batches=(), weights_sha256="", manifest=manifest(step), checkpoint=None,
+        fates=tuple(fates), next_group_id=answer.next_group_id if answer else 0,
+        open_groups=answer.open_groups if answer else (), low_water=answer.low_water if answer else {},
+        tokens=answer.tokens if answer else {}, actors=answer.actors if answer else {}, reserved_at=0.0,
+        computed_at=0.0, committed_at=0.0,
+    )  # fmt: skip
+    talk.store.put(commit_key(step, 2), commit.model_dump_json().encode())
+
+
+def test_a_commit_that_no_hub_was_told_of_is_read_from_the_store(talk):
+    for lease in talk.sync(want=2).leases:
+        talk.deliver(lease)
+    write_commit(talk, 1, talk.reserve(1))
+    talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1, manifest=manifest(1)))
+    assert (talk.ledger.committed_step, talk.ledger.newest_version, talk.ledger.num_outstanding) == (1, 1, 0)
+    assert talk.ledger.tokens()["trained"] == 20
+
+
+def test_a_claimed_commit_that_is_not_in_the_store_is_an_error(talk):
+    with pytest.raises(MissingObject, match="commit of step 1"):
+        talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1))
+
+
+def test_a_restarted_hub_serves_sealed_rows_and_reservations_that_are_presented_again(talk):
+    leases = talk.sync(want=4).leases
+    for lease in leases[:2]:
+        talk.deliver(lease)
+    first = talk.reserve(1)
+    record = EpochRecord(epoch=2, role="trainer", parent=None, adopted_through=-1, started_at=0, host="", pid=1)
+    talk.store.put(epoch_key(2), record.model_dump_json().encode())
+    write_commit(talk, 0)
+    write_commit(talk, 1, first)
+    seal(talk, leases[2])
+    ref, batch = rows_of(leases[3])
+    refs = (rows_of(leases[2])[0], ref)
+
+    past = read_past(talk.store)
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    ledger.restore(past.commit, past.sealed, past.manifest)
+    new = Talk(talk.store.url.removeprefix("file://"), ledger, past.rows)
+    assert new(
+        "t", Register(role="trainer", name="trainer", epoch=2, step=2, reservation=refs, committed_step=1)
+    ) == (Registered(re=7, boot_id="boot", newest_version=1, sync_seconds=0.05, credit=0))
+    wanted = Rows(step=2, groups=((2, 0), (3, 0)))
+    with pytest.raises(MissingObject, match="group 3"):
+        list(new.hub.handle("t", wanted, None))
+    held = LeaseRef(group_id=3, attempt=0, lease_id=leases[3].lease_id)
+    new("a", Register(role="actor", name="actor-0", epoch=1, leases=(held,)))
+    assert new("a", Group(lease_id=leases[3].lease_id, ref=ref), batch) == Ack(re=7, note="known")
+    assert [header.group_id for header, _ in new.hub.handle("t", wanted, None)] == [2, 3]
+
+
+def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
+    [lease] = talk.sync(want=1).leases
+    refs = (rows_of(lease)[0],)
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    ledger.committed(0, (), (), manifest(0))
+    new = Talk(talk.store.url.removeprefix("file://"), ledger)
+    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
+    seal(new, lease)
+    new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
+    [(header, batch)] = new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None)
+    assert (header.group_id, batch.num_rows) == (0, 2)

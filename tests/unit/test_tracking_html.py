@@ -1,0 +1,164 @@
+"""The page: self-contained, well-formed, honest about what it shows."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from pipelinerl_core.records import (
+    REPORT_HTML_KEY,
+    REPORT_JSON_KEY,
+    RUN_KEY,
+    WEIGHTS_TABLE_KEY,
+    EvalRecord,
+    RunRecord,
+    commit_key,
+    eval_key,
+)
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import (
+    Shape,
+    decode,
+    make_commit,
+    make_rollout,
+    put_batch,
+    put_record,
+    training_row,
+    write_run,
+)
+from pipelinerl_core.tracking import charts, figures
+from pipelinerl_core.tracking.html import duration, render_report, write_report
+
+_VOID = {"meta", "br", "link"}
+
+
+class Balance(HTMLParser):
+    """Fails on a tag that is closed out of order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+        self.attributes = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page():
+    store = MemoryStore()
+    write_run(store, Shape(steps=30), crash_at=9)
+    return render_report(store, decode=decode)
+
+
+def test_nothing_comes_from_outside(page):
+    assert "http://" not in page
+    assert "https://" not in page
+    assert not re.search(r"@import|url\(|<script|<link|<img|<iframe", page)
+    parser = Balance()
+    parser.feed(page)
+    assert not parser.attributes & {"src", "href", "onclick", "onload"}
+
+
+def test_tags_are_balanced(page):
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+
+
+def test_every_chart_is_valid_xml_inside_its_view_box(page):
+    found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert len(found) == 8
+    for text in found:
+        root = ElementTree.fromstring(text)
+        width, height = map(float, root.get("viewBox").split()[2:])
+        for mark in root.iter("rect"):
+            assert 0 <= float(mark.get("x")) <= float(mark.get("x")) + float(mark.get("width")) <= width + 2.1
+            assert 0 <= float(mark.get("y")) <= float(mark.get("y")) + float(mark.get("height")) <= height
+        for mark in root.iter("circle"):
+            assert 0 <= float(mark.get("cx")) <= width
+            assert 0 <= float(mark.get("cy")) <= height
+        assert "nan" not in text
+
+
+def test_a_higher_value_is_drawn_higher_and_later_is_further_right():
+    series = [charts.Series("r", [(0.0, 0.0), (10.0, 1.0)], "train")]
+    text = charts.line_chart("t", series, charts.Axis("x"), charts.Axis("y"))
+    (x0, y0), (x1, y1) = re.findall(r"([\d.]+) ([\d.]+)", re.search(r' d="M(.*?)"', text).group(1))
+    assert float(x1) > float(x0)
+    assert float(y1) < float(y0)
+
+
+def test_ticks_are_round_numbers():
+    assert charts.nice_ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert charts.nice_ticks(-0.5, 3.5, 6) == [0, 1, 2, 3]
+    assert charts.nice_ticks(3, 3) == [3]
+
+
+def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_out():
+    store = MemoryStore()
+    put_record(store, RUN_KEY, RunRecord(run_id="r", created_at=0.0, code_version="0", config={}))
+    rollout = make_rollout(spans=[(7, 0, 3), (8, 3, 6)], prompt="3+4=", completion="12345")
+    rows = [training_row(rollout, oldest_version=8)]
+    put_record(store, commit_key(9, 2), make_commit(9).model_copy(update={"batches": put_batch(store, 9, 2, rows)}))
+    page = render_report(store, decode=decode)
+    assert '<span class="v1 stale" title="version 7">123</span>' in page
+    assert '<span class="v2" title="version 8">45&lt;end&gt;</span>' in page
+    assert '<span class="prompt">3+4=</span>' in page
+    without = render_report(store)
+    assert '<span class="v1 stale" title="version 7">1 2 3 </span>' in without
+
+
+def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret():
+    store = MemoryStore()
+    config = {"tracking": {"mlflow_uri": "postgresql://u:hunter2@h/db"}, "hub": {"token": "hunter2"}}
+    put_record(store, RUN_KEY, RunRecord(run_id="<b>r</b>", created_at=0.0, code_version="0", config=config))
+    sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0}
+    record = EvalRecord(version=0, num_prompts=1, accuracy=0, mean_tokens=1, errors=0, seconds=1, samples=(sample,))
+    put_record(store, eval_key(0), record)
+    page = render_report(store)
+    assert "<script>" not in page
+    assert "&lt;/pre&gt;\\u001b$css" in page
+    assert "<b>r</b>" not in page
+    assert "hunter2" not in page
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+
+
+def test_before_and_after_are_both_shown(page):
+    assert "Before: the first groups of step 1<" in page
+    assert "After: the first groups of step 30<" in page
+    assert "Version 0: 12.0%" in page
+    assert "Version 30: 87.0%" in page
+
+
+def test_write_report_writes_the_three_objects_and_they_agree():
+    store = MemoryStore()
+    write_run(store, Shape(steps=3))
+    report = write_report(store, decode=decode)
+    assert json.loads(store.get(REPORT_JSON_KEY)) == report
+    assert store.exists(WEIGHTS_TABLE_KEY)
+    assert f"{report['samples']:,} rollouts" in store.get(REPORT_HTML_KEY).decode()
+
+
+def test_durations_read_well():
+    assert [duration(seconds) for seconds in (7.31, 252.3, 7384.0)] == ["7.3 s", "4 min 12 s", "2 h 03 min"]
+
+
+def test_thinning_keeps_the_longest_pause():
+    points = [(float(index), 1.0) for index in range(5000)]
+    points[1234] = (1234.0, 99.0)
+    thinned = figures._worst(points)
+    assert len(thinned) <= 400
+    assert (1234.0, 99.0) in thinned

@@ -1,0 +1,111 @@
+"""Status and live view: what they say, and where they write it."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import START, Shape, put_record, write_run
+from pipelinerl_core.tracking import live
+from pipelinerl_core.tracking.follow import RunFollower
+from pipelinerl_core.tracking.live import LiveView, format_status, run_status, sparkline, status_line, status_of
+
+LIVE = {
+    "newest_version": 4,
+    "tokens_per_second": 9812.0,
+    "swap_pause_seconds": 0.008,
+    "actors": {"actor-0": {"running": 12, "waiting": 3, "concurrency": 16, "engine_version": 4}},
+}
+
+
+def hub(beat):
+    return HubRecord(
+        url="grpc://127.0.0.1:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=beat, live=LIVE
+    )
+
+
+@pytest.fixture
+def follower():
+    """Committed through step 3 of 10."""
+    store = MemoryStore()
+    write_run(store, Shape(steps=10))
+    store.delete(key for step in range(4, 11) for key in store.list("commits") if f"/{step:08d}." in key)
+    store.delete(["evals/00000010.json"])
+    follower = RunFollower(store)
+    follower.refresh()
+    return follower
+
+
+def test_a_live_run_shows_the_hub_and_its_pace(follower):
+    status = status_of(follower, hub(beat=START), now=START + 1)
+    assert status["state"] == "running"
+    assert status["eta_seconds"] == pytest.approx(7 * 0.8)  # seven steps of 0.8 s
+    assert status["actors"] == {"actor-0": {"engine_version": 4, "running": 12, "waiting": 3, "concurrency": 16}}
+    line = status_line(status)
+    assert line.startswith("step 3/10  reward ")
+    assert "9,812 tokens/s  pause 8.0 ms" in line
+    assert line.endswith("eta 0:06")
+
+
+def test_a_hub_that_does_not_beat_is_not_believed(follower):
+    status = status_of(follower, hub(beat=START), now=START + 60)
+    assert status["state"] == "stopped"
+    assert status["eta_seconds"] is None
+    assert status["hub"]["silent_seconds"] == 60
+    assert set(status["actors"]) == {"actor-0/1", "actor-1/1"}, "from the last commit"
+
+
+def test_a_complete_run_is_finished_and_its_status_reads_well():
+    store = MemoryStore()
+    write_run(store, Shape(steps=4))
+    put_record(store, HUB_KEY, hub(beat=START))
+    assert run_status(store)["state"] == "finished"
+    text = format_status(store)
+    assert text.startswith("synthetic: finished, step 4/4  reward ")
+    assert "held-out 87.0%" in text
+    assert "tokens: generated " in text
+
+
+def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monkeypatch):
+    clock = {"now": 100.0}
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock["now"])
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=False, width=20)
+    with LiveView(console, 10) as view:
+        view.update(None, follower)
+        follower.commits.pop(3)
+        clock["now"] += 4
+        view.update(None, follower)  # too early
+        assert len(out.getvalue().splitlines()) == 1
+        clock["now"] += 2
+        view.update(None, follower)
+        view.update(None, follower)  # nothing new
+    lines = out.getvalue().splitlines()
+    assert [line[:9] for line in lines] == ["step 3/10", "step 2/10"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_it_draws_progress_actors_and_history(follower):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with LiveView(console, 10) as view:
+        view.update(hub(beat=live.time.time()), follower)
+    text = out.getvalue()
+    assert "step 3/10" in text
+    assert "12/16 slots" in text
+    assert "12.0%" in text
+
+
+def test_it_writes_to_stderr_only(follower, capsys):
+    with LiveView(None, 10) as view:
+        view.update(None, follower)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "step 3/10" in captured.err
+
+
+def test_sparkline_grows_with_the_value():
+    assert sparkline([0.0, 0.5, 1.0], marks=" -#") == " -#"
+    assert sparkline([0.0, 4.0], marks=" #") == " #", "rewards above 1 are scaled to the largest"

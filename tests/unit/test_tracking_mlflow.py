@@ -1,0 +1,140 @@
+"""The MLflow tracker against a real SQLite store (creating one takes seconds)."""
+
+import logging
+import socket
+import threading
+import time
+
+import pytest
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.tracking import mlflow as tracking
+from pipelinerl_core.tracking.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    uri = tracking_uri("", str(tmp_path_factory.mktemp("root")))
+    MlflowTracker(uri, "warm", "warm").close()
+    return uri
+
+
+def history(tracker, key):
+    return [(one.step, one.value) for one in tracker._client.get_metric_history(tracker.run_id, key)]
+
+
+def run_of(tracker):
+    return tracker._client.get_run(tracker.run_id)
+
+
+def test_metrics_parameters_and_tags_arrive_without_secrets(uri):
+    config = {"trainer": {"steps": 3}, "hub": {"token": "hunter2"}}
+    tracker = MlflowTracker(uri, "e", "one", tags={"url": "s3://k:hunter2@b/x"}, config=config)
+    tracker.log(1, {"reward/mean": 0.25}, at=1_750_000_000.5)
+    tracker.log(2, {"reward/mean": 0.5})
+    tracker.close()
+    run = run_of(tracker)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"trainer.steps": "3", "hub.token": "[redacted]"}
+    assert run.data.tags[RUN_TAG] == "one"
+    assert "hunter2" not in str(run.data)
+    assert sorted(history(tracker, "reward/mean")) == [(1, 0.25), (2, 0.5)]
+    first = min(tracker._client.get_metric_history(tracker.run_id, "reward/mean"), key=lambda one: one.step)
+    assert first.timestamp == 1_750_000_000_500
+
+
+def test_a_resumed_run_is_the_same_run_and_repeats_no_step(uri):
+    tracker = MlflowTracker(uri, "e", "two", config={"a": 1})
+    for step in (1, 2):
+        tracker.log(step, {"train/loss": float(step)})
+    tracker.close("KILLED")
+    assert run_of(tracker).info.status == "KILLED"
+    by_id = MlflowTracker(uri, "e", "two", run_id=tracker.run_id, config={"a": 1, "b": 2})
+    assert by_id.run_id == tracker.run_id
+    assert run_of(by_id).info.status == "RUNNING"
+    for step in (1, 2, 3):
+        by_id.log(step, {"train/loss": float(step), "reward/mean": 0.5})
+    by_id.close()
+    assert sorted(history(by_id, "train/loss")) == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert len(history(by_id, "reward/mean")) == 3, "a key that was not logged before is not skipped"
+    by_name = MlflowTracker(uri, "e", "two")
+    by_name.close()
+    assert by_name.run_id == tracker.run_id
+
+
+def test_more_metrics_than_fit_one_batch_arrive(uri):
+    tracker = MlflowTracker(uri, "e", "many")
+    for step in range(60):
+        tracker.log(step, {f"m{index}": float(index) for index in range(20)})
+    tracker.close()
+    assert len(history(tracker, "m7")) == 60
+
+
+def test_an_artifact_lies_beside_the_database(uri):
+    tracker = MlflowTracker(uri, "e", "artifact")
+    tracker.log_artifact("report.html", b"<p>")
+    tracker.close()
+    assert tracker._client.list_artifacts(tracker.run_id)[0].path == "report.html"
+    assert uri.removeprefix("sqlite:///").rpartition("/")[0] in run_of(tracker).info.artifact_uri
+
+
+def test_losing_mlflow_later_is_warned_of_once_and_made_up_for(uri, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "_FLUSH_SECONDS", 0.1)
+    tracker = MlflowTracker(uri, "e", "away")
+    real = tracker._client.log_batch
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("down, token=hunter2 at http://u:hunter2@host")
+
+    monkeypatch.setattr(tracker._client, "log_batch", refuse)
+    with caplog.at_level(logging.WARNING):
+        tracker.log(1, {"x": 1.0})
+        deadline = time.monotonic() + 20
+        while tracker.num_failures < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert tracker.num_failures >= 3
+    assert len([record for record in caplog.records if "MLflow did not take" in record.message]) == 1
+    monkeypatch.setattr(tracker._client, "log_batch", real)
+    tracker.log(2, {"x": 2.0})
+    tracker.close()
+    assert tracker.num_lost == 0
+    assert sorted(history(tracker, "x")) == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_server_that_is_not_there_is_a_configuration_error_at_once():
+    begun = time.monotonic()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow_uri=http://127\.0\.0\.1:\d+: MLflow cannot be reached"):
+        MlflowTracker(f"http://127.0.0.1:{port}", "e", "r")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_server_that_never_answers_is_a_configuration_error_within_ten_seconds():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match=r"set tracking\.mlflow_uri=none"):
+            MlflowTracker(f"http://127.0.0.1:{silent.getsockname()[1]}", "e", "r")
+        assert time.monotonic() - begun < 10
+
+
+def test_closing_twice_leaves_no_thread(uri):
+    tracker = MlflowTracker(uri, "e", "twice")
+    tracker.close()
+    tracker.close("FAILED")
+    assert run_of(tracker).info.status == "FINISHED"
+    assert "mlflow" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_default_is_a_database_under_a_local_root():
+    assert tracking_uri("", "/data/runs") == "sqlite:////data/runs/mlflow.db"
+    assert tracking_uri("", "file:///data/runs") == "sqlite:////data/runs/mlflow.db"
+    assert tracking_uri("none", "/data/runs") is None
+    assert tracking_uri("http://h:5000", "/data/runs") == "http://h:5000"
+    assert run_page("sqlite:////data/runs/mlflow.db", "x") is None

@@ -1,0 +1,42 @@
+"""Nothing that looks like a secret reaches MLflow or a report."""
+
+import pytest
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.tracking.redact import REDACTED, flatten, redact
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hub.token", "s3.secret_access_key", "db.password", "apiKey", "x.api_key", "aws.accessKey", "credentials"],
+)
+def test_secrets_by_name(key):
+    assert redact({key: "hunter2"}) == {key: REDACTED}
+
+
+@pytest.mark.parametrize("key", ["trainer.pack_tokens", "rollouts.max_tokens", "loss.normalization", "prompts.keys"])
+def test_counts_of_tokens_are_no_secrets(key):
+    assert redact({key: "64"}) == {key: "64"}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("postgresql://me:hunter2@db/mlflow", f"postgresql://{REDACTED}@db/mlflow"),
+        ("https://host/x?X-Amz-Signature=abc&v=1", f"https://host/x?X-Amz-Signature={REDACTED}&v=1"),
+        ("AKIAABCDEFGHIJKLMNOP", REDACTED),
+        ("hf_abcdefghijklmnop", REDACTED),
+        ("Bearer abcdefghijkl", REDACTED),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+        ("token", "token"),
+    ],
+)
+def test_secrets_by_look(value, shown):
+    assert redact({"some.value": value}) == {"some.value": shown}
+
+
+def test_a_real_configuration_keeps_every_value():
+    flat = flatten(RunConfig().model_dump(mode="json"))
+    assert flat["trainer.pack_tokens"] == str(RunConfig().trainer.pack_tokens)
+    assert flat["loss.normalization"] == RunConfig().loss.normalization
+    assert redact(flat) == flat
