@@ -90,3 +90,15 @@ def s3_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 def s3_environment(monkeypatch: pytest.MonkeyPatch):
     """A function that points the standard AWS variables at an endpoint for this test."""
     return lambda endpoint: use_endpoint(monkeypatch, endpoint)
+
+
+@pytest.fixture(scope="session")
+def prepared_model() -> Path:
+    """The quickstart's starting model, built once per machine (about a minute) and cached by digest."""
+    from pipelinerl_core.config.model_path import resolve_model_path
+
+    if resolve_model_path("builtin:sums") is None:
+        subprocess.run([sys.executable, "-m", "pipelinerl_core.roles.prepare"], check=True, timeout=400)
+    path = resolve_model_path("builtin:sums")
+    assert path is not None
+    return path

@@ -105,8 +105,8 @@ class SlotDecoder:
                 differing = int((logits_RV != logits_RV[0]).any(dim=1).sum())
                 if differing:
                     raise EngineError(
-                        f"engine.deterministic=true: this machine computes {differing} of {rows} slots differently in "
-                        "the last bits, so results would depend on the slot. Try another engine.concurrency"
+                        f"engine.deterministic=true: this machine computes {differing} of {rows} slots differently "
+                        "in the last bits, so results would depend on the slot. Try another engine.concurrency"
                     )
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:

@@ -35,7 +35,7 @@ from pipelinerl_core.types import (
 
 KVPolicy = Literal["keep", "recompute", "drain"]
 
-# Rows of a deterministic step come in multiples of this: vectorised loops of the CPU take what is left over of a tensor
+# Rows of a deterministic step come in multiples of this: vectorised loops take what is left at the end of a tensor
 # by other instructions, whose last bit may differ, so no row may be such a rest.
 _ROW_STEP = 32
 

@@ -3,8 +3,8 @@
 Run: `python -m pipelinerl_core.roles.bench_engine [--model DIR] [--json]`. One process, one compute
 thread, the contestants take turns, the best of three rounds counts. Without --model it builds a random Qwen2 of 0.8 M
 parameters. Continuous batching gets a small KV cache and batch (its defaults size the cache by the free memory of the
-machine and build a dense mask over all of it) and no block sharing, which a swap of weights would break. Every request
-has 12 prompt tokens and 64 completion tokens, without end tokens.
+machine and build a dense mask over all of it) and no block sharing, which a swap of weights would break. Every
+request has 12 prompt tokens and 64 completion tokens, without end tokens.
 """
 
 import argparse

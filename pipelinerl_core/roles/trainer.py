@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -57,7 +58,14 @@ _PARITY_TOKENS = 2_000
 class Trainer:
     """Takes the optimizer steps of a run, one rank."""
 
-    def __init__(self, context: RunContext, learner: TorchLearner, epoch: EpochRecord) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        learner: TorchLearner,
+        epoch: EpochRecord,
+        *,
+        faults: Callable[[str], bool] | None = None,
+    ) -> None:
         self._context = context
         self._config = context.config
         self._store = context.store
@@ -67,7 +75,12 @@ class Trainer:
         self._reserved_step: int | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._link = HubLink(
-            context.store, token=context.token, role="trainer", name="trainer", registration=self._registration
+            context.store,
+            token=context.token,
+            role="trainer",
+            name="trainer",
+            registration=self._registration,
+            faults=faults,
         )
         self._committer = Committer(
             context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link

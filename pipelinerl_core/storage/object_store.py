@@ -52,8 +52,8 @@ def supports_create_only(store: ObjectStore) -> bool:
         return True
     key = f"check-{uuid.uuid4().hex}"
     try:
-        store.put_conditionally(key, b"first", mode="create")
-        store.put_conditionally(key, b"second", mode="create")
+        store.create(key, b"first")
+        store.create(key, b"second")
     except FileExistsError:
         return True
     except StoreError:

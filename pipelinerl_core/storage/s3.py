@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -70,41 +71,38 @@ class S3Store:
         """
         if create_only and self.exists(key):
             raise FileExistsError(f"{self.url}/{key} exists already")
-        self.put_conditionally(key, bytes(data), mode="create" if create_only else "overwrite")
+        if create_only:
+            self.create(key, bytes(data))
+            return
+        path = self._path(key)
+        self._call("write", key, lambda timeout: self._fs.pipe_file(path, bytes(data), timeout=timeout))
 
-    def put_conditionally(self, key: str, data: bytes, *, mode: str) -> None:
-        """One PUT, with If-None-Match for mode "create": FileExistsError where the store honours it."""
-        attempts = 0
+    def create(self, key: str, data: bytes) -> None:
+        """One PUT with If-None-Match: FileExistsError where the store honours it and the key exists."""
+        path, writer = self._path(key), uuid.uuid4().hex
 
         def write(timeout: float) -> None:
-            nonlocal attempts
-            attempts += 1
-            self._fs.pipe_file(self._path(key), data, mode=mode, timeout=timeout)
+            self._fs.pipe_file(path, data, mode="create", Metadata={"writer": writer}, timeout=timeout)
 
         try:
             self._call("write", key, write)
         except FileExistsError:
-            # An earlier attempt of ours may have arrived although its answer was lost.
-            if attempts > 1 and self.get(key) == data:
-                return
-            raise
+            # An earlier attempt of ours may have arrived although its answer was lost (the HTTP client repeats too).
+            if self._head(key).get("Metadata", {}).get("writer") != writer:
+                raise
 
     def get(self, key: str) -> bytes:
         """The whole object, by one request."""
+        path = self._path(key)
         data: bytes = self._call(
-            "read", key, lambda timeout: self._fs.cat_file(self._path(key), max_concurrency=1, timeout=timeout)
+            "read", key, lambda timeout: self._fs.cat_file(path, max_concurrency=1, timeout=timeout)
         )
         return data
 
     def exists(self, key: str) -> bool:
         """One HEAD request; never from a cache, and a mere prefix of other keys is no object."""
-        bucket, _, name = self._path(key).partition("/")
         try:
-            self._call(
-                "look up",
-                key,
-                lambda timeout: self._fs.call_s3("head_object", Bucket=bucket, Key=name, timeout=timeout),
-            )
+            self._head(key)
         except MissingObject:
             return False
         return True
@@ -137,6 +135,13 @@ class S3Store:
     def limited(self, seconds: float) -> "S3Store":
         """The same store, but everything is given up after `seconds`."""
         return S3Store(self.url, retry_seconds=seconds, attempt_seconds=seconds)
+
+    def _head(self, key: str) -> dict[str, Any]:
+        bucket, _, name = self._path(key).partition("/")
+        head: dict[str, Any] = self._call(
+            "look up", key, lambda timeout: self._fs.call_s3("head_object", Bucket=bucket, Key=name, timeout=timeout)
+        )
+        return head
 
     def _remove(self, path: str, timeout: float) -> None:
         self._fs.rm_file(path, timeout=timeout)

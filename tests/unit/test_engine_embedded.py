@@ -67,7 +67,7 @@ def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv, is_un
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit_for_bit(family):
     def mine(prior=None):
-        return ask("me", prompt=(1, 2, 3, 4, 5), max_tokens=25, seed=42, temperature=0.8, prior=prior)
+        return ask("me", prompt=(1, 2, 3, 4, 5), max_tokens=16, seed=42, temperature=0.8, prior=prior)
 
     def others(count, seed):
         rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
             ask(
                 f"o{seed}-{i}",
                 prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 10)),
-                max_tokens=int(rng.integers(1, 30)),
+                max_tokens=int(rng.integers(1, 20)),
                 seed=int(rng.integers(1 << 40)),
                 top_p=float(rng.choice([0.7, 1.0])),
             )
@@ -83,8 +83,8 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         ]
 
     async def scenario(num_before, interrupt_at=None):
-        engine = EmbeddedEngine(tiny_model(family), slots=13, max_len=40, eos_token_ids=[], deterministic=True)
-        requests = [*others(num_before, num_before), mine(), *others(5, 100 + num_before)]
+        engine = EmbeddedEngine(tiny_model(family), slots=13, max_len=32, eos_token_ids=[], deterministic=True)
+        requests = [*others(num_before, num_before), mine(), *others(3, 100 + num_before)]
         tasks = {request.request_id: asyncio.create_task(finish(engine, request)) for request in requests}
         if interrupt_at is not None:
             while "me" not in engine._running or engine._table.num_completion(num_before) < interrupt_at:  # noqa: ASYNC110
@@ -97,7 +97,7 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         return tasks["me"].result()
 
     alone = run(scenario(0))
-    for other in (scenario(1), scenario(12), scenario(20), scenario(5, interrupt_at=11)):
+    for other in (scenario(12), scenario(16), scenario(5, interrupt_at=7)):
         completion = run(other)
         assert completion.token_ids.tobytes() == alone.token_ids.tobytes()
         assert completion.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
@@ -137,10 +137,10 @@ def test_an_idle_engine_has_no_task():
 def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
     model = tiny_model(max_position_embeddings=8192)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB_SIZE, length) for length in (1500, 2, 1400, 1300, 1, 40)]
+    prompts = [rng.integers(0, VOCAB_SIZE, length) for length in (1200, 2, 1100, 1150, 1, 1000, 40)]
 
     async def main():
-        engine = EmbeddedEngine(model, slots=8, max_len=1600, eos_token_ids=[])
+        engine = EmbeddedEngine(model, slots=7, max_len=1300, eos_token_ids=[])
         return await asyncio.gather(
             *(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=4)) for i, prompt in enumerate(prompts))
         )

@@ -1,0 +1,109 @@
+"""A whole run of real roles for tests: a tiny model, the hub as a process, actor and trainer where the test wants them."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.records import RunRecord
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.codec import from_segment
+
+TOKEN = "a-token-for-tests"
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(url: str, *overrides: str) -> RunConfig:
+    """Write run.json of a small run on the quickstart's model; returns its configuration."""
+    config = load_config("quickstart", overrides)
+    record = RunRecord(
+        run_id=url.rstrip("/").rsplit("/", 1)[1],
+        created_at=time.time(),
+        code_version="test",
+        config=config.model_dump(mode="json"),
+    )
+    open_store(url).put("run.json", record.model_dump_json().encode())
+    return config
+
+
+def start_role(role: str, url: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """A role as a child process of this one, stderr appended to `log`."""
+    environment = {
+        **os.environ,
+        "PIPELINERL_TOKEN": TOKEN,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+    }
+    command = [sys.executable, "-m", f"pipelinerl_core.roles.{role}", "--run", url, *arguments]
+    if role != "replay":
+        command += ["--parent-pid", str(os.getpid())]
+    with log.open("ab") as stream:
+        return subprocess.Popen(command, env=environment, stderr=stream, stdout=stream, cwd=ROOT)
+
+
+@contextmanager
+def role(name: str, url: str, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`start_role`, ended at the end of the block."""
+    process = start_role(name, url, log, *arguments)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(timeout=10)
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Poll until `condition` holds; fails naming `what` after the deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+        time.sleep(0.05)
+
+
+def committed_steps(url: str) -> int:
+    """Newest committed step that counts, -1 before the first."""
+    store = open_store(url)
+    return max(counted_commit_keys(store, read_epochs(store)), default=-1)
+
+
+CONTENT = (
+    "group_id",
+    "rollout_index",
+    "prompt_id",
+    "prompt_token_ids",
+    "completion_token_ids",
+    "rollout_logprobs",
+    "weight_spans",
+    "loss_mask_trained",
+    "reward",
+    "advantage",
+    "loss_weight",
+    "seed",
+)
+
+
+def trained_rows(url: str, columns: Sequence[str] = CONTENT) -> dict[int, list[dict[str, object]]]:
+    """step -> the rows it trained, in order, without what differs from run to run (times, lease ids, attempts)."""
+    store = open_store(url)
+    rows: dict[int, list[dict[str, object]]] = {}
+    for step, key in counted_commit_keys(store, read_epochs(store)).items():
+        for entry in read_commit(store, key).batches:
+            table = pa.Table.from_batches(from_segment(store.get(entry.name)))
+            rows[step] = table.select(list(columns)).to_pylist()
+    return rows
+
+
+def trained_groups(url: str) -> list[int]:
+    """group_id of every trained group, in order of the commits."""
+    store = open_store(url)
+    commits = [read_commit(store, key) for key in counted_commit_keys(store, read_epochs(store)).values()]
+    return [fate.group_id for commit in commits for fate in commit.fates if fate.fate == "trained"]

@@ -1,0 +1,140 @@
+"""The channel can fail: losing every third message and restarting the hub once changes no trained row.
+
+max_lag=0 and the deterministic engine make a run a function of its configuration, so two runs can be compared row by
+row, log-probabilities included.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.roles.actor import Actor, ActorParts
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.trainer import Trainer
+from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows, wait_for
+
+pytestmark = pytest.mark.slow
+
+STEPS = 6
+OVERRIDES = (
+    f"trainer.steps={STEPS}",
+    "trainer.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.max_tokens=24",
+    "engine.concurrency=16",
+    "engine.deterministic=true",
+    "schedule.max_lag=0",
+    "placement.lease_seconds=30",
+    "eval.num_prompts=0",
+)
+
+
+def every_third() -> Callable[[str], bool]:
+    counter = itertools.count(1)
+    return lambda direction: next(counter) % 3 == 0
+
+
+def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: Callable[[str], bool] | None) -> None:
+    async def main() -> None:
+        context = open_run(url)
+        epoch = int(time.time())
+        scorer = build_scorer(context.config)
+        segments = SegmentWriter(
+            context.store, actor="actor-0", epoch=epoch, run_id=context.run_id, max_seconds=0.3, max_bytes=10**6
+        )
+        parts = ActorParts(
+            engine=engine,
+            scorer=scorer,
+            codec=build_codec(context.config),
+            subscriber=WeightSubscriber(context.store),
+            segments=segments,
+        )
+
+        def link(registration):
+            return HubLink(
+                context.store, token=TOKEN, role="actor", name="actor-0", registration=registration, faults=faults
+            )
+
+        try:
+            actor = Actor(context.config, parts, run_id=context.run_id, name="actor-0", epoch=epoch, link=link)
+            await actor.run(stop)
+        finally:
+            await scorer.close()
+            await engine.close()
+
+    asyncio.run(main())
+
+
+def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restart_hub: bool) -> None:
+    torch.set_num_threads(1)
+    config = make_run(url, *OVERRIDES)
+    engine, learner = build_engine(config), build_learner(config)  # transformers loads models in one thread at a time
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def actor() -> None:
+        try:
+            run_actor(url, engine, stop, faults)
+        except BaseException as error:  # noqa: BLE001 (handed to the test's thread)
+            failures.append(error)
+
+    def trainer() -> None:
+        try:
+            context = open_run(url)
+            store = context.store
+            epoch = take_epoch(store, "trainer", max(counted_commit_keys(store, read_epochs(store)), default=-1))
+            Trainer(context, learner, epoch, faults=faults).run({}, stop)
+        except BaseException as error:  # noqa: BLE001 (handed to the test's thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=target) for target in (trainer, actor)]
+    try:
+        with role("hub", url, log) as hub:
+            for thread in threads:
+                thread.start()
+            if restart_hub:
+                wait_for(lambda: committed_steps(url) >= 2 or bool(failures), "step 2")
+                hub.kill()
+                hub.wait()
+            else:
+                join(threads)
+        if restart_hub:
+            with role("hub", url, log):
+                join(threads)
+    finally:
+        stop.set()
+        join(threads)
+    assert not failures, failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(timeout=100)
+
+
+@pytest.mark.timeout(400)
+def test_losing_every_third_message_and_the_hub_changes_no_trained_row(tmp_path, monkeypatch, prepared_model):
+    monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
+    clean, faulty = str(tmp_path / "clean"), str(tmp_path / "faulty")
+    run_all(clean, tmp_path / "clean.log", None, restart_hub=False)
+    run_all(faulty, tmp_path / "faulty.log", every_third(), restart_hub=True)
+    expected, found = trained_rows(clean), trained_rows(faulty)
+    assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1))
+    for step in expected:
+        assert found[step] == expected[step], f"step {step}"
+    assert sum(len(rows) for rows in expected.values()) == STEPS * 4 * 4

@@ -1,0 +1,266 @@
+"""Scoring in child processes: deadlines, crashes, exceptions, and nothing left behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import RewardError
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.rewards.child import ChildSpec
+from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer
+from pipelinerl_core.types import Prompt
+
+pytestmark = pytest.mark.slow
+
+VERIFIER = '''
+import os, pathlib, time
+
+def verify(text, task):
+    """Does what the text says."""
+    word, _, rest = text.partition(" ")
+    with open(task["log"], "a") as log:
+        log.write(f"{text}\\n")
+    if word == "pid":
+        return os.getpid()
+    if word == "sleep":
+        time.sleep(float(rest))
+    if word == "spin":
+        while True:
+            pass
+    if word == "crash":
+        os.kill(os.getpid(), 11)
+    if word == "crash_once" and not pathlib.Path(rest).exists():
+        pathlib.Path(rest).touch()
+        os._exit(9)
+    if word == "hoard":
+        return len(bytearray(4 << 30))
+    if word == "raise":
+        raise ValueError("two\\nlines")
+    if word == "print":
+        print("noise on stdout")
+    if word == "nan":
+        return float("nan")
+    if word == "secret":
+        return float("PIPELINERL_TOKEN" in os.environ)
+    return 1.0
+'''
+
+
+@pytest.fixture
+def make_scorer(tmp_path, monkeypatch):
+    (tmp_path / "obedient.py").write_text(VERIFIER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(workers=1, timeout=5.0):
+        function, memory = "obedient:verify", 1 << 30
+        return ProcessScorer(
+            ChildSpec(name="obedient", function=function, timeout_seconds=timeout, memory_bytes=memory), workers
+        )
+
+    return make
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    log = {"log": str(tmp_path / "log")}
+    return Prompt(prompt_id="0" * 16, source="test", env="obedient", text="", task=log)
+
+
+def run(scorer, *texts, prompt):
+    """Rewards or errors of texts scored at the same time; no child is left afterwards."""
+
+    async def main():
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*(scorer.score(prompt, text) for text in texts), return_exceptions=True)
+            await scorer.close()
+        return results
+
+    results = asyncio.run(main())
+    assert psutil.Process().children() == []
+    return results
+
+
+def started(prompt, text):
+    """How often the verifier was called with a text."""
+    with open(prompt.task["log"]) as log:
+        return log.read().splitlines().count(text)
+
+
+def test_rewards_come_back_to_those_who_asked():
+    config = build_config({})
+    source = build_source(config)
+    prompts = [source.prompt(index) for index in range(200)]
+
+    async def main():
+        scorer = build_scorer(config)
+        try:
+            right = [scorer.score(prompt, "." + prompt.task["answer"]) for prompt in prompts[::2]]
+            wrong = [scorer.score(prompt, ".1" + prompt.task["answer"]) for prompt in prompts[1::2]]
+            return await asyncio.gather(*(one for pair in zip(right, wrong, strict=True) for one in pair))
+        finally:
+            await scorer.close()
+
+    assert asyncio.run(main()) == [1.0, 0.0] * 100
+
+
+def test_a_runaway_scoring_fails_alone_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
+    begun = time.monotonic()
+    results = run(make_scorer(timeout=1.0), "ok", "spin", "ok", "print", prompt=prompt)
+    assert results[0] == results[2] == results[3] == 1.0
+    assert isinstance(results[1], RewardError)
+    assert str(results[1]) == "verifier obedient: no result within reward.timeout_seconds=1.0, child process killed"
+    assert started(prompt, "spin") == 1
+    assert 1.0 < time.monotonic() - begun < 10
+
+
+def test_the_deadline_counts_from_the_start_of_a_scoring_and_not_from_its_arrival(make_scorer, prompt):
+    assert run(make_scorer(timeout=1.0), *["sleep 0.4"] * 6, prompt=prompt) == [1.0] * 6
+
+
+def test_a_loop_that_stood_still_does_not_kill_a_child_that_has_answered(make_scorer, prompt):
+    scorer = make_scorer(timeout=0.5)
+
+    async def main():
+        pid = await scorer.score(prompt, "pid")
+        waiting = asyncio.ensure_future(scorer.score(prompt, "ok"))
+        await asyncio.sleep(0.01)  # it is sent
+        time.sleep(1.2)  # noqa: ASYNC251  (that is the fault)
+        assert await waiting == 1.0
+        waiting = asyncio.ensure_future(scorer.score(prompt, "ok"))
+        asyncio.get_running_loop().call_soon(time.sleep, 1.2)  # between the request and its sending
+        assert await waiting == 1.0
+        assert await scorer.score(prompt, "pid") == pid
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_an_exception_of_the_verifier_is_data_in_one_line_and_not_tried_again(make_scorer, prompt):
+    error, ok = run(make_scorer(), "raise", "ok", prompt=prompt)
+    assert isinstance(error, RewardError)
+    assert str(error).startswith("verifier obedient: ValueError: two (obedient.py:")
+    assert "\n" not in str(error)
+    assert ok == 1.0
+    assert started(prompt, "raise") == 1
+
+
+def test_memory_is_limited_and_a_reward_is_a_finite_number(make_scorer, prompt):
+    memory, nan, ok = run(make_scorer(), "hoard", "nan", "ok", prompt=prompt)
+    assert "MemoryError" in str(memory)
+    assert "not a finite number" in str(nan)
+    assert ok == 1.0
+
+
+def test_a_crash_is_tried_again_twice_and_spares_the_others(make_scorer, prompt):
+    results = run(make_scorer(), "ok", "crash", "ok", "ok", prompt=prompt)
+    assert [results[0], *results[2:]] == [1.0] * 3
+    assert isinstance(results[1], RewardError)
+    assert "died 3 times over it (exit code -11)" in str(results[1])
+    assert started(prompt, "crash") == 3
+
+
+def test_a_crash_that_does_not_repeat_costs_nothing(make_scorer, prompt, tmp_path):
+    assert run(make_scorer(), f"crash_once {tmp_path / 'mark'}", "ok", prompt=prompt) == [1.0, 1.0]
+
+
+def test_two_workers_work_side_by_side(make_scorer, prompt):
+    pids = run(make_scorer(workers=2), "pid", "pid", prompt=prompt)
+    assert pids[0] != pids[1]
+    scorer = make_scorer(workers=2)
+
+    async def main():
+        await asyncio.gather(scorer.score(prompt, "ok"), scorer.score(prompt, "ok"))
+        begun = time.monotonic()
+        await asyncio.gather(scorer.score(prompt, "sleep 1"), scorer.score(prompt, "sleep 1"))
+        seconds = time.monotonic() - begun
+        await scorer.close()
+        return seconds
+
+    assert asyncio.run(main()) < 1.8
+
+
+def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt):
+    spec = ChildSpec(name="obedient", function="no_such_module:f", timeout_seconds=5, memory_bytes=1 << 30)
+    first, second = run(ProcessScorer(spec, 1), "ok", "ok", prompt=prompt)
+    assert str(first) == str(second) == "verifier obedient: the child process did not start, 3 times (exit code 1)"
+
+
+def test_a_child_gets_no_credentials(make_scorer, prompt, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_TOKEN", "hidden")
+    assert run(make_scorer(), "secret", prompt=prompt) == [0.0]
+
+
+def test_closing_ends_a_busy_child_and_what_waits_for_it(make_scorer, prompt):
+    scorer = make_scorer()
+
+    async def main():
+        await scorer.score(prompt, "ok")
+        waiting = asyncio.ensure_future(scorer.score(prompt, "spin"))
+        await asyncio.sleep(0.2)
+        await scorer.close()
+        with pytest.raises(RewardError, match="closed"):
+            await waiting
+        with pytest.raises(RewardError, match="closed"):
+            await scorer.score(prompt, "ok")
+
+    asyncio.run(main())
+    assert psutil.Process().children() == []
+
+
+def test_giving_up_a_scoring_leaves_the_others_alone(make_scorer, prompt):
+    scorer = make_scorer()
+
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await scorer.score(prompt, "sleep 0.5")
+        assert await scorer.score(prompt, "ok") == 1.0
+        await scorer.close()
+
+    asyncio.run(main())
+
+
+def test_a_prompt_of_another_verifier_is_refused(make_scorer, prompt):
+    other = Prompt(prompt_id="0" * 16, source="test", env="sums", text="", task=prompt.task)
+    (error,) = run(make_scorer(), "ok", prompt=other)
+    assert "asks for verifier sums" in str(error)
+
+
+def test_a_busy_child_dies_with_its_killed_parent(tmp_path):
+    (tmp_path / "obedient.py").write_text(VERIFIER)
+    program = f"""
+import asyncio
+from pipelinerl_core.rewards.child import ChildSpec
+from pipelinerl_core.rewards.pool import ProcessScorer
+from pipelinerl_core.types import Prompt
+
+async def main():
+    spec = ChildSpec(name="obedient", function="obedient:verify", timeout_seconds=60, memory_bytes=1 << 30)
+    scorer = ProcessScorer(spec, 2)
+    prompt = Prompt(prompt_id="0", source="s", env="obedient", text="", task={{"log": "{tmp_path / "log"}"}})
+    print(*await asyncio.gather(scorer.score(prompt, "pid"), scorer.score(prompt, "pid")), flush=True)
+    await scorer.score(prompt, "spin")
+
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        pids = [int(float(pid)) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        time.sleep(0.3)  # one of them spins now
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait(timeout=10)
+        parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+        assert time.monotonic() < deadline, f"children {pids} outlived their parent"
+        time.sleep(0.05)

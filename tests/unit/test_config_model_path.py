@@ -1,0 +1,61 @@
+"""Where a model is, and what its digest covers."""
+
+import subprocess
+import sys
+
+import pytest
+
+from pipelinerl_core.config.model_path import (
+    BUILTIN_MODELS,
+    SumsModel,
+    cache_directory,
+    digest,
+    model_directory,
+    resolve_model_path,
+)
+from pipelinerl_core.errors import ConfigError
+
+
+def test_a_builtin_model_is_there_once_its_directory_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
+    assert resolve_model_path("builtin:sums") is None
+    directory = model_directory(BUILTIN_MODELS["builtin:sums"])
+    assert directory.parent == tmp_path / "models"
+    directory.mkdir(parents=True)
+    assert resolve_model_path("builtin:sums") == directory
+
+
+def test_a_directory_is_itself(tmp_path):
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+    assert resolve_model_path(str(tmp_path / "none")) is None
+
+
+def test_an_unknown_builtin_model_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"builtin:sum: no such built-in model; did you mean builtin:sums\?"):
+        resolve_model_path("builtin:sum")
+
+
+def test_the_digest_covers_every_field():
+    changed = {
+        "revision": 2, "seed": 1, "alphabet": "01", "hidden_size": 64, "intermediate_size": 64, "num_layers": 1,
+        "num_heads": 2, "num_kv_heads": 1, "max_positions": 64, "lengths": (2,), "worked_out_share": 0.5,
+        "guess_error": 1, "steps": 1, "rows": 1, "lr": 1e-3, "warmup_steps": 1,
+    }  # fmt: skip
+    assert changed.keys() == SumsModel.model_fields.keys()
+    digests = {digest(SumsModel(**{name: value})) for name, value in changed.items()}
+    assert len(digests | {digest(SumsModel())}) == len(changed) + 1
+    assert digest(SumsModel()) == digest(SumsModel())
+
+
+def test_the_cache_is_in_the_home_directory_by_default(monkeypatch, tmp_path):
+    monkeypatch.delenv("PIPELINERL_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "pipelinerl"
+
+
+def test_looking_for_a_model_does_not_import_torch():
+    code = (
+        "import sys, pipelinerl_core.config.model_path, pipelinerl_core.roles.prepare; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

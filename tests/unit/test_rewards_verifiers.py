@@ -1,0 +1,61 @@
+"""Verifiers, by hand."""
+
+import pytest
+
+from pipelinerl_core.rewards.verifiers import exact_match, sums
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("7,15.15", 1.0),
+        (".15", 1.0),
+        ("7,14.14", 0.0),
+        ("15", 0.0),  # no point, so no answer
+        (".15.16", 0.0),  # the last point counts
+        (".16.15", 1.0),
+        (".150", 0.0),
+        (".015", 0.0),
+        (".15 ", 0.0),
+        (".", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_sums(text, reward):
+    assert sums(text, {"answer": "15"}) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("42", "42", 1.0),
+        ("  42.\n", "42", 1.0),
+        ("43", "42", 0.0),
+        ("the answer is 42", "42", 0.0),
+        (r"6 * 7, so \boxed{42}", "42", 1.0),
+        (r"\boxed{41} or rather \boxed{42}", "42", 1.0),
+        (r"\boxed{42} or rather \boxed{41}", "42", 0.0),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1.0),
+        (r"\boxed{42} and \boxed{4", "42", 1.0),  # cut off: the last whole one counts
+        (r"\boxed{", "42", 0.0),
+        ("6 * 7 = 42\n#### 42", "42", 1.0),
+        ("#### 41 #### 42", "42", 1.0),
+        (r"#### 41, no \boxed{42}", "42", 1.0),  # the box comes first
+        ("1,234,567", "1234567", 1.0),
+        ("12,34", "1234", 0.0),  # no separator of thousands
+        ("$1,000", "1000", 1.0),
+        ("new   York", "new York", 1.0),
+        ("New York", "new York", 0.0),
+        ("#### 1,234", "She has 1,200 + 34.\n#### 1234", 1.0),  # a worked solution as reference
+        ("", "42", 0.0),
+    ],
+)
+def test_exact_match(text, answer, reward):
+    assert exact_match(text, {"answer": answer}) == reward
+
+
+def test_a_task_without_an_answer_is_an_error_and_not_a_zero():
+    with pytest.raises(KeyError):
+        sums(".15", {})
+    with pytest.raises(KeyError):
+        exact_match("15", {})

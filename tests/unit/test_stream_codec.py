@@ -1,0 +1,300 @@
+"""Rollouts to Arrow and back, segments, schema refusals, and what the door lets in."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.stream.checks import check_group, check_rows
+from pipelinerl_core.stream.codec import (
+    decode_batch,
+    decode_rollouts,
+    encode_batch,
+    encode_rollouts,
+    from_segment,
+    to_segment,
+)
+from pipelinerl_core.stream.schema import (
+    BATCH_SCHEMA,
+    PARTIAL_SCHEMA,
+    ROLLOUT_COLUMNS,
+    ROLLOUT_SCHEMA,
+    check_schema,
+    conform,
+)
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "rollouts_v1.arrow"
+
+
+def by_hand(rollout_index: int = 0) -> Rollout:
+    """Five tokens, three under version 7 and two under version 8; the last one was not sampled."""
+    return Rollout(
+        group_id=2**40,
+        rollout_index=rollout_index,
+        attempt=1,
+        lease_id="lease",
+        prompt_id="0badcafe",
+        source="sums",
+        env="sums",
+        actor="actor-0",
+        group_size=2,
+        prompt_token_ids=np.array([3, 4], np.int32),
+        completion_token_ids=np.array([10, 11, 12, 13, 14], np.int32),
+        rollout_logprobs=np.array([-0.5, -0.25, -1.0, -2.0, 0.0], np.float32),
+        weight_spans=(WeightSpan(7, 0, 3), WeightSpan(8, 3, 5)),
+        loss_mask=np.array([True, True, True, True, False]),
+        reward=0.5 if rollout_index == 0 else None,
+        outcome=Outcome.SCORED if rollout_index == 0 else Outcome.ERROR,
+        finish_reason=FinishReason.STOP,
+        error=None if rollout_index == 0 else "verifier: killed after 5 s",
+        sampler=Sampler(temperature=0.7, top_p=1.0, seed=2**62 + 1),
+        max_tokens=64,
+        started_at=1700000000.25,
+        finished_at=1700000001.5,
+        scored_at=1700000002.75,
+    )
+
+
+def assert_equal(found, expected) -> None:
+    for item in fields(Rollout):
+        left, right = getattr(found, item.name), getattr(expected, item.name)
+        if isinstance(right, np.ndarray):
+            assert left.dtype == right.dtype, item.name
+            assert left.tolist() == right.tolist(), item.name
+        else:
+            assert left == right, item.name
+            assert type(left) is type(right), item.name
+
+
+def test_every_field_survives_by_hand():
+    rollouts = [by_hand(0), by_hand(1)]
+    batch = encode_rollouts("run-1", rollouts)
+    assert batch.schema.names == list(ROLLOUT_COLUMNS)
+    assert batch.column("run_id").to_pylist() == ["run-1", "run-1"]
+    assert batch.column("completion_token_ids").to_pylist() == [[10, 11, 12, 13, 14]] * 2
+    assert batch.column("weight_spans").to_pylist()[0] == [
+        {"version": 7, "start": 0, "end": 3},
+        {"version": 8, "start": 3, "end": 5},
+    ]
+    assert batch.column("turn_spans").to_pylist() == [None, None]
+    assert batch.column("reward").to_pylist() == [0.5, None]
+    for found, expected in zip(decode_rollouts(batch), rollouts, strict=True):
+        assert_equal(found, expected)
+
+
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def random_rollouts(draw):
+    count = draw(st.integers(0, 5))
+    tokens = st.integers(-(2**31), 2**31 - 1)
+    made = []
+    for index in range(count):
+        length = draw(st.integers(0, 7))
+        reward = draw(st.none() | float32s)
+        cut = draw(st.integers(0, length))
+        spans = tuple(WeightSpan(*span) for span in ((1, 0, cut), (2**40, cut, length)) if span[1] < span[2])
+        made.append(
+            replace(
+                by_hand(),
+                rollout_index=index,
+                prompt_token_ids=np.array(draw(st.lists(tokens, max_size=4)), np.int32),
+                completion_token_ids=np.array(draw(st.lists(tokens, min_size=length, max_size=length)), np.int32),
+                rollout_logprobs=np.array(draw(st.lists(float32s, min_size=length, max_size=length)), np.float32),
+                loss_mask=np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), np.bool_),
+                weight_spans=spans,
+                reward=reward,
+                outcome=Outcome.ERROR if reward is None else Outcome.SCORED,
+                error=draw(st.none() | st.text(max_size=5)),
+                finish_reason=draw(st.sampled_from(FinishReason)),
+            )
+        )
+    return made
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(random_rollouts(), st.integers(0, 4))
+def test_any_rollouts_survive_encoding_slicing_and_a_segment(rollouts, start):
+    batch = encode_rollouts("run", rollouts)
+    batch.validate(full=True)
+    sliced = batch.slice(start)
+    (stored,) = from_segment(to_segment([sliced]), "key")
+    for candidate in (sliced, stored):
+        for found, expected in zip(decode_rollouts(candidate), rollouts[start:], strict=True):
+            assert_equal(found, expected)
+
+
+def test_decoded_tokens_are_views_of_the_batch():
+    batch = encode_rollouts("run", [by_hand()])
+    (found,) = decode_rollouts(batch)
+    values = batch.column("completion_token_ids").values.to_numpy()
+    assert np.shares_memory(found.completion_token_ids, values)
+    assert not found.completion_token_ids.flags.writeable
+
+
+def test_a_value_that_does_not_fit_names_its_column():
+    with pytest.raises(SchemaMismatch, match="'rollout_index'"):
+        encode_rollouts("run", [replace(by_hand(), rollout_index=2**31)])
+
+
+def test_training_rows_survive_with_their_order_and_both_masks():
+    masks = [np.array([False, False, False, True, False]), np.array([True] * 4 + [False])]
+    rows = [
+        TrainingRow(rollout=by_hand(1), loss_mask=masks[0], advantage=-0.5, loss_weight=0.125),
+        TrainingRow(rollout=by_hand(0), loss_mask=masks[1], advantage=2 / 3, loss_weight=0.1),
+    ]
+    batch = encode_batch("run", 9, rows)
+    assert batch.schema.equals(BATCH_SCHEMA, check_metadata=True)
+    assert batch.column("step").to_pylist() == [9, 9]
+    found = decode_batch(from_segment(to_segment([batch]))[0])
+    assert [row.rollout.rollout_index for row in found] == [1, 0]
+    assert [row.loss_mask.tolist() for row in found] == [mask.tolist() for mask in masks]
+    assert [row.rollout.loss_mask.tolist() for row in found] == [by_hand().loss_mask.tolist()] * 2
+    assert [row.advantage for row in found] == [-0.5, float(np.float32(2 / 3))]
+    assert [row.loss_weight for row in found] == [0.125, float(np.float32(0.1))]
+    with pytest.raises(SchemaMismatch, match=r"not in training order: order is \[1, 0\]"):
+        decode_batch(batch.take(pa.array([1, 0])))
+
+
+# ---- segments as bytes ----
+
+
+def test_the_golden_segment_of_version_1_still_reads():
+    (batch,) = from_segment(GOLDEN.read_bytes(), GOLDEN.name)
+    check_rows(batch)
+    for found, expected in zip(decode_rollouts(batch), [by_hand(0), by_hand(1)], strict=True):
+        assert_equal(found, expected)
+
+
+def test_a_torn_segment_is_refused_wherever_it_is_cut():
+    data = to_segment([encode_rollouts("run", [by_hand()])])
+    for size in range(0, len(data), 97):
+        with pytest.raises(SchemaMismatch, match=r"rollouts/a/1\.arrow"):
+            from_segment(data[:size], "rollouts/a/1.arrow")
+
+
+def test_no_flipped_byte_changes_what_is_read():
+    batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
+    data = to_segment([batch])
+    refused = 0
+    for position in range(0, len(data), 11):
+        damaged = bytearray(data)
+        damaged[position] ^= 0x41
+        try:
+            (found,) = [conform(part) for part in from_segment(bytes(damaged), "key")]
+            assert found.to_pydict() == batch.to_pydict()
+        except SchemaMismatch:
+            refused += 1
+    assert refused > 0
+
+
+# ---- schemas ----
+
+
+def with_version(schema: pa.Schema, version: str) -> pa.Schema:
+    return schema.with_metadata({**schema.metadata, b"schema_version": version.encode()})
+
+
+@pytest.mark.parametrize("schema", [ROLLOUT_SCHEMA, PARTIAL_SCHEMA, BATCH_SCHEMA])
+def test_every_column_says_what_it_is(schema):
+    assert all(field.metadata[b"description"].endswith(b".") for field in schema)
+    check_schema(schema, schema)
+
+
+def test_another_major_version_is_refused_by_name():
+    with pytest.raises(SchemaMismatch, match=r"rollout schema version '2\.0' cannot be read: this reader knows 1\.x"):
+        check_schema(with_version(ROLLOUT_SCHEMA, "2.0"))
+
+
+def test_a_newer_minor_version_may_have_more_columns():
+    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.1")
+    check_schema(newer)
+    plain = encode_rollouts("run", [by_hand()])
+    batch = pa.RecordBatch.from_arrays([*plain.columns, pa.array([0.5], pa.float32())], schema=newer)
+    assert conform(batch).equals(plain)
+    assert_equal(decode_rollouts(batch)[0], by_hand())
+    with pytest.raises(SchemaMismatch, match="novelty"):
+        check_schema(with_version(newer, "1.0"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        (ROLLOUT_SCHEMA.remove(9), "lack the column 'prompt_id'|lack the column"),
+        (ROLLOUT_SCHEMA.set(1, pa.field("group_id", pa.string())), "'group_id' is string, not int64"),
+        (ROLLOUT_SCHEMA.remove_metadata(), "without a name"),
+        (with_version(ROLLOUT_SCHEMA, ""), "version ''"),
+        (PARTIAL_SCHEMA, "'partial'; this reader wants 'rollout'"),
+    ],
+)
+def test_a_wrong_schema_is_refused_with_what_is_wrong(schema, says):
+    with pytest.raises(SchemaMismatch, match=says):
+        check_schema(schema)
+
+
+# ---- the door ----
+
+
+def test_a_good_group_passes_also_as_a_slice():
+    rollouts = build_group(0, group_id=3)
+    batch = encode_rollouts("run", rollouts)
+    check_rows(batch)
+    check_group(group_ref(rollouts), batch)
+    check_rows(batch.slice(2, 3))
+    check_rows(encode_rollouts("run", [by_hand(0), by_hand(1)]).slice(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rollout_logprobs": np.zeros(4, np.float32)}, "row 1: rollout_logprobs has 4 values for 5"),
+        ({"loss_mask": np.ones(6, np.bool_)}, "row 1: loss_mask has 6 values for 5"),
+        ({"weight_spans": (WeightSpan(7, 0, 3), WeightSpan(8, 4, 5))}, "without gaps"),
+        ({"weight_spans": (WeightSpan(8, 0, 3), WeightSpan(7, 3, 5))}, "not decreasing"),
+        ({"weight_spans": (WeightSpan(7, 0, 3),)}, "row 1: weight_spans cover 3 of 5"),
+        ({"weight_spans": ()}, "cover 0 of 5"),
+        ({"group_id": 1}, "'group_id' differs"),
+        ({"attempt": 2}, "'attempt' differs"),
+        ({"rollout_index": 0}, "rollout_index"),
+        ({"rollout_index": 2}, "rollout_index"),
+        ({"reward": 0.0}, "null exactly with error"),
+        ({"outcome": Outcome.SCORED}, "null exactly with error"),
+        ({"reward": float("nan"), "outcome": Outcome.SCORED}, "not a finite number"),
+        ({"rollout_logprobs": np.array([-1, -1, -1, -1, -1], np.float32)}, "0 where loss_mask is false"),
+        ({"rollout_logprobs": np.array([-1, -np.inf, -1, -1, 0], np.float32)}, "finite"),
+        ({"prompt_token_ids": np.zeros(0, np.int32)}, "prompt_token_ids is empty"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused_with_the_rule(change, says):
+    with pytest.raises(SchemaMismatch, match=says):
+        check_rows(encode_rollouts("run", [by_hand(0), replace(by_hand(1), **change)]))
+
+
+def test_limits_nulls_and_empty_messages_are_refused():
+    batch = encode_rollouts("run", [by_hand()])
+    with pytest.raises(SchemaMismatch, match="5 tokens, the limit is 4"):
+        check_rows(batch, max_tokens_per_row=4)
+    with pytest.raises(SchemaMismatch, match="no rows"):
+        check_rows(batch.slice(0, 0))
+    index = ROLLOUT_SCHEMA.get_field_index("seed")
+    columns = list(batch.columns)
+    columns[index] = pa.array([None], pa.int64())
+    with pytest.raises(SchemaMismatch, match="'seed' holds 1 nulls"):
+        check_rows(pa.RecordBatch.from_arrays(columns, schema=ROLLOUT_SCHEMA))
+
+
+@pytest.mark.parametrize(
+    "change", [{"group_id": 4}, {"attempt": 1}, {"actor": "x"}, {"num_rollouts": 7}, {"num_tokens": 1}]
+)
+def test_rows_that_are_not_those_of_their_message_are_refused(change):
+    rollouts = build_group(0, group_id=3)
+    with pytest.raises(SchemaMismatch, match="their message names"):
+        check_group(replace(group_ref(rollouts), **change), encode_rollouts("run", rollouts))

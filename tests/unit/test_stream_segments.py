@@ -1,0 +1,154 @@
+"""The segment log: what is sealed when, and how groups are read back."""
+
+import pytest
+
+from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
+from pipelinerl_core.storage.local import FileStore
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.segments import RowReader, SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def store(tmp_path):
+    return FileStore(tmp_path)
+
+
+def make_writer(store, clock=None, **limits):
+    limits = {"max_seconds": 1.0, "max_bytes": 1 << 20, **limits}
+    return SegmentWriter(store, "actor-0", 3, "run", clock=clock or Clock(), **limits)
+
+
+def append(writer, group_id, *, run_id="run", epoch=3, num_tokens=12):
+    rollouts = build_group(0, group_id=group_id, num_tokens=num_tokens)
+    writer.append(encode_rollouts(run_id, rollouts), group_ref(rollouts, actor_epoch=epoch))
+    return rollouts
+
+
+def test_groups_wait_for_the_oldest_ones_age_then_share_a_segment(store):
+    clock = Clock()
+    writer = make_writer(store, clock)
+    assert writer.seal_due() is None
+    append(writer, 0)
+    clock.now += 0.9
+    append(writer, 1)
+    assert writer.seal_due() is None
+    assert store.list("") == []
+    clock.now += 0.1
+    assert writer.seal_due() == (0, ((0, 0), (1, 0)))
+    assert store.list("") == ["rollouts/actor-0/000003/00000000.arrow"]
+    assert writer.seal_due() is None
+    append(writer, 2)
+    assert writer.seal() == (1, ((2, 0),))
+    assert writer.seal() is None
+
+
+def test_size_seals_before_age(store):
+    writer = make_writer(store, max_bytes=10_000)
+    append(writer, 0)
+    assert writer.seal_due() is None
+    append(writer, 1, num_tokens=200)
+    assert writer.seal_due() == (0, ((0, 0), (1, 0)))
+
+
+def test_a_failed_write_is_repeated_with_the_same_bytes(store, monkeypatch):
+    writer = make_writer(store)
+    append(writer, 0)
+    written = []
+
+    def failing(key, data, **options):
+        written.append((key, bytes(data)))
+        raise StoreError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", failing)
+        with pytest.raises(StoreError):
+            writer.seal()
+    append(writer, 1)
+    assert writer.seal_due() == (0, ((0, 0),))
+    assert (store.list("")[0], store.get(store.list("")[0])) == written[0]
+    assert writer.seal() == (1, ((1, 0),))
+
+
+def test_groups_of_another_run_or_epoch_do_not_enter(store):
+    writer = make_writer(store)
+    with pytest.raises(SchemaMismatch, match="run 'other'"):
+        append(writer, 0, run_id="other")
+    with pytest.raises(SchemaMismatch, match="epoch 4"):
+        append(writer, 0, epoch=4)
+    assert writer.seal() is None
+
+
+def test_a_group_reads_back_from_its_segment(store):
+    writer = make_writer(store)
+    append(writer, 5)
+    expected = append(writer, 6)
+    writer.seal()
+    reader = SegmentReader(store)
+    found = decode_rollouts(reader.read_group("actor-0", 3, 0, 6, 0))
+    assert [row.completion_token_ids.tolist() for row in found] == [
+        row.completion_token_ids.tolist() for row in expected
+    ]
+    assert reader.groups_in("rollouts/actor-0/000003/00000000.arrow") == [
+        group_ref(build_group(0, group_id=group_id), actor_epoch=3) for group_id in (5, 6)
+    ]
+    with pytest.raises(MissingObject, match="no group 7 attempt 0"):
+        reader.read_group("actor-0", 3, 0, 7, 0)
+    with pytest.raises(MissingObject, match=r"00000001\.arrow"):
+        reader.read_group("actor-0", 3, 1, 6, 0)
+
+
+def test_the_cache_is_small_and_spares_the_store(store, monkeypatch):
+    writer = make_writer(store)
+    for group_id in range(3):
+        append(writer, group_id)
+        writer.seal()
+    reads = []
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda key: (reads.append(key), get(key))[1])
+    reader = SegmentReader(store, cached_segments=2)
+    for seq in (0, 1, 0, 2, 0, 1):
+        reader.read_group("actor-0", 3, seq, seq, 0)
+    assert [parse_rollout_key(key).seq for key in reads] == [0, 1, 2, 1]
+
+
+def test_listing_leaves_out_what_lies_below_the_low_water_mark(store):
+    writer = make_writer(store)
+    for group_id in range(3):
+        append(writer, group_id)
+        writer.seal()
+    assert [name.seq for name in SegmentReader(store).segments()] == [0, 1, 2]
+    assert SegmentReader(store).segments({"actor-0/3": 2}) == [SegmentName("actor-0", 3, 2)]
+
+
+def test_a_damaged_segment_is_named(store):
+    writer = make_writer(store)
+    append(writer, 0)
+    writer.seal()
+    (key,) = store.list("")
+    store.put(key, store.get(key)[:-20])
+    with pytest.raises(SchemaMismatch, match=key):
+        SegmentReader(store).groups_in(key)
+
+
+def test_rows_come_from_memory_first_and_from_the_store_else(store):
+    writer = make_writer(store)
+    append(writer, 0)
+    writer.seal()
+    fresh = encode_rollouts("run", build_group(0, group_id=1))
+    reader = RowReader({(1, 0): fresh}, SegmentReader(store))
+    place = SegmentName("actor-0", 3, 0)
+    assert reader.read(1, 0, None) is fresh
+    assert reader.read(0, 0, place).column("group_id")[0].as_py() == 0
+    with pytest.raises(MissingObject, match="never sealed"):
+        reader.read(0, 0, None)
+    with pytest.raises(ValueError, match="no rollout segment"):
+        parse_rollout_key("partials/actor-0/000003/00000000.arrow")
