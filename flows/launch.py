@@ -32,7 +32,7 @@ def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]
     """
     root = root_url(arguments["root"])
     begun = time.time()
-    with _sigterm_raises():
+    with _signals_raise():
         try:
             check_all(config, root)
             with _prefect_server(config, root):
@@ -56,17 +56,22 @@ class _Terminated(BaseException):
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C; Prefect's own handler, during the flow, ends in this one."""
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C; Prefect's own handler, during the flow, ends in this one.
+
+    A shell starts background commands with SIGINT ignored: a kill -INT must stop them all the same.
+    """
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated
 
-    previous = signal.signal(signal.SIGTERM, terminate)
+    handlers = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

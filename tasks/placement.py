@@ -196,6 +196,7 @@ class Crew:
         if self._is_pooled:
             name = secret_name(self._run.run_id)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
+            self._is_pooled = False  # a second stop finds nothing to do
 
     def _await(self, members: list[Member], deadline: float) -> None:
         while time.monotonic() < deadline and not all(member.has_ended() for member in members):

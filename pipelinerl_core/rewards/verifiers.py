@@ -56,6 +56,6 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normalised(answer: str) -> str:
-    """Space around it, dollar signs, a final point and separators of thousands do not count; runs of space are one."""
+    """Without space around it, dollar signs, a final point and separators of thousands; runs of space become one."""
     text = " ".join(answer.split())
     return _THOUSANDS.sub("", text.strip("$").rstrip(".").strip())

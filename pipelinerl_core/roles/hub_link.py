@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Whoever finds no hub for this long seals, flushes and exits.
 HUB_DEADLINE_SECONDS = 120.0
+# A request that is not answered within this is sent again.
+RETRY_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 REFUSALS: dict[str, type[Exception]] = {"fenced": Fenced, "stale_lease": StaleLease, "schema": SchemaMismatch}
 
@@ -40,7 +42,9 @@ class HubLink:
         registration: Callable[[], Register],
         faults: Callable[[str], bool] | None = None,
         deadline_seconds: float = HUB_DEADLINE_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
+        """`faults` is for tests: asked before each message, True loses it."""
         self._store = store
         self._token = token
         self._role = role
@@ -48,9 +52,9 @@ class HubLink:
         self._registration = registration
         self._faults = faults
         self._deadline_seconds = deadline_seconds
+        self._retry_seconds = retry_seconds
         self._lock = threading.RLock()
         self._client: HubClient | None = None
-        self._url = ""
         self._closed = False
         self.registered: Registered | None = None
 
@@ -118,9 +122,13 @@ class HubLink:
                     failed.close(bye=False)
                 self._client = None
                 self._client = HubClient(
-                    url, token=self._token, role=self._role, name=self._name, faults=self._faults
+                    url,
+                    token=self._token,
+                    role=self._role,
+                    name=self._name,
+                    faults=self._faults,
+                    retry_seconds=self._retry_seconds,
                 )
-                self._url = url
             return self._register()
 
     def _register(self) -> Registered:

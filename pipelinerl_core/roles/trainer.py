@@ -64,7 +64,7 @@ class Trainer:
         learner: TorchLearner,
         epoch: EpochRecord,
         *,
-        faults: Callable[[str], bool] | None = None,
+        link: Callable[[Callable[[], Register]], HubLink] | None = None,
     ) -> None:
         self._context = context
         self._config = context.config
@@ -74,14 +74,7 @@ class Trainer:
         self._reserved: Reserved | None = None
         self._reserved_step: int | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
-        self._link = HubLink(
-            context.store,
-            token=context.token,
-            role="trainer",
-            name="trainer",
-            registration=self._registration,
-            faults=faults,
-        )
+        self._link = (link or self._default_link)(self._registration)
         self._committer = Committer(
             context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link
         )
@@ -146,6 +139,11 @@ class Trainer:
             )
         )
         self._committer.flush()
+
+    def _default_link(self, registration: Callable[[], Register]) -> HubLink:
+        return HubLink(
+            self._store, token=self._context.token, role="trainer", name="trainer", registration=registration
+        )
 
     def _registration(self) -> Register:
         newest = self._committer.newest

@@ -11,15 +11,16 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from pydantic import ValidationError
 
-from pipelinerl_core.errors import ConfigError, HubUnavailable
+from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, check_schema
 
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a socket of its own, and no back-off inherited from other clients
     ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
 )
 
+_CONNECT_SECONDS = 10.0  # for the hub's first word
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Connection:
         self._lock = threading.Lock()
         self._on_credit = on_credit
         self._faults = faults
+        self._heard = threading.Event()
+        self._is_unauthenticated = False
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._client, self._writer, self._reader = _open_exchange(url, token, command)
         # Before the interpreter exits: a thread in read_chunk would hang it.
@@ -71,6 +74,7 @@ class Connection:
         self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
         self._read_thread.start()
         self._write_thread.start()
+        self._await_hub()
 
     def expect(self, number: int) -> "queue.SimpleQueue[Received | Lost]":
         """The mailbox for answers to request `number`."""
@@ -106,6 +110,15 @@ class Connection:
         if not self._read_thread.is_alive() and not self._write_thread.is_alive():
             self._client.close()
 
+    def _await_hub(self) -> None:
+        """The hub's first word (its schema) tells that it let us in; Flight itself may report a refusal only then."""
+        if not self._heard.wait(_CONNECT_SECONDS):
+            self.cut(f"it did not answer within {_CONNECT_SECONDS:g} s")
+        if self._is_unauthenticated:
+            raise ConfigError(_token_text(self.url))
+        if self.lost is not None:
+            raise HubUnavailable(f"no hub at {self.url}: {self.lost}. Start the hub, or look at hub.json")
+
     def _lose(self, reason: str) -> None:
         with self._lock:
             if self.lost is None:
@@ -129,6 +142,8 @@ class Connection:
     def _read(self) -> None:
         reason = "the hub ended the exchange"
         try:
+            check_schema(self._reader.schema)
+            self._heard.set()
             while True:
                 chunk = self._reader.read_chunk()
                 answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
@@ -138,6 +153,11 @@ class Connection:
                 self._deliver(answer, chunk.data)
         except StopIteration:
             pass
+        except fl.FlightUnauthenticatedError:
+            self._is_unauthenticated = True
+            reason = "the hub refuses the token"
+        except SchemaMismatch as error:
+            reason = str(error)
         except ValidationError:
             reason = "the hub sent a message that this release does not know"
         except (pa.ArrowException, OSError) as error:
@@ -146,6 +166,7 @@ class Connection:
             _log.exception("the credit callback failed")
             reason = "the credit callback failed"
         self.cut(reason)
+        self._heard.set()
         self._write_thread.join(_WRITER_SECONDS)
         try:
             self._writer.close()  # only now: while a thread still reads, it would wait for the hub
@@ -186,6 +207,10 @@ def _cancel(reader: Any) -> None:
         reader.cancel()
     except (pa.ArrowException, OSError) as error:
         _log.debug("cancel: %s", error)
+
+
+def _token_text(url: str) -> str:
+    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
 
 
 def lost_text(url: str, reason: str) -> str:

@@ -122,13 +122,13 @@ class QueueHub:
             header = RowsHeader(
                 re=request.id, group_id=key[0], attempt=key[1], remaining=len(request.groups) - number - 1
             )
-            yield header, self.rows[key]
             with self._condition:
                 is_first = key not in self._taken
                 self._taken.add(key)
                 sink = self._sinks.get(self._senders[key])
             if is_first and sink is not None:
                 sink(1)
+            yield header, self.rows[key]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A whole run of real roles for tests: a tiny model, the hub as a process, actor and trainer where the test wants them."""
+"""A whole run of real roles for tests: a small model, the hub as a process, the others where the test wants them."""
 
 import os
 import subprocess

@@ -48,6 +48,23 @@ def every_third() -> Callable[[str], bool]:
     return lambda direction: next(counter) % 3 == 0
 
 
+def lossy(role_name: str, store, faults: Callable[[str], bool] | None) -> Callable[..., HubLink]:
+    """The link of a role; a short retry keeps the test short."""
+
+    def link(registration) -> HubLink:
+        return HubLink(
+            store,
+            token=TOKEN,
+            role=role_name,
+            name=f"{role_name}-0",
+            registration=registration,
+            faults=faults,
+            retry_seconds=0.1,
+        )
+
+    return link
+
+
 def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: Callable[[str], bool] | None) -> None:
     async def main() -> None:
         context = open_run(url)
@@ -64,13 +81,15 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
             segments=segments,
         )
 
-        def link(registration):
-            return HubLink(
-                context.store, token=TOKEN, role="actor", name="actor-0", registration=registration, faults=faults
-            )
-
         try:
-            actor = Actor(context.config, parts, run_id=context.run_id, name="actor-0", epoch=epoch, link=link)
+            actor = Actor(
+                context.config,
+                parts,
+                run_id=context.run_id,
+                name="actor-0",
+                epoch=epoch,
+                link=lossy("actor", context.store, faults),
+            )
             await actor.run(stop)
         finally:
             await scorer.close()
@@ -97,7 +116,7 @@ def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restar
             context = open_run(url)
             store = context.store
             epoch = take_epoch(store, "trainer", max(counted_commit_keys(store, read_epochs(store)), default=-1))
-            Trainer(context, learner, epoch, faults=faults).run({}, stop)
+            Trainer(context, learner, epoch, link=lossy("trainer", store, faults)).run({}, stop)
         except BaseException as error:  # noqa: BLE001 (handed to the test's thread)
             failures.append(error)
 

@@ -22,13 +22,13 @@ print(build(SumsModel.model_validate_json(sys.argv[1]), lambda line: print(line,
 """
 
 
-def test_of_three_processes_one_builds_and_all_get_the_same(tmp_path):
+def test_of_two_processes_one_builds_and_all_get_the_same(tmp_path):
     environment = {**os.environ, "PIPELINERL_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BUILD, TINY.model_dump_json()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(3)]
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(2)]
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len({out for out, _ in outputs}) == 1
     assert sum("building" in err for _, err in outputs) == 1
     assert not list(tmp_path.rglob("*.partial"))

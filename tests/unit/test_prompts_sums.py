@@ -62,7 +62,8 @@ def test_the_task_is_the_answer_and_the_verifier_is_that_of_sums():
 
 def test_training_and_warm_start_share_nothing_with_what_is_held_out():
     held_out = {prompt.prompt_id for prompt in source().held_out(3000)}
-    training = {source(seed=5).prompt(index).prompt_id for index in range(5000)}
+    other_seed = source(seed=5)
+    training = {other_seed.prompt(index).prompt_id for index in range(5000)}
     pairs = itertools.islice(demonstrations(SumsModel()), 5000)
     warm_start = {prompt_id("sums", text) for text, _ in pairs}
     assert not held_out & training
@@ -89,7 +90,8 @@ def test_held_out_sums_repeat_only_when_their_length_is_exhausted():
 
 
 def test_lengths_are_drawn_as_often_as_they_are_listed():
-    lengths = [len(summands(source(lengths=[2, 2, 2, 5]).prompt(index).text)) for index in range(4000)]
+    uneven = source(lengths=[2, 2, 2, 5])
+    lengths = [len(summands(uneven.prompt(index).text)) for index in range(4000)]
     assert set(lengths) == {2, 5}
     assert lengths.count(2) == pytest.approx(3000, abs=100)  # standard deviation sqrt(4000 * 3/16) = 27
 

@@ -120,7 +120,7 @@ def random_rollouts(draw):
     return made
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(random_rollouts(), st.integers(0, 4))
 def test_any_rollouts_survive_encoding_slicing_and_a_segment(rollouts, start):
     batch = encode_rollouts("run", rollouts)
@@ -185,7 +185,7 @@ def test_no_flipped_byte_changes_what_is_read():
     batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
     data = to_segment([batch])
     refused = 0
-    for position in range(0, len(data), 11):
+    for position in range(0, len(data), 29):
         damaged = bytearray(data)
         damaged[position] ^= 0x41
         try:
@@ -228,7 +228,7 @@ def test_a_newer_minor_version_may_have_more_columns():
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        (ROLLOUT_SCHEMA.remove(9), "lack the column 'prompt_id'|lack the column"),
+        (ROLLOUT_SCHEMA.remove(9), "lack the column 'group_size'"),
         (ROLLOUT_SCHEMA.set(1, pa.field("group_id", pa.string())), "'group_id' is string, not int64"),
         (ROLLOUT_SCHEMA.remove_metadata(), "without a name"),
         (with_version(ROLLOUT_SCHEMA, ""), "version ''"),

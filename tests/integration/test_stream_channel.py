@@ -1,0 +1,459 @@
+"""The channel between roles and hub: in one process, and with hub and clients in processes of their own."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+
+from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
+from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync
+from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.testing.stream_hub import QueueHub
+
+TOKEN = "a-test-token"
+SYNC = Sync(
+    boot_id="boot",
+    engine_version=0,
+    running=1,
+    waiting=0,
+    concurrency=8,
+    want=1,
+    leases=(),
+    num_tokens=0,
+    running_seconds=0.0,
+)
+
+
+class Channel:
+    """A server around a service, and the clients that a test opens; all are closed at its end."""
+
+    def __init__(self, service):
+        self.service = service
+        self.server = FlightHubServer(service, host="127.0.0.1", port=0, token=TOKEN, max_tokens_per_row=100)
+        self.server.start()
+        self.clients = []
+
+    def client(self, role="actor", name="actor-0", **options):
+        self.clients.append(HubClient(self.server.url, token=TOKEN, role=role, name=name, **options))
+        return self.clients[-1]
+
+    def close(self):
+        for client in self.clients:
+            client.close(bye=False)
+        assert self.server.shutdown(2.0)
+
+
+@pytest.fixture
+def channel():
+    made = Channel(QueueHub(credit=2))
+    yield made
+    made.close()
+
+
+def group_message(rollouts):
+    return Group(lease_id=rollouts[0].lease_id, ref=group_ref(rollouts))
+
+
+def send_group(client, group_id):
+    rollouts = build_group(0, group_id=group_id)
+    return client.request(group_message(rollouts), encode_rollouts("run", rollouts))
+
+
+def step_rows(client, step):
+    reserved = client.request(Reserve(step=step, epoch=0))
+    assert reserved.is_ready
+    return client.request_rows(Rows(step=step, groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups)))
+
+
+def raw_exchange(url, schema=ROLLOUT_SCHEMA, token=TOKEN):
+    client = fl.FlightClient(url, generic_options=[("grpc.use_local_subchannel_pool", 1)])
+    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+    command = json.dumps({"role": "actor", "name": "raw"}).encode()
+    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
+    writer.begin(schema)
+    return client, writer, reader
+
+
+def refusal(writer, reader, metadata, batch=None):
+    if batch is None:
+        writer.write_metadata(metadata)
+    else:
+        writer.write_with_metadata(batch, metadata)
+    return json.loads(reader.read_chunk().app_metadata.to_pybytes())
+
+
+# ---- one process ----
+
+
+def test_rows_arrive_at_the_trainer_as_the_actor_sent_them(channel):
+    actor, trainer = channel.client(), channel.client("trainer", "trainer-0")
+    assert actor.request(Register(role="actor", name="actor-0", epoch=0)).credit == 2
+    assert send_group(actor, 7).note == "new"
+    ((header, rows),) = step_rows(trainer, 1)
+    assert (header.group_id, header.attempt, header.remaining) == (7, 0, 0)
+    assert rows.schema.equals(ROLLOUT_SCHEMA, check_metadata=True)
+    expected = build_group(0, group_id=7)
+    for found, sent in zip(decode_rollouts(rows), expected, strict=True):
+        assert found.completion_token_ids.tolist() == sent.completion_token_ids.tolist()
+        assert found.rollout_logprobs.tolist() == sent.rollout_logprobs.tolist()
+        assert (found.rollout_index, found.reward) == (sent.rollout_index, sent.reward)
+
+
+def test_credit_returns_once_per_group_when_the_trainer_takes_it(channel):
+    credit = []
+    actor, trainer = channel.client(on_credit=credit.append), channel.client("trainer", "trainer-0")
+    send_group(actor, 0)
+    assert send_group(actor, 0).note == "known"
+    actor.request(SYNC)
+    assert credit == []
+    step_rows(trainer, 1)
+    step_rows(trainer, 1)
+    actor.request(SYNC)
+    assert credit == [1]
+
+
+def test_requests_of_many_threads_get_their_own_answers(channel):
+    actor = channel.client()
+    answers = {}
+
+    def send(group_id):
+        answers[group_id] = send_group(actor, group_id)
+
+    threads = [threading.Thread(target=send, args=(group_id,)) for group_id in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(answer.note == "new" for answer in answers.values())
+    assert len({answer.re for answer in answers.values()}) == 16
+    assert set(channel.service.rows) == {(group_id, 0) for group_id in range(16)}
+
+
+def test_losing_every_third_message_both_ways_changes_nothing(channel):
+    counter = itertools.count(1)
+    lost = []
+
+    def faults(direction):
+        is_lost = next(counter) % 3 == 0
+        if is_lost:
+            lost.append(direction)
+        return is_lost
+
+    credit = []
+    actor = channel.client(on_credit=credit.append, retry_seconds=0.05, faults=faults)
+    trainer = channel.client("trainer", "trainer-0", retry_seconds=0.05, faults=faults)
+    for group_id in range(6):
+        send_group(actor, group_id)
+    taken = [header.group_id for step in range(1, 7) for header, _ in step_rows(trainer, step)]
+    assert taken == list(range(6))
+    everything = Rows(step=1, groups=tuple((group_id, 0) for group_id in range(6)))
+    assert [header.group_id for header, _ in trainer.request_rows(everything)] == list(range(6))
+    actor.request(SYNC)
+    assert sum(credit) == 6
+    assert {"send", "receive"} == set(lost)
+
+
+def test_a_wrong_token_is_refused_before_anything_is_read(channel):
+    with pytest.raises(ConfigError, match="PIPELINERL_TOKEN") as caught:
+        HubClient(channel.server.url, token="wrong-token", role="actor", name="x")
+    assert TOKEN not in str(caught.value)
+    with pytest.raises(fl.FlightUnauthenticatedError):
+        raw_exchange(channel.server.url, token="")[2].read_chunk()
+    assert channel.service.connections == []
+
+
+def test_the_server_needs_a_token():
+    with pytest.raises(ValueError, match="token"):
+        FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token="")
+
+
+def test_rows_that_break_the_rules_are_refused_and_the_exchange_goes_on(channel):
+    actor = channel.client()
+    rollouts = build_group(0, group_id=1)
+    batch = encode_rollouts("run", rollouts)
+    long = build_group(0, group_id=1, num_tokens=101)
+    cases = [
+        (group_message(rollouts), None, "carries its rows"),
+        (group_message(rollouts), batch.slice(1), "their message names"),
+        (group_message(long), encode_rollouts("run", long), "101 tokens, the limit is 100"),
+        (SYNC, batch, "carries no rows"),
+    ]
+    for message, rows, says in cases:
+        answer = actor.request(message, rows)
+        assert (answer.kind, answer.code) == ("refused", "schema")
+        assert says in answer.detail
+    assert channel.service.received == []
+    assert send_group(actor, 1).note == "new"
+
+
+def test_another_schema_is_refused_by_name(channel):
+    newer = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"2.0"})
+    client, writer, reader = raw_exchange(channel.server.url, newer)
+    rollouts = build_group(0, group_id=1)
+    batch = pa.RecordBatch.from_arrays(encode_rollouts("run", rollouts).columns, schema=newer)
+    message = group_message(rollouts).model_copy(update={"id": 5}).model_dump_json().encode()
+    answer = refusal(writer, reader, message, batch)
+    assert (answer["kind"], answer["re"], answer["code"]) == ("refused", 5, "schema")
+    assert "'2.0' cannot be read" in answer["detail"]
+    leave(client, writer, reader)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "number"),
+    [
+        (b"{not json", 0),
+        (b"\xff\xfe", 0),
+        (b"[]", 0),
+        (b'{"kind": "dance", "id": 9}', 9),
+        (b'{"kind": "bye", "x": 1}', 0),
+    ],
+)
+def test_a_message_that_is_none_is_refused_and_the_exchange_goes_on(channel, metadata, number):
+    client, writer, reader = raw_exchange(channel.server.url)
+    answer = refusal(writer, reader, metadata)
+    assert (answer["kind"], answer["re"], answer["code"]) == ("refused", number, "schema")
+    assert refusal(writer, reader, b'{"kind": "bye", "id": 10}') == {"kind": "ack", "re": 10, "note": ""}
+    leave(client, writer, reader)
+
+
+def leave(client, writer, reader):
+    writer.done_writing()
+    with pytest.raises(StopIteration):
+        reader.read_chunk()
+    writer.close()
+    client.close()
+
+
+class FailingHub(QueueHub):
+    """Every request fails, each kind in its own way."""
+
+    def handle(self, peer, request, rows):
+        if isinstance(request, Bye):
+            yield Ack(re=request.id), None
+        elif isinstance(request, Register):
+            raise StaleLease("lease-3 is held by actor-1")
+        else:
+            raise ZeroDivisionError("a secret of the hub")
+
+
+def test_errors_of_the_service_become_refusals_without_its_insides():
+    channel = Channel(FailingHub())
+    actor = channel.client()
+    answer = actor.request(Register(role="actor", name="actor-0", epoch=0))
+    assert (answer.code, answer.detail) == ("stale_lease", "lease-3 is held by actor-1")
+    answer = actor.request(SYNC)
+    assert (answer.code, answer.detail) == ("internal", "sync: ZeroDivisionError in the hub")
+    channel.close()
+
+
+def test_rows_that_the_hub_does_not_have_raise_missing_object(channel):
+    with pytest.raises(MissingObject, match="missing_rows"):
+        channel.client("trainer", "trainer-0").request_rows(Rows(step=1, groups=((99, 0),)))
+
+
+class SilentHub(QueueHub):
+    """Never answers a sync."""
+
+    def handle(self, peer, request, rows):
+        if not isinstance(request, Sync):
+            yield from super().handle(peer, request, rows)
+
+
+def test_a_hub_that_does_not_answer_is_given_up_at_the_deadline():
+    channel = Channel(SilentHub())
+    actor = channel.client(retry_seconds=0.1, deadline_seconds=0.5)
+    started = time.monotonic()
+    with pytest.raises(HubUnavailable, match=r"no answer to sync .* within 0\.5 s"):
+        actor.request(SYNC)
+    assert 0.5 <= time.monotonic() - started < 2
+    assert send_group(actor, 0).note == "new"
+    channel.close()
+
+
+def test_a_reserve_waits_as_long_as_it_says_and_is_not_sent_twice(channel):
+    trainer = channel.client("trainer", "trainer-0", retry_seconds=0.3)
+    answer = trainer.request(Reserve(step=1, epoch=0, wait_seconds=0.6))
+    assert not answer.is_ready
+    assert len(channel.service.received) == 1
+
+
+def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel):
+    actor = channel.client()
+    assert actor.is_connected
+    started = time.monotonic()
+    assert channel.server.shutdown(2.0)
+    assert time.monotonic() - started < 1
+    assert not actor.is_connected
+    with pytest.raises(HubUnavailable, match="said goodbye"):
+        actor.request(SYNC)
+    with pytest.raises(HubUnavailable, match="no hub at"):
+        actor.reconnect()
+    second = Channel(QueueHub())
+    actor.reconnect(second.server.url)
+    assert actor.request(SYNC).kind == "sync_reply"
+    actor.close()
+    second.close()
+
+
+def test_a_peer_is_announced_when_it_comes_and_when_it_goes(channel):
+    channel.client(name="first").close()
+    channel.client(name="second").close(bye=False)
+    assert channel.service.wait_for(disconnections=2, seconds=5)
+    assert channel.service.connections == channel.service.disconnections == ["actor/first#1", "actor/second#2"]
+    assert [request.kind for request in channel.service.received] == ["bye"]
+
+
+def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
+    sinks = []
+    connected = channel.service.connected
+    channel.service.connected = lambda peer, sink: (sinks.append(sink), connected(peer, sink))[1]
+    channel.client().close()
+    assert channel.service.wait_for(disconnections=1, seconds=5)
+    for _ in range(100):
+        sinks[0](1)
+    assert send_group(channel.client(name="next"), 0).note == "new"
+
+
+def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
+    def fail(num_groups):
+        raise ValueError("no")
+
+    actor, trainer = channel.client(on_credit=fail), channel.client("trainer", "trainer-0")
+    send_group(actor, 0)
+    step_rows(trainer, 1)
+    with pytest.raises(HubUnavailable, match="credit callback"):
+        actor.request(SYNC)
+
+
+# ---- several processes ----
+
+
+def start_hub(groups_per_step=1):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelinerl_core.testing.stream_hub", str(groups_per_step)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PIPELINERL_TOKEN": TOKEN},
+    )
+    return process, process.stdout.readline().strip()
+
+
+def stop_hub(process, seconds=3.0):
+    """Ask it to leave; returns the seconds it took."""
+    started = time.monotonic()
+    process.stdin.write("stop\n")
+    process.stdin.close()
+    process.wait(seconds)
+    process.stdout.close()
+    return time.monotonic() - started
+
+
+@pytest.mark.slow
+def test_a_hub_process_serves_loses_messages_and_leaves_in_time():
+    process, url = start_hub()
+    counter = itertools.count(1)
+    options = {"token": TOKEN, "retry_seconds": 0.2, "faults": lambda direction: next(counter) % 3 == 0}
+    actor = HubClient(url, role="actor", name="actor-0", **options)
+    trainer = HubClient(url, role="trainer", name="trainer-0", **options)
+    for group_id in range(6):
+        send_group(actor, group_id)
+    assert [header.group_id for step in range(1, 7) for header, _ in step_rows(trainer, step)] == list(range(6))
+    assert stop_hub(process) < 3
+    assert process.returncode == 0
+    for client in (actor, trainer):
+        assert not client.is_connected
+        client.close()
+
+
+@pytest.mark.slow
+def test_a_killed_hub_is_noticed_at_once_and_a_new_one_is_found():
+    process, url = start_hub()
+    actor = HubClient(url, token=TOKEN, role="actor", name="actor-0")
+    process.kill()
+    process.wait(5)
+    process.stdin.close()
+    process.stdout.close()
+    with pytest.raises(HubUnavailable):
+        actor.request(SYNC, timeout=5)
+    process, url = start_hub()
+    actor.reconnect(url)
+    assert actor.request(SYNC).kind == "sync_reply"
+    actor.close()
+    assert stop_hub(process) < 3
+
+
+CLIENT = """
+import os, sys
+from pipelinerl_core.messages import Register
+from pipelinerl_core.stream.client import HubClient
+client = HubClient(sys.argv[1], token=os.environ["PIPELINERL_TOKEN"], role="actor", name="child")
+client.request(Register(role="actor", name="child", epoch=0))
+print("open", flush=True)
+if sys.argv[2] == "wait":
+    sys.stdin.read()
+"""
+
+
+def start_client(url, mode):
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, url, mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PIPELINERL_TOKEN": TOKEN},
+    )
+    assert process.stdout.readline() == "open\n"
+    return process
+
+
+@pytest.mark.slow
+def test_a_killed_client_is_seen_within_a_second(channel):
+    process = start_client(channel.server.url, "wait")
+    process.kill()
+    assert channel.service.wait_for(disconnections=1, seconds=1)
+    assert channel.service.disconnections == ["actor/child#1"]
+    process.communicate(timeout=5)
+
+
+@pytest.mark.slow
+def test_a_client_that_nobody_closed_does_not_hold_up_the_exit_of_its_process(channel):
+    started = time.monotonic()
+    process = start_client(channel.server.url, "leave")
+    process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert time.monotonic() - started < 8
+    assert channel.service.wait_for(disconnections=1, seconds=1)
+
+
+def test_a_hub_that_has_not_started_is_unavailable():
+    early = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    with pytest.raises(HubUnavailable, match="starting"):
+        HubClient(early.url, token=TOKEN, role="actor", name="early")
+    assert early.shutdown(2.0)
+
+
+@pytest.mark.slow
+def test_closing_towards_a_frozen_hub_is_bounded():
+    process, url = start_hub()
+    actor = HubClient(url, token=TOKEN, role="actor", name="actor-0")
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(HubUnavailable, match="no answer"):
+        actor.request(SYNC, timeout=0.5)
+    actor.close()
+    assert time.monotonic() - started < 10
+    process.kill()
+    process.communicate(timeout=5)
