@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
-from pipelinerl_core.types import EngineRequest, Sampler
+from pipelinerl_core.types import EngineRequest, Int32Array, Sampler
 
 SLOTS = (8, 64, 256)
 PROMPT_TOKENS = 12
@@ -37,6 +37,8 @@ ROUNDS = 3
 # Requests per slot of one round: enough that all slots refill once, except where the peer would take minutes.
 REQUESTS_PER_SLOT = {8: 4, 64: 2, 256: 1}
 DEADLINE_SECONDS = 120.0
+
+Contestant = Callable[[Int32Array], int]
 
 
 def main() -> None:
@@ -103,7 +105,7 @@ def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
     prompts = rng.integers(0, vocab_size, (num_requests, PROMPT_TOKENS), dtype=np.int32)
     embedded = _Embedded(embedded_model, slots)
     peer = _ContinuousBatching(_model(model_directory), slots)
-    contestants = {"embedded": embedded, "continuous_batching": peer}
+    contestants: dict[str, Contestant] = {"embedded": embedded, "continuous_batching": peer}
     best = dict.fromkeys(contestants, (0.0, 0.0))
     try:
         for contestant in contestants.values():
@@ -120,10 +122,8 @@ def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
     return row
 
 
-def _tokens_per_second(
-    contestant: Callable[[np.ndarray[Any, Any]], int], prompts: np.ndarray[Any, Any]
-) -> tuple[float, float]:
-    """Tokens per second of wall time, and per second of CPU time of the process, which a busy machine disturbs less."""
+def _tokens_per_second(contestant: Contestant, prompts: Int32Array) -> tuple[float, float]:
+    """Tokens per second of wall time, and of the process's CPU time, which a busy machine disturbs less."""
     start, cpu_start = time.perf_counter(), time.process_time()
     num_tokens = contestant(prompts)
     return num_tokens / (time.perf_counter() - start), num_tokens / (time.process_time() - cpu_start)
@@ -158,13 +158,13 @@ class _Embedded:
     def __init__(self, model: Any, slots: int) -> None:
         self._engine = EmbeddedEngine(model, slots=slots, max_len=PROMPT_TOKENS + MAX_TOKENS, eos_token_ids=())
 
-    def __call__(self, prompts: np.ndarray[Any, Any]) -> int:
+    def __call__(self, prompts: Int32Array) -> int:
         return asyncio.run(asyncio.wait_for(self._generate(prompts), DEADLINE_SECONDS))
 
-    async def _generate(self, prompts: np.ndarray[Any, Any]) -> int:
+    async def _generate(self, prompts: Int32Array) -> int:
         return sum(await asyncio.gather(*(self._one(index, prompt) for index, prompt in enumerate(prompts))))
 
-    async def _one(self, index: int, prompt: np.ndarray[Any, Any]) -> int:
+    async def _one(self, index: int, prompt: Int32Array) -> int:
         request = EngineRequest(
             request_id=str(index), prompt_token_ids=prompt, max_tokens=MAX_TOKENS, sampler=Sampler(seed=index)
         )
@@ -196,7 +196,7 @@ class _ContinuousBatching:
         )
         self._manager.start()
 
-    def __call__(self, prompts: np.ndarray[Any, Any]) -> int:
+    def __call__(self, prompts: Int32Array) -> int:
         self._manager.add_requests(prompts.tolist(), max_new_tokens=MAX_TOKENS)
         num_tokens, num_finished, deadline = 0, 0, time.monotonic() + DEADLINE_SECONDS
         while num_finished < len(prompts):

@@ -23,6 +23,9 @@ _CHANNEL_OPTIONS = (
 _CONNECT_SECONDS = 10.0  # for the hub's first word
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
 
+WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)
+"""Everything that a broken connection raises."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -72,8 +75,8 @@ class Connection:
         self._finalizer = weakref.finalize(self, _cancel, self._reader)
         self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
         self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
-        self._read_thread.start()
         self._write_thread.start()
+        self._read_thread.start()  # second: when it ends it joins the other
         self._await_hub()
 
     def expect(self, number: int) -> "queue.SimpleQueue[Received | Lost]":
@@ -136,7 +139,7 @@ class Connection:
                     self._writer.write_with_metadata(frame.rows, frame.metadata)
                 frame.written.set()
             self._writer.done_writing()
-        except (pa.ArrowException, OSError) as error:
+        except WIRE_ERRORS as error:
             self._lose(_one_line(error))
 
     def _read(self) -> None:
@@ -160,17 +163,17 @@ class Connection:
             reason = str(error)
         except ValidationError:
             reason = "the hub sent a message that this release does not know"
-        except (pa.ArrowException, OSError) as error:
+        except WIRE_ERRORS as error:
             reason = _one_line(error)
-        except Exception:  # noqa: BLE001 - the callback is the role's; whatever it raises, waiting requests must hear of it
-            _log.exception("the credit callback failed")
-            reason = "the credit callback failed"
+        except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
+            _log.exception("the reading thread failed")
+            reason = f"the reading thread failed: {type(error).__name__}"
         self.cut(reason)
         self._heard.set()
         self._write_thread.join(_WRITER_SECONDS)
         try:
             self._writer.close()  # only now: while a thread still reads, it would wait for the hub
-        except (pa.ArrowException, OSError) as error:
+        except WIRE_ERRORS as error:
             _log.debug("close: %s", _one_line(error))
 
     def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
@@ -197,7 +200,7 @@ def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]
         raise ConfigError(
             f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
         ) from None
-    except (pa.ArrowException, OSError) as error:
+    except WIRE_ERRORS as error:
         raise HubUnavailable(f"no hub at {url}: {_one_line(error)}. Start the hub, or look at hub.json") from None
     return client, writer, reader
 
@@ -205,7 +208,7 @@ def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]
 def _cancel(reader: Any) -> None:
     try:
         reader.cancel()
-    except (pa.ArrowException, OSError) as error:
+    except WIRE_ERRORS as error:
         _log.debug("cancel: %s", error)
 
 

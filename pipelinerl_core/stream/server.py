@@ -62,7 +62,7 @@ class _Peer:
                 self._writer.write_metadata(encode(answer))
             else:
                 self._writer.write_with_metadata(conform(rows), encode(answer))
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, fl.FlightError, OSError) as error:
             _log.debug("%s: write failed, its reader will end: %s", self.name, error)
         finally:
             self._lock.release()
@@ -169,7 +169,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
                 chunk = reader.read_chunk()
             except StopIteration:
                 return
-            except (pa.ArrowException, OSError) as error:
+            except (pa.ArrowException, fl.FlightError, OSError) as error:
                 _log.info("%s: read failed: %s", peer.name, error)
                 return
             metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""

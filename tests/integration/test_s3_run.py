@@ -1,0 +1,55 @@
+"""A run whose root is on S3 leaves the documented layout, readable by someone who knows only docs/storage.md."""
+
+import json
+import os
+import subprocess
+import sys
+
+import duckdb
+import fsspec
+import pyarrow.dataset as ds
+import pytest
+
+from tests.conftest import ACCESS_KEY, SECRET_KEY
+from tests.integration.pipeline import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.s3]
+
+STEPS = 20
+
+
+@pytest.mark.timeout(500)
+def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    printed = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "train", "quickstart", f"trainer.steps={STEPS}", "eval.num_prompts=100",
+         f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db", "--root", s3_url, "--json"],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=(tmp_path / "log").open("w"), text=True,
+        timeout=400,
+    )  # fmt: skip
+    assert printed.returncode == 0, (tmp_path / "log").read_text()[-3000:]
+    report = json.loads(printed.stdout)
+    assert report["steps"] == STEPS
+
+    files = fsspec.filesystem(
+        "s3", key=ACCESS_KEY, secret=SECRET_KEY, endpoint_url=rclone_server.endpoint, use_listings_cache=False
+    )
+    run = f"{s3_url.removeprefix('s3://')}/{report['run_id']}"
+    names = {path.removeprefix(f"{run}/").split("/")[0] for path in files.find(run)}
+    assert names >= {"run.json", "epochs", "rollouts", "batches", "weights", "checkpoints", "commits", "evals"}
+    assert names >= {"report.json", "report.html", "weights.parquet", "hub.json"}
+
+    database = duckdb.connect()
+    database.register("trained", ds.dataset(f"{run}/batches", format="ipc", filesystem=files).to_table())
+    steps = database.sql("select step, count(*), avg(reward) from trained group by step order by step").fetchall()
+    assert [step for step, _, _ in steps] == list(range(1, STEPS + 1))
+    database.register("rollouts", ds.dataset(f"{run}/rollouts", format="ipc", filesystem=files).to_table())
+    ((num_groups, num_rows),) = database.sql("select count(distinct group_id), count(*) from rollouts").fetchall()
+    assert num_rows == num_groups * 8
+    missing = database.sql(
+        "select count(*) from trained t anti join rollouts r "
+        "on t.group_id = r.group_id and t.rollout_index = r.rollout_index and t.reward = r.reward"
+    ).fetchall()
+    assert missing == [(0,)], "every trained row is in a segment"
+    last = json.loads(files.cat_file(sorted(files.glob(f"{run}/commits/{STEPS:08d}.*.json"))[-1]))
+    assert last["manifest"]["key"].startswith(f"weights/{STEPS:08d}.")
