@@ -74,7 +74,7 @@ def train(
     """
     config = _module("pipelinerl_core.config").load_config(source, overrides or ())
     arguments = {"preset": source, "overrides": tuple(overrides or ()), "root": root}
-    _finish(_module("flows.launch").run_training(config, arguments), root, as_json)
+    _run(config, arguments, as_json)
 
 
 @app.command()
@@ -89,11 +89,14 @@ def resume(run: Run, root: Root = "", as_json: Json = False) -> None:
     record = runs.find_run(url).record
     arguments = {"preset": record.run_id, "resume": url, "root": url.rpartition("/")[0]}
     config = _module("pipelinerl_core.config").build_config(record.config)
-    _finish(_module("flows.launch").run_training(config, arguments), root, as_json)
+    _run(config, arguments, as_json)
 
 
-def _finish(report: dict[str, Any], root: str, as_json: bool) -> None:
-    """Print what a run came to."""
+def _run(config: Any, arguments: dict[str, Any], as_json: bool) -> None:
+    """Check, run the flow, print what it came to. Bad input is refused before Prefect is even imported."""
+    root = arguments["root"]
+    _module("tasks.checks").check_all(config, _module("tasks.runs").root_url(root))
+    report = _module("flows.launch").run_training(config, arguments)
     inspect = _module("flows.inspect_run")
     answer(report, inspect.summary(report, inspect.report_location(report["run_id"], root)), as_json=as_json)
 

@@ -33,6 +33,8 @@ def exit_codes() -> Iterator[None]:
     except ConfigError as error:
         say(f"pipelinerl: {' '.join(str(error).split())}")
         raise SystemExit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
     except PipelineRLError as error:
         say(f"pipelinerl: {type(error).__name__}: {error}")
         raise SystemExit(EXIT_FAILURE) from None

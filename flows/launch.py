@@ -18,7 +18,7 @@ from flows.train_flow import train
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.storage.object_store import open_store
-from tasks.checks import check_all, check_http
+from tasks.checks import check_http
 from tasks.runs import LATEST_KEY, root_url
 
 DRAIN_SECONDS = 2.0
@@ -26,7 +26,7 @@ DRAIN_SECONDS = 2.0
 
 
 def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Check everything, then run the flow in this process; returns the report.
+    """Run the flow in this process, for a configuration that was checked; returns the report.
 
     Raises SystemExit with 130 or 143 after Ctrl-C or SIGTERM, when every child is gone.
     """
@@ -34,7 +34,6 @@ def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]
     begun = time.time()
     with _signals_raise():
         try:
-            check_all(config, root)
             with _prefect_server(config, root):
                 report: dict[str, Any] = train(**arguments)
                 return report

@@ -35,6 +35,9 @@ class SumsModel(Section):
     """Numbers of summands of the demonstrations."""
     worked_out_share: float = 0.35
     """Share of demonstrations in running sums; the others guess near the sum."""
+    early_worked_out_share: float = 0.8
+    """The same share in the early steps, which teach to add; the later ones teach how often people guess."""
+    early_steps: int = 180
     guess_error: int = 6
     """Largest distance of a guess from the sum."""
     steps: int = 450

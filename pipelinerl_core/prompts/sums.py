@@ -17,9 +17,8 @@ from pipelinerl_core.types import Prompt
 
 NAME = "sums"
 
-MAX_DRAWS = 2000
-"""Draws after which there is taken to be no other problem: a fifth of all is held out, and the fewest held-out
-problems are some twenty of two summands, the last of which is missed with probability (1 - 1/100)^2000 = 2e-9."""
+LISTED_LENGTH = 4
+"""Largest number of summands whose held-out sums are listed (about 2,000); of longer ones there are plenty."""
 
 
 def build(config: RunConfig) -> "SumsSource":
@@ -51,18 +50,11 @@ class SumsSource:
     def held_out(self, count: int) -> list[Prompt]:
         """`count` held-out sums with lengths as in training, the same for every seed so that runs can be compared.
 
-        A sum occurs again only when all held-out sums of its length have occurred equally often: there are about
-        twenty of two summands.
+        A sum occurs again only when there are not enough of its length: sixteen held-out sums have two summands.
         """
         rng = random.Random(stable_seed(NAME, "held_out"))
-        seen: dict[int, set[str]] = {length: set() for length in self._lengths}
-        prompts = []
-        for _ in range(count):
-            length = rng.choice(self._lengths)
-            text = _unseen(rng, length, seen[length])
-            seen[length].add(text)
-            prompts.append(self._as_prompt(text))
-        return prompts
+        sums = {length: _held_out_sums(length) for length in set(self._lengths)}
+        return [self._as_prompt(next(sums[rng.choice(self._lengths)])) for _ in range(count)]
 
     def _as_prompt(self, text: str) -> Prompt:
         return Prompt(
@@ -77,10 +69,28 @@ class SumsSource:
 def draw_sum(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> str:
     """A sum of one of the lengths, from the held-out side or from the other."""
     length = rng.choice(lengths)
-    while True:  # ends: even of two summands, 20 of 100 sums are held out and 80 are not
+    while True:  # ends: even of the 100 sums of two summands some are on either side
         text = "+".join([str(rng.randrange(10)) for _ in range(length)]) + "="
         if is_held_out(prompt_id(NAME, text), GENERATED_SHARE) is held_out:
             return text
+
+
+def _held_out_sums(length: int) -> Iterator[str]:
+    """Endless held-out sums of one length. Up to LISTED_LENGTH each comes once per pass over all of them, in an order
+    drawn anew; longer ones begin to repeat when half of them have been seen."""
+    rng = random.Random(stable_seed(NAME, "held_out", length))
+    if length <= LISTED_LENGTH:
+        texts = ["+".join(digits) + "=" for digits in itertools.product("0123456789", repeat=length)]
+        texts = [text for text in texts if is_held_out(prompt_id(NAME, text), GENERATED_SHARE)]
+        while True:
+            rng.shuffle(texts)
+            yield from texts
+    seen: set[str] = set()
+    while True:
+        text = draw_sum(rng, (length,), held_out=True)
+        if text not in seen or len(seen) > GENERATED_SHARE * 10**length / 2:
+            seen.add(text)
+            yield text
 
 
 def summands(text: str) -> list[int]:
@@ -99,23 +109,16 @@ def demonstrations(recipe: SumsModel) -> Iterator[tuple[str, str]]:
     Example: "7+8+1=" is worked out as "15,16.16" or guessed as ".13".
     """
     rng = random.Random(stable_seed(recipe.seed, NAME, "demonstrations"))
-    while True:
+    for index in itertools.count():
         text = draw_sum(rng, recipe.lengths, held_out=False)
-        yield text, _demonstrated(text, recipe, rng)
+        is_early = index < recipe.early_steps * recipe.rows
+        if rng.random() < (recipe.early_worked_out_share if is_early else recipe.worked_out_share):
+            yield text, _worked_out(text)
+        else:
+            yield text, f".{max(0, total(text) + rng.randint(-recipe.guess_error, recipe.guess_error))}"
 
 
-def _demonstrated(text: str, recipe: SumsModel, rng: random.Random) -> str:
-    if rng.random() < recipe.worked_out_share:
-        running = list(itertools.accumulate(summands(text)))[1:]
-        return ",".join(map(str, running)) + f".{running[-1]}"
-    return f".{max(0, total(text) + rng.randint(-recipe.guess_error, recipe.guess_error))}"
-
-
-def _unseen(rng: random.Random, length: int, seen: set[str]) -> str:
-    """A held-out sum that is not in `seen`; when that holds all of them it is emptied first."""
-    for _ in range(MAX_DRAWS):
-        text = draw_sum(rng, (length,), held_out=True)
-        if text not in seen:
-            return text
-    seen.clear()
-    return draw_sum(rng, (length,), held_out=True)
+def _worked_out(text: str) -> str:
+    """The sums of the first two, three, ... summands, and the last of them as the answer."""
+    running = list(itertools.accumulate(summands(text)))[1:]
+    return ",".join(map(str, running)) + f".{running[-1]}"

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.algo.parity import logprob_parity
+from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -51,8 +52,8 @@ logger = logging.getLogger(__name__)
 RESERVE_DEADLINE_SECONDS = 600.0
 # Rows that the hub lost come again from their actor within a few syncs.
 ROWS_DEADLINE_SECONDS = 120.0
-# Tokens compared by the parity gate.
-_PARITY_TOKENS = 2_000
+# Rollouts compared by the parity gate, at most.
+_PARITY_ROLLOUTS = 200
 
 
 class Trainer:
@@ -171,7 +172,7 @@ class Trainer:
         batch = encode_batch(self._context.run_id, step, assembled.rows)
         upload = self._uploads.submit(self._upload, step, batch)
         rows = decode_batch(batch)  # train exactly what is recorded: a replay must see the same bits
-        self._check_parity(step, rows)
+        self._pass_parity_gate(rows)
         stats = self._learner.step(rows)
         computed_at = time.time()
         self._samples += len(rows)
@@ -248,23 +249,25 @@ class Trainer:
             return True
         return False
 
-    def _check_parity(self, step: int, rows: list[TrainingRow]) -> None:
+    def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
         """Once per start: engine and trainer must agree on tokens that the trainer's own version sampled."""
-        if self._parity_checked:
-            return
         version = self._learner.version
-        fresh = [row for row in rows if len(row.rollout.weight_spans) == 1 and row.rollout.min_version == version]
-        chosen: list[TrainingRow] = []
-        while fresh and sum(row.rollout.num_tokens for row in chosen) < _PARITY_TOKENS:
-            chosen.append(fresh.pop())
-        if not chosen:
-            return
-        trainer_logprobs = np.concatenate(self._learner.logprobs_of([row.rollout for row in chosen]))
-        rollout_logprobs = np.concatenate([row.rollout.rollout_logprobs for row in chosen])
-        report = logprob_parity(rollout_logprobs, trainer_logprobs, self._config.model.dtype)
-        logger.info("parity gate at step %d, %d tokens: %s", step, len(rollout_logprobs), report)
-        report.check()
-        self._parity_checked = True
+        fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
+        if fresh and not self._parity_checked:
+            check_parity(self._learner, fresh[:_PARITY_ROLLOUTS], self._config)
+            self._parity_checked = True
+
+
+def check_parity(learner: TorchLearner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
+    """The parity gate on rollouts that were sampled by the learner's weights; raises ParityError beyond its bound."""
+    trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
+    rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
+    report = logprob_parity(rollout_logprobs, trainer_logprobs, config.model.dtype)
+    logger.info(
+        "parity gate: %d tokens, mean |difference| %.2g (at most %g), max %.2g (at most %g)",
+        report.num_tokens, report.mean, report.bound_mean, report.max, report.bound_max,
+    )  # fmt: skip
+    return report.check()
 
 
 def main() -> int:

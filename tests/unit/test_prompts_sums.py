@@ -102,8 +102,7 @@ def test_a_sum_of_one_number_is_refused_in_one_line():
 
 
 def test_demonstrations_are_worked_out_or_hasty():
-    recipe = SumsModel()
-    pairs = list(itertools.islice(demonstrations(recipe), 4000))
+    pairs = list(itertools.islice(demonstrations(SumsModel(early_steps=0)), 4000))
     worked = [(text, answer) for text, answer in pairs if not answer.startswith(".")]
     assert len(worked) / len(pairs) == pytest.approx(0.35, abs=0.03)
     for text, answer in worked:
@@ -112,6 +111,14 @@ def test_demonstrations_are_worked_out_or_hasty():
         assert int(last) == total(text)
     errors = [int(answer[1:]) - total(text) for text, answer in pairs if answer.startswith(".") and total(text) >= 6]
     assert set(errors) == set(range(-6, 7))
+
+
+def test_early_demonstrations_are_mostly_worked_out():
+    recipe = SumsModel(rows=100, early_steps=20, early_worked_out_share=0.8)
+    answers = [answer for _, answer in itertools.islice(demonstrations(recipe), 4000)]
+    early, late = (sum(not answer.startswith(".") for answer in part) for part in (answers[:2000], answers[2000:]))
+    assert early / 2000 == pytest.approx(0.8, abs=0.04)
+    assert late / 2000 == pytest.approx(0.35, abs=0.04)
 
 
 def test_demonstrations_do_not_touch_the_global_generator():

@@ -1,0 +1,111 @@
+"""Whole runs from the command line: Ctrl-C, kill -9, a second start, resume; real roles, a real Prefect server."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelinerl_core.records import HUB_KEY
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.follow import RunFollower
+from tasks.runs import SHARED_MEMORY
+
+# The first test may have to build the model.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+REPOSITORY = Path(__file__).parents[2]
+START_SECONDS = 900.0
+
+
+def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
+    log = (root / "stderr.txt").open("a")
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root), "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY)
+
+
+def until(what: str, condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
+        time.sleep(0.1)
+
+
+def run_directories(root: Path) -> list[Path]:
+    return [path.parent for path in root.glob("*/run.json")]
+
+
+def committed(root: Path) -> int:
+    keys = [path for run in run_directories(root) for path in (run / "commits").glob("*.json")]
+    return max((int(path.name.split(".")[0]) for path in keys), default=-1)
+
+
+def left_over(root: Path, pids: list[int]) -> list[str]:
+    """Processes of a run that still live: those that were children of its command, and any that name its root."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.pid in pids or str(root) in " ".join(process.cmdline())
+            if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def children(process: "subprocess.Popen[str]") -> list[int]:
+    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+
+def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tmp_path):
+    started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0")
+    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS)
+    (run,) = run_directories(tmp_path)
+    refused = start(tmp_path, "resume", run.name)
+    assert refused.wait(60) == 2
+    assert "this run is live" in (tmp_path / "stderr.txt").read_text()
+
+    pids = children(started)
+    started.kill()
+    started.wait(10)
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 5)
+    assert json.loads((run / HUB_KEY).read_text())["live"]["state"] == "run", "the hub had no time to say goodbye"
+
+    reached = committed(tmp_path)
+    resumed = start(tmp_path, "resume", "latest")
+    until("progress after the kill", lambda: committed(tmp_path) >= reached + 3, 180)
+    pids = children(resumed)
+    begun = time.monotonic()
+    resumed.send_signal(signal.SIGINT)
+    assert resumed.wait(30) == 130
+    assert time.monotonic() - begun < 10
+    assert left_over(tmp_path, pids) == []
+    assert not (SHARED_MEMORY / f"pipelinerl-{run.name}").exists()
+    assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
+
+    last = start(tmp_path, "resume", "latest")
+    answer, _ = last.communicate(timeout=600)
+    assert last.returncode == 0
+    report = json.loads(answer)
+    assert (report["run_id"], report["steps"]) == (run.name, 30)
+    assert (run / "report.html").stat().st_size > 10_000
+    follower = RunFollower(open_store(str(run)))
+    follower.refresh()
+    assert list(follower.commits) == list(range(31)), "every step is committed exactly once"
+
+
+def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
+    started = start(tmp_path, "train", "quickstart", "trainer.steps=30")
+    until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS)
+    pids = children(started)
+    begun = time.monotonic()
+    started.terminate()
+    assert started.wait(30) == 143
+    assert time.monotonic() - begun < 10
+    assert left_over(tmp_path, pids) == []

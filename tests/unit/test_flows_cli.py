@@ -1,0 +1,149 @@
+"""The command line from outside: exit codes, one JSON document on stdout, one line on stderr."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.storage.object_store import open_store
+from tasks.runs import create_run, locate_run, new_run_id, remember_latest, run_url
+
+ROOT = Path(__file__).parents[2]
+
+
+def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a command that must end with 2 and print nothing else."""
+    ended = pipelinerl(*arguments)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1, ended.stderr
+    return lines[0]
+
+
+def test_config_prints_toml_that_train_reads_back_to_the_same_settings(tmp_path):
+    printed = pipelinerl("config", "quickstart", "trainer.steps=7").stdout
+    (tmp_path / "mine.toml").write_text(printed)
+    assert load_config(str(tmp_path / "mine.toml")) == load_config("quickstart", ["trainer.steps=7"])
+
+
+def test_config_json_is_one_document_with_the_override():
+    ended = pipelinerl("config", "quickstart", "trainer.steps=7", "--json")
+    assert json.loads(ended.stdout)["trainer"]["steps"] == 7
+    assert ended.returncode == 0
+
+
+def test_config_keys_lists_every_setting_with_its_meaning():
+    listed = {entry["key"]: entry for entry in json.loads(pipelinerl("config", "--keys", "--json").stdout)}
+    assert listed["schedule.max_lag"]["default"] == "4"
+    assert all(entry["meaning"] for entry in listed.values() if not entry["key"].endswith(".kind"))
+
+
+def test_an_unknown_key_names_the_nearest_one():
+    assert "trainer.step: no such key; did you mean trainer.steps?" in refused(
+        "train", "quickstart", "trainer.step=3"
+    )
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    assert "quickstart" in refused("train", "quickstrat")
+
+
+def test_an_unusable_root_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refused("train", "quickstart", "--root", str(tmp_path / "file" / "runs"))
+
+
+def test_a_missing_model_directory_is_refused(tmp_path):
+    line = refused("train", "quickstart", f"model.path={tmp_path / 'none'}", "--root", str(tmp_path))
+    assert "no such directory" in line
+    assert "model.path" in line
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path):
+    for command in ("status", "resume"):
+        assert "no run at" in refused(command, "nosuch-12345678", "--root", str(tmp_path))
+
+
+def test_bench_without_a_benchmark_of_that_name_is_refused():
+    assert "no such benchmark; there is: engine" in refused("bench", "engines")
+
+
+def test_help_of_a_command_answers_at_once_and_shows_an_example():
+    for command in ("train", "resume"):
+        begun = time.monotonic()
+        ended = pipelinerl(command, "--help")
+        assert time.monotonic() - begun < 3.0, "one second on an idle machine"
+        assert "pipelinerl" in ended.stdout
+        assert f"pipelinerl {command}" in ended.stdout
+
+
+def test_the_help_imports_neither_prefect_nor_mlflow_nor_torch():
+    program = (
+        "import sys\nfrom typer.testing import CliRunner\nimport flows.cli\n"
+        "assert CliRunner().invoke(flows.cli.app, ['--help']).exit_code == 0\n"
+        "print([name for name in ('prefect', 'mlflow', 'torch', 'pyarrow') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert ended.stdout.strip() == "[]"
+
+
+# ---- runs under a root ----------------------------------------------------------------------------------------
+
+
+def make_run(root: Path, run_id: str) -> str:
+    url = run_url(str(root), run_id)
+    create_run(url, load_config("quickstart", ["trainer.steps=7"]), flow_run_id="f", mlflow=None)
+    remember_latest(url)
+    return url
+
+
+def test_a_run_is_found_by_id_latest_path_and_url(tmp_path):
+    url = make_run(tmp_path, "quickstart-1a2b3c4d")
+    for run in ("quickstart-1a2b3c4d", "latest", str(tmp_path / "quickstart-1a2b3c4d"), url):
+        assert locate_run(run, str(tmp_path)) == url
+
+
+def test_latest_is_the_run_that_was_started_or_resumed_last(tmp_path):
+    first = make_run(tmp_path, "a-1")
+    second = make_run(tmp_path, "b-2")
+    assert locate_run("latest", str(tmp_path)) == second
+    remember_latest(first)
+    assert locate_run("latest", str(tmp_path)) == first
+
+
+def test_an_id_cannot_leave_the_root(tmp_path):
+    for run in ("..", "a b", "*"):
+        with pytest.raises(ConfigError):
+            locate_run(run, str(tmp_path))
+
+
+def test_run_json_is_written_once_and_the_first_one_counts(tmp_path):
+    url = make_run(tmp_path, "a-1")
+    again = create_run(url, load_config("quickstart", ["trainer.steps=9"]), flow_run_id="g", mlflow=None)
+    assert again.config.trainer.steps == 7
+    assert again.record.flow_run_id == "f"
+
+
+def test_a_retry_of_a_flow_run_has_the_same_run_id_and_files_give_their_name():
+    flow_run = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"
+    assert new_run_id("quickstart", flow_run) == "quickstart-0a1b2c3d"
+    assert new_run_id("/etc/My Model_v2.toml", flow_run) == "my-model-v2-0a1b2c3d"
+
+
+def test_status_of_a_run_that_has_not_begun_is_one_json_document(tmp_path):
+    url = make_run(tmp_path, "a-1")
+    ended = pipelinerl("status", "a-1", "--root", str(tmp_path), "--json")
+    document = json.loads(ended.stdout)
+    assert (document["run_id"], document["step"], document["steps"]) == ("a-1", 0, 7)
+    assert document["url"] == url
+    assert open_store(url).list("commits") == []

@@ -1,0 +1,150 @@
+"""What is refused before a run starts, and the line that says so."""
+
+import os
+import socket
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import psutil
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.storage.object_store import open_store
+from tasks import checks
+from tasks.markdown import report_markdown
+from tasks.runs import is_live, refuse_if_live, root_url
+
+
+def config(*overrides: str):
+    return load_config("quickstart", overrides)
+
+
+def test_a_taken_port_is_refused_with_its_number():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        rule = f"placement.hub_port={port}: cannot listen there.*Set placement.hub_port=0"
+        with pytest.raises(ConfigError, match=rule):
+            checks.check_hub_address(config(f"placement.hub_port={port}"))
+
+
+def test_an_address_of_another_host_is_refused():
+    with pytest.raises(ConfigError, match=r"placement.hub_host=192\.0\.2\.1"):
+        checks.check_hub_address(config("placement.hub_host=192.0.2.1"))
+
+
+def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
+    # 300 steps, every 25th durable: 13 versions and 3 checkpoints of 3 copies are 22 x 100 MB, and 200 MB for the rest.
+    with pytest.raises(ConfigError, match=r"1\.0 GB free, but this run needs about 2\.4 GB for 13 durable"):
+        checks.check_space(config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}")
+
+
+def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
+    free = {str(tmp_path): 10**12}
+    monkeypatch.setattr(
+        checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 400_000_000)})
+    )
+    with pytest.raises(ConfigError, match="/dev/shm: 400 MB free, but this run needs about 500 MB"):
+        checks.check_space(config(), f"file://{tmp_path}")
+    checks.check_space(config("weights.transport=object_store"), f"file://{tmp_path}")
+
+
+def test_a_directory_without_config_json_is_no_model(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        checks.check_model(config(f"model.path={tmp_path}"))
+    (tmp_path / "config.json").write_text("{}")
+    checks.check_model(config(f"model.path={tmp_path}"))
+
+
+def test_an_mlflow_server_that_does_not_answer_is_refused_without_its_password():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow_uri=http.*no answer") as caught:
+        checks.check_mlflow(f"http://someone:hunter2@127.0.0.1:{port}")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_plain_mlflow_directories_are_refused_and_databases_need_no_server():
+    with pytest.raises(ConfigError, match=r"sqlite:////absolute/path/mlflow\.db"):
+        checks.check_mlflow("./mlruns")
+    for uri in ("", "none", "sqlite:////tmp/mlflow.db"):
+        checks.check_mlflow(uri)
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_server_that_answers_its_health_page_is_accepted():
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        checks.check_http("tracking.mlflow_uri", f"http://127.0.0.1:{server.server_port}/")
+
+
+def test_the_prompt_source_is_opened_in_a_child_and_its_line_comes_back(tmp_path):
+    bad = config("prompts.kind=file", f"prompts.path={tmp_path / 'none.jsonl'}", "reward.kind=exact_match")
+    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+        checks.check_prompts(bad)
+
+
+# ---- is somebody running this run? ---------------------------------------------------------------------------------
+
+
+def hub(**changes) -> HubRecord:
+    values = {
+        "url": "grpc://127.0.0.1:1",
+        "boot_id": "b",
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_started_at": psutil.Process().create_time(),
+        "beat": time.time(),
+    }
+    return HubRecord(**{**values, **changes})
+
+
+def test_a_run_is_live_while_its_hub_process_lives_on_this_host_however_old_the_beat():
+    assert is_live(hub())
+    assert is_live(hub(beat=0.0)), "a hub that is stuck still owns the run"
+    assert not is_live(None)
+
+
+def test_a_killed_hub_leaves_the_run_free_at_once_although_its_beat_is_fresh():
+    assert not is_live(hub(pid=2**22 + 1))
+    assert not is_live(hub(process_started_at=0.0)), "the pid was reused by another process"
+
+
+def test_a_hub_on_another_host_counts_for_five_seconds_after_its_last_beat():
+    assert is_live(hub(host="elsewhere", pid=1, beat=time.time() - 4))
+    assert not is_live(hub(host="elsewhere", pid=1, beat=time.time() - 6))
+
+
+def test_a_second_start_of_a_live_run_is_refused_by_pid(tmp_path):
+    store = open_store(str(tmp_path))
+    store.put(HUB_KEY, hub().model_dump_json().encode())
+    with pytest.raises(ConfigError, match=f"this run is live: its hub has pid {os.getpid()}"):
+        refuse_if_live(store.url)
+
+
+def test_the_root_is_the_option_then_the_variable_then_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_ROOT", str(tmp_path / "b"))
+    assert root_url(str(tmp_path / "a")) == f"file://{tmp_path}/a"
+    assert root_url("") == f"file://{tmp_path}/b"
+    monkeypatch.delenv("PIPELINERL_ROOT")
+    monkeypatch.chdir(tmp_path)
+    assert root_url("") == f"file://{tmp_path}/runs"
+
+
+def test_the_report_as_markdown_flattens_figures_and_leaves_out_the_unknown():
+    text = report_markdown({"run_id": "a-1", "steps": 1200, "lag": {"mean": 0.123456}, "eval_last": None})
+    rows = ["| run_id | a-1 |", "| steps | 1,200 |", "| lag.mean | 0.1235 |"]
+    assert text.splitlines() == ["# a-1", "", "| figure | value |", "| --- | ---: |", *rows]
