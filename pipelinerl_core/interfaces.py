@@ -75,6 +75,10 @@ class Engine(Protocol):
         """Version that samples the next token."""
         ...
 
+    def set_pace(self, delay_seconds: float) -> None:
+        """Pause this long after each decode step; 0 is full speed. An engine that cannot pace itself ignores it."""
+        ...
+
     async def close(self) -> None:
         """Stop generating and release memory; running generators end with EngineError."""
         ...

@@ -192,6 +192,8 @@ class SyncReply(Message):
     credit: int = 0
     """Groups the actor may have at the hub that the trainer has not taken: level-triggered, so that a lost Credit
     message costs nothing. The actor counts its own unacknowledged sends against it."""
+    ready_groups: int = 0
+    """Groups that wait for the trainer: what the actor paces its engine by."""
     swaps_acknowledged: int = -1
     """Highest swap version whose report has arrived."""
 

@@ -23,11 +23,11 @@ class ModelConfig(Section):
 
 
 class SumsPrompts(Section):
-    """Sums of one-digit numbers, "3+4+8=", 2 to 8 summands or more: the quickstart's task."""
+    """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
     kind: Literal["sums"] = "sums"
-    lengths: tuple[int, ...] = Field((2, 2, 3, 3, 4, 5, 6, 8), min_length=1)
-    """Numbers of summands, drawn uniformly; repeat one to make it likelier."""
+    lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 16), min_length=1)
+    """Numbers of summands, drawn uniformly; repeat one to make it likelier. The rare long ones are the tail."""
 
 
 class ReasoningGymPrompts(Section):
@@ -106,6 +106,8 @@ class EngineConfig(Section):
     """Sequences in flight per actor at all times."""
     kv: Literal["keep", "recompute", "drain"] = "keep"
     """KV cache of running sequences at a swap: keep it, recompute it under the new weights, or finish them first."""
+    pace: bool = True
+    """Slow the engine down while more than a step's worth of groups waits for the trainer: full slots, less lag."""
     deterministic: bool = False
     """Fix every tensor shape so that tokens do not depend on what else is in the batch (slower; float32 only)."""
 

@@ -91,6 +91,7 @@ class EmbeddedEngine:
         self._swap_lock = asyncio.Lock()
         self._drained: asyncio.Future[None] | None = None
         self._failure: str | None = None
+        self._delay_seconds = 0.0
         self._num_tokens = 0
         self._num_steps = 0
         self._running_seconds = 0.0
@@ -142,6 +143,10 @@ class EmbeddedEngine:
             if sequence is not None:
                 completions[request_id] = self._finish(sequence, FinishReason.ABORT)
         return completions
+
+    def set_pace(self, delay_seconds: float) -> None:
+        """Pause this long after each decode step; swaps and aborts happen in it without waiting."""
+        self._delay_seconds = delay_seconds
 
     def stats(self) -> EngineStats:
         """A glance at the engine; kv_usage is the share of token places in the slots that hold a token."""
@@ -200,7 +205,7 @@ class EmbeddedEngine:
         try:
             while self._running or self._admissible(1):
                 self._step()
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._delay_seconds)
         except asyncio.CancelledError:
             # Steps are whole, so the engine stays usable; only those that wait for it must hear of it.
             self._end_all("the engine's task was cancelled")

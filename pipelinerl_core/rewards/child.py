@@ -1,7 +1,6 @@
 """One child process that scores, kept alive: its queue, its deadline, its restarts."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
@@ -93,8 +92,9 @@ class ScoringChild:
         if not self._pending:
             self._head_started = loop.time()
         self._pending[identity] = request
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = loop.create_task(self._keep_alive(), name=f"reward child {self._spec.name}")
+            self._task.add_done_callback(self._supervision_ended)
         self._wanted.set()
         if self._input is not None:
             if not self._outbox:
@@ -106,8 +106,7 @@ class ScoringChild:
         """End the child; requests without an answer fail. Returns when the process is gone."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})  # bounded: it ends within CLOSE_SECONDS
         self._fail_all("the scorer was closed")
 
     # ---- life of the child ---------------------------------------------------------------------------------------
@@ -243,6 +242,13 @@ class ScoringChild:
         future = self._pending.pop(identity).future
         if not future.done():
             future.set_exception(RewardError(f"verifier {self._spec.name}: {reason}"))
+
+    def _supervision_ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits forever, whatever went wrong (no more processes, an answer that is none)."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("verifier %s: %s", self._spec.name, error, exc_info=error)
+            self._fail_all(f"{type(error).__name__}: {error}")
 
     def _fail_all(self, reason: str) -> None:
         for identity in list(self._pending):

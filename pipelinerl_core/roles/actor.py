@@ -46,6 +46,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.inference import build_codec, build_engine
 from pipelinerl_core.roles.process import configure_logging, die_with_parent, install_stop_signal, limit_threads
+from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
 from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.segments import SegmentWriter
@@ -112,6 +113,7 @@ class Actor:
         self._credit_granted = asyncio.Event()
         self._sync_seconds = 0.05
         self._errors = ErrorBudget()
+        self._pacer = Pacer(config.trainer.groups_per_step)
         self._process = psutil.Process()
 
     async def run(self, stop: threading.Event) -> None:
@@ -171,6 +173,7 @@ class Actor:
                 "rss_bytes": float(memory.rss),
                 "reward_errors": float(self._errors.num_errors),
                 "unsent_groups": float(self._unsent.qsize()),
+                "step_delay_seconds": self._pacer.delay_seconds,
             },
         )
 
@@ -193,6 +196,8 @@ class Actor:
     def _take_versions(self, reply: SyncReply) -> None:
         self._sync_seconds = reply.sync_seconds
         self._credit = reply.credit
+        if self._config.engine.pace:
+            self._engine.set_pace(self._pacer.update(reply.ready_groups))
         if self._credit > 0:
             self._credit_granted.set()
         self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]

@@ -205,6 +205,7 @@ class Hub:
             manifest = self._ledger.manifest
             swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
             credit = self._credit(actor)
+            ready_groups = self._ledger.num_ready
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
         if result.stop_leases:
@@ -218,6 +219,7 @@ class Hub:
             state="drain" if is_final else "run",
             sync_seconds=SYNC_SECONDS,
             credit=credit,
+            ready_groups=ready_groups,
             swaps_acknowledged=swaps_acknowledged,
         )
 

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from pipelinerl_core.algo.packed import PackLayout
 from pipelinerl_core.config.model_path import SumsModel
@@ -47,6 +48,7 @@ def build_model(
         _train(model, recipe, pairs, report)
     finally:
         torch.set_num_threads(num_threads)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     build_tokenizer(recipe.alphabet).save_pretrained(directory)
 
@@ -77,6 +79,7 @@ def _model_config(recipe: SumsModel) -> Qwen2Config:
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_kv_heads,
         max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.initializer_range,
         tie_word_embeddings=True,
         pad_token_id=PAD_ID,
         eos_token_id=END_ID,

@@ -25,14 +25,18 @@ START_SECONDS = 900.0
 
 
 def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
-    log = (root / "stderr.txt").open("a")
     command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root), "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY)
+    with (root / "stderr.txt").open("a") as log, (root / "stdout.txt").open("w") as results:
+        return subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY)
 
 
-def until(what: str, condition: Callable[[], bool], seconds: float) -> None:
+def until(
+    what: str, condition: Callable[[], bool], seconds: float, process: "subprocess.Popen[str] | None" = None
+) -> None:
+    """Wait for a condition; fails at the deadline, or when the process that should bring it about has ended."""
     deadline = time.monotonic() + seconds
     while not condition():
+        assert process is None or process.poll() is None, f"the command ended before {what}"
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
         time.sleep(0.1)
 
@@ -65,7 +69,7 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
 
 def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tmp_path):
     started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0")
-    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS)
+    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
     (run,) = run_directories(tmp_path)
     refused = start(tmp_path, "resume", run.name)
     assert refused.wait(60) == 2
@@ -79,7 +83,7 @@ def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tm
 
     reached = committed(tmp_path)
     resumed = start(tmp_path, "resume", "latest")
-    until("progress after the kill", lambda: committed(tmp_path) >= reached + 3, 180)
+    until("progress after the kill", lambda: committed(tmp_path) >= reached + 3, 180, resumed)
     pids = children(resumed)
     begun = time.monotonic()
     resumed.send_signal(signal.SIGINT)
@@ -90,9 +94,8 @@ def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tm
     assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
 
     last = start(tmp_path, "resume", "latest")
-    answer, _ = last.communicate(timeout=600)
-    assert last.returncode == 0
-    report = json.loads(answer)
+    assert last.wait(600) == 0
+    report = json.loads((tmp_path / "stdout.txt").read_text())
     assert (report["run_id"], report["steps"]) == (run.name, 30)
     assert (run / "report.html").stat().st_size > 10_000
     follower = RunFollower(open_store(str(run)))
@@ -102,7 +105,7 @@ def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tm
 
 def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
     started = start(tmp_path, "train", "quickstart", "trainer.steps=30")
-    until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS)
+    until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS, started)
     pids = children(started)
     begun = time.monotonic()
     started.terminate()

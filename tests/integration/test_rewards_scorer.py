@@ -45,6 +45,12 @@ def verify(text, task):
         raise ValueError("two\\nlines")
     if word == "print":
         print("noise on stdout")
+    if word == "garbage":
+        for descriptor in range(3, 10):  # finds the one that answers go to
+            try:
+                os.write(descriptor, b"garbage\\n")
+            except OSError:
+                pass
     if word == "nan":
         return float("nan")
     if word == "secret":
@@ -211,6 +217,19 @@ def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt):
     spec = ChildSpec(name="obedient", function="no_such_module:f", timeout_seconds=5, memory_bytes=1 << 30)
     first, second = run(ProcessScorer(spec, 1), "ok", "ok", prompt=prompt)
     assert str(first) == str(second) == "verifier obedient: the child process did not start, 3 times (exit code 1)"
+
+
+def test_an_answer_that_is_none_fails_what_waits_and_the_next_request_starts_anew(make_scorer, prompt):
+    scorer = make_scorer()
+
+    async def main():
+        with pytest.raises(RewardError, match="JSONDecodeError"):
+            await scorer.score(prompt, "garbage")
+        assert await scorer.score(prompt, "ok") == 1.0
+        await scorer.close()
+
+    asyncio.run(main())
+    assert psutil.Process().children() == []
 
 
 def test_a_child_gets_no_credentials(make_scorer, prompt, monkeypatch):

@@ -38,7 +38,7 @@ def test_an_address_of_another_host_is_refused():
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
-    # 300 steps, every 25th durable: 13 versions and 3 checkpoints of 3 copies are 22 x 100 MB, and 200 MB for the rest.
+    # 300 steps, every 25th durable: 13 versions, 3 checkpoints of 3 copies: 22 x 100 MB, and 200 MB for the rest.
     with pytest.raises(ConfigError, match=r"1\.0 GB free, but this run needs about 2\.4 GB for 13 durable"):
         checks.check_space(config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}")
 

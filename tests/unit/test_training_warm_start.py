@@ -67,11 +67,11 @@ def test_the_learning_rate_rises_and_then_falls():
 
 def test_training_lowers_the_loss(tmp_path):
     lines = []
-    recipe = TINY.model_copy(update={"steps": 60, "warmup_steps": 10})
+    recipe = TINY.model_copy(update={"steps": 200, "rows": 32, "warmup_steps": 10})
     warm_start.build_model(recipe, demonstrations(recipe), tmp_path, lines.append)
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
-    assert len(losses) == 2  # after 50 and 60 steps
-    assert losses[-1] < losses[0] < 2.83  # log(17) = 2.83 is the loss of knowing nothing
+    assert len(losses) == 4  # every 50 steps
+    assert losses[-1] < losses[0] - 0.2 < 2.83  # log(17) = 2.83 is the loss of knowing nothing
 
 
 def test_a_built_model_is_the_same_bytes_again_and_loads(tmp_path, monkeypatch):
