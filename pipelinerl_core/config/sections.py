@@ -26,7 +26,7 @@ class SumsPrompts(Section):
     """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
     kind: Literal["sums"] = "sums"
-    lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 16), min_length=1)
+    lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat one to make it likelier. The rare long ones are the tail."""
 
 
@@ -145,6 +145,8 @@ class LearnerConfig(Section):
     """Peak learning rate (AdamW)."""
     warmup_steps: int = Field(10, ge=0)
     """Steps of linear warm-up."""
+    final_lr_share: float = Field(1.0, ge=0, le=1)
+    """Learning rate of the last step as a share of the peak; the decay is linear, 1 keeps it constant."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """AdamW's second-moment decay."""
     weight_decay: float = Field(0.0, ge=0)

@@ -106,7 +106,7 @@ class TorchLearner:
         _check_finite(
             step, loss=sums.loss, grad_norm=grad_norm.item(), kl=sums.kl, ess=ratios[0], ess_sequence=ratios[1]
         )
-        lr = learning_rate(step, self._config.learner)
+        lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         self._optimizer.step(grad_norm, learning_rate=lr)
         self.version = step
         budget = sum(max(batch.num_tokens, self._config.trainer.pack_tokens) for batch in packs)

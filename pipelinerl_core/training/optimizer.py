@@ -16,9 +16,11 @@ from pipelinerl_core.errors import StoreError
 _BETA1 = 0.9
 
 
-def learning_rate(step: int, config: LearnerConfig) -> float:
-    """Of step 1, 2, ...: linear warm-up to the peak, then constant."""
-    return config.lr * min(1.0, step / max(1, config.warmup_steps))
+def learning_rate(step: int, config: LearnerConfig, num_steps: int) -> float:
+    """Of step 1 .. num_steps: linear warm-up to the peak, times a linear decay from 1 to final_lr_share."""
+    warm_up = min(1.0, step / max(1, config.warmup_steps))
+    decay = 1.0 - (1.0 - config.final_lr_share) * step / num_steps
+    return config.lr * warm_up * decay
 
 
 class MasterOptimizer:
