@@ -8,12 +8,12 @@ left to others. See docs/adr/0005.
 
 import math
 
-# Ready groups that are aimed at, in steps of the trainer: their number is a saw-tooth of height one, which centred here
-# hardly ever touches zero when the trainer asks.
+# Ready groups that are aimed at, in steps of the trainer: their number is a saw-tooth of height one, which centred
+# here hardly ever touches zero when the trainer asks.
 _TARGET_STEPS = 0.75
-# The controller is proportional-integral, in the logarithm of the time per decode step. Per step's worth of surplus the
-# time grows by e at once, and every sync (about 20 a second) adds a little more as long as the surplus lasts. Chosen by
-# simulation: engines from half to six times the trainer's speed settle within half a minute, without hunting.
+# The controller is proportional-integral, in the logarithm of the time per decode step. Per step's worth of surplus
+# the time grows by e at once, and every sync (about 20 a second) adds a little more as long as the surplus lasts. By
+# simulation engines of one to six times the trainer's speed settle within half a minute, without hunting.
 _PROPORTIONAL = 1.0
 _INTEGRAL = 0.005
 # Pause that doubles the time of a typical decode step of a small model; larger models settle at larger exponents.

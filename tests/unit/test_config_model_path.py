@@ -38,7 +38,8 @@ def test_an_unknown_builtin_model_names_the_nearest():
 def test_the_digest_covers_every_field():
     changed = {
         "revision": 2, "seed": 1, "alphabet": "01", "hidden_size": 64, "intermediate_size": 64, "num_layers": 1,
-        "num_heads": 2, "num_kv_heads": 1, "max_positions": 64, "initializer_range": 0.02, "lengths": (2,), "worked_out_share": 0.5,
+        "num_heads": 2, "num_kv_heads": 1, "max_positions": 64, "initializer_range": 0.02,
+        "lengths": (2,), "worked_out_share": 0.5,
         "early_worked_out_share": 0.5, "early_steps": 1,
         "guess_error": 1, "steps": 1, "rows": 1, "lr": 1e-3, "warmup_steps": 1,
     }  # fmt: skip
