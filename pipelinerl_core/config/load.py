@@ -49,7 +49,7 @@ def _read(source: str) -> dict[str, Any]:
         text = (PRESETS / f"{source}.toml").read_text(encoding="utf-8")
     else:
         raise ConfigError(
-            f"{source}: no such preset{_nearest(source, preset_names())}. "
+            f"{source}: no such preset{_nearest(source, preset_names())} "
             f"Presets: {', '.join(preset_names())}; or give a file that ends in .toml"
         )
     try:
@@ -83,7 +83,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     dotted = ".".join(_without_tags(location, values))
     if detail["type"] == "extra_forbidden":
         known = known_keys()
-        return f"{dotted}: no such key{_nearest(dotted, known)}. `pipelinerl config --keys` lists all"
+        return f"{dotted}: no such key{_nearest(dotted, known)} `pipelinerl config --keys` lists all"
     message = detail["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
@@ -99,7 +99,7 @@ def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
 
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}?" if close else "."
 
 
 def known_keys() -> list[str]:

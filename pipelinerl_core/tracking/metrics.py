@@ -57,11 +57,11 @@ _DECLARED = (
         "Effective sample size of the untruncated token ratios: 1 is on-policy.",
     ),
     MetricSpec("importance/ess_sequence", "share", "the same over rollouts", "A rollout's ratio is the product."),
-    MetricSpec("importance/ratio_mean", "ratio", "mean over sampled tokens", "Trainer over rollout probability."),
+    MetricSpec("importance/ratio_mean", "ratio", "mean over trained tokens", "Trainer over rollout probability."),
     MetricSpec(
         "importance/ratio_clipped_fraction",
         "share",
-        "mean over sampled tokens",
+        "mean over trained tokens",
         "Tokens whose ratio was cut at loss.ratio_max.",
     ),
     MetricSpec(
