@@ -59,7 +59,7 @@ def local_server(root: str) -> Iterator[str]:
             command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
             process = subprocess.Popen(
                 guarded(command),
-                env=_environment(home),
+                env=_environment(home, port),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -95,13 +95,14 @@ def _home(root: str) -> Iterator[Path]:
         yield home
 
 
-def _environment(home: Path) -> dict[str, str]:
+def _environment(home: Path, port: int) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
     database = f"sqlite+aiosqlite:///{home / 'prefect.db'}"
     return {
         **inherited,
         **_SETTINGS,
         "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # the page would ask port 4200 otherwise
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
     }
 

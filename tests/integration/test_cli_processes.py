@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 900.0
+SMALL = ("trainer.groups_per_step=16", "engine.concurrency=64")
 
 
 def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
@@ -68,7 +69,7 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
 
 
 def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tmp_path):
-    started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0")
+    started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0", *SMALL)
     until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
     (run,) = run_directories(tmp_path)
     refused = start(tmp_path, "resume", run.name)
