@@ -54,10 +54,11 @@ def test_killed_roles_are_restarted_and_a_replay_gives_the_same_losses(tmp_path,
     arguments = ["train", "quickstart", f"trainer.steps={STEPS}", "checkpoint.every_seconds=3", "eval.num_prompts=50"]
     arguments += ["placement.lease_seconds=4", "trainer.groups_per_step=8", "--root", str(tmp_path), "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    command = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", *arguments],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=(tmp_path / "stderr.log").open("w"), text=True,
-    )  # fmt: skip
+    with (tmp_path / "stderr.log").open("w") as log:
+        command = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
     try:
         wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=120)
         run = next(tmp_path.glob("quickstart-*"))
@@ -68,7 +69,9 @@ def test_killed_roles_are_restarted_and_a_replay_gives_the_same_losses(tmp_path,
     finally:
         if command.poll() is None:
             command.kill()
-            command.wait(timeout=20)
+        command.wait(timeout=20)
+        if command.stdout is not None:
+            command.stdout.close()
     assert command.returncode == 0, (tmp_path / "stderr.log").read_text()[-3000:]
     report = json.loads(output)
     assert report["steps"] == STEPS

@@ -21,12 +21,13 @@ STEPS = 20
 @pytest.mark.timeout(500)
 def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    printed = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "train", "quickstart", f"trainer.steps={STEPS}", "eval.num_prompts=100",
-         f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db", "--root", s3_url, "--json"],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=(tmp_path / "log").open("w"), text=True,
-        timeout=400,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "flows.cli", "train", "quickstart", f"trainer.steps={STEPS}"]
+    command += ["eval.num_prompts=100", f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
+    with (tmp_path / "log").open("w") as log:
+        printed = subprocess.run(
+            [*command, "--root", s3_url, "--json"],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, timeout=400,
+        )  # fmt: skip
     assert printed.returncode == 0, (tmp_path / "log").read_text()[-3000:]
     report = json.loads(printed.stdout)
     assert report["steps"] == STEPS
