@@ -22,23 +22,36 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version; MissingObject if it is gone, ChecksumMismatch if it is damaged."""
         entry = next(entry for entry in manifest.files if entry.name == WEIGHTS_FILE)
-        data, where = self._read(manifest, entry)
-        verify(data, entry, where)
+        data = self._from_shm(manifest, entry)
+        if data is None:
+            data = self._from_store(manifest, entry)
         try:
             tensors = safetensors.load(data)
         except SafetensorError as error:
-            raise ChecksumMismatch(f"{where}/{entry.name}: not a safetensors file: {error}") from None
+            raise ChecksumMismatch(f"version {manifest.version}: not a safetensors file: {error}") from None
         return WeightUpdate(version=manifest.version, tensors=tensors, num_bytes=len(data))
 
-    def _read(self, manifest: WeightManifest, entry: FileEntry) -> tuple[bytes, str]:
-        if manifest.shm and manifest.host == self._host:
-            try:
-                return (Path(manifest.shm) / entry.name).read_bytes(), manifest.shm
-            except FileNotFoundError:
-                pass  # pruned: a newer version exists, or the durable copy serves
+    def _from_shm(self, manifest: WeightManifest, entry: FileEntry) -> bytes | None:
+        """The copy in this host's shared memory; None when the durable copy must serve."""
+        if manifest.shm is None or manifest.host != self._host:
+            return None
+        try:
+            data = (Path(manifest.shm) / entry.name).read_bytes()
+            verify(data, entry, manifest.shm)
+        except FileNotFoundError:
+            return None  # pruned: a newer version exists
+        except ChecksumMismatch:
+            if manifest.key is None:
+                raise
+            return None
+        return data
+
+    def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
         if manifest.key is None:
             raise MissingObject(
                 f"weights of version {manifest.version}: gone from shared memory of {manifest.host} and not durable; "
                 "the next announced version replaces them"
             )
-        return self._store.get(f"{manifest.key}/{entry.name}"), manifest.key
+        data = self._store.get(f"{manifest.key}/{entry.name}")
+        verify(data, entry, manifest.key)
+        return data

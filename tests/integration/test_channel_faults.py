@@ -6,6 +6,7 @@ row, log-probabilities included.
 
 import asyncio
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from pipelinerl_core.roles.inference import build_codec, build_engine
 from pipelinerl_core.roles.replay import build_learner
 from pipelinerl_core.roles.trainer import Trainer
 from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows, wait_for
 
@@ -137,6 +139,7 @@ def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restar
     finally:
         stop.set()
         join(threads)
+        shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
     assert not failures, failures
     assert not any(thread.is_alive() for thread in threads)
 

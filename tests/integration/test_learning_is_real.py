@@ -6,7 +6,9 @@ prompts. Accuracy is measured on true held-out sums by the evaluator's own funct
 
 import asyncio
 import json
+import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.evaluator import evaluate, find_commit
 from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, wait_for
 
@@ -39,7 +42,7 @@ def write_prompts(path: Path, config: RunConfig, *, shuffled: bool) -> None:
 
 def train(directory: Path, config: RunConfig, *, shuffled: bool) -> str:
     """Run hub, trainer and actor to the last step; returns the URL of the run."""
-    url = str(directory / "run")
+    url = str(directory / f"learning-{directory.name}-{os.getpid()}")
     directory.mkdir()
     write_prompts(directory / "prompts.jsonl", config, shuffled=shuffled)
     make_run(
@@ -53,6 +56,7 @@ def train(directory: Path, config: RunConfig, *, shuffled: bool) -> str:
     with role("hub", url, log), role("trainer", url, log), role("actor", url, log):
         wait_for(lambda: committed_steps(url) >= STEPS, f"step {STEPS}", seconds=300)
         time.sleep(1)
+    shutil.rmtree(shm_directory(url.rpartition("/")[2]), ignore_errors=True)
     return url
 
 

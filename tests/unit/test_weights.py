@@ -81,6 +81,16 @@ def test_one_flipped_bit_is_found_before_the_engine_sees_it(shm):
         WeightSubscriber(store).fetch(manifest)
 
 
+def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(shm):
+    store = open_store("memory://weights-8")
+    manifest = publisher(store).publish(7, WEIGHTS, durable=True)
+    (Path(manifest.shm) / "model.safetensors").write_bytes(b"another run's weights")
+    torch.testing.assert_close(dict(WeightSubscriber(store).fetch(manifest).tensors), WEIGHTS, rtol=0, atol=0)
+    store.put("weights/00000007.3/model.safetensors", b"damaged too")
+    with pytest.raises(ChecksumMismatch, match=r"weights/00000007\.3"):
+        WeightSubscriber(store).fetch(manifest)
+
+
 def test_weights_of_another_host_come_from_the_store(shm):
     store = open_store("memory://weights-6")
     manifest = replace(publisher(store).publish(7, WEIGHTS, durable=True), host="elsewhere", shm="/dev/shm/not-here")
