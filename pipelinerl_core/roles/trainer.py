@@ -38,7 +38,13 @@ from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
-from pipelinerl_core.roles.process import configure_logging, die_with_parent, install_stop_signal, limit_threads
+from pipelinerl_core.roles.process import (
+    configure_logging,
+    die_with_parent,
+    freeze_startup_objects,
+    install_stop_signal,
+    limit_threads,
+)
 from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.tracking.metrics import step_metrics
@@ -284,7 +290,9 @@ def main() -> int:
         limit_threads(context.config.placement.threads)
         commits = counted_commit_keys(context.store, read_epochs(context.store))
         epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
-        Trainer(context, build_learner(context.config), epoch).run(commits, stop)
+        trainer = Trainer(context, build_learner(context.config), epoch)
+        freeze_startup_objects()
+        trainer.run(commits, stop)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2

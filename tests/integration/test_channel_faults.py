@@ -17,7 +17,7 @@ import torch
 
 from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor import Actor, ActorParts
+from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink

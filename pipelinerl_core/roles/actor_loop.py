@@ -1,0 +1,338 @@
+"""The actor: one engine, kept full, whose weights are swapped in the middle of sequences.
+
+    hub --leases, newest version--> sync ----> groups in flight ----> finished groups --> hub (memory)
+                                     |               ^                      |
+                                     v               | engine.generate      +-----------> segments (store)
+                                   swap --> engine --+
+
+| loop  | consumes          | waits for                        | unblocked by                    |
+|-------|-------------------|----------------------------------|---------------------------------|
+| sync  | engine statistics | its interval, or starving slots  | the hub's answer                |
+| swap  | newest manifest   | a version newer than the engine's| sync                            |
+| group | one lease         | slots, then the scorer           | engine, reward children         |
+| send  | finished groups   | credit                           | sync (credit is level-triggered)|
+| seal  | sent groups       | store.segment_seconds            | the clock                       |
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import pyarrow as pa
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import (
+    ChecksumMismatch,
+    HubUnavailable,
+    MissingObject,
+    RewardError,
+    StaleLease,
+)
+from pipelinerl_core.interfaces import Engine, Scorer, Subscriber
+from pipelinerl_core.messages import Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
+from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.rollouts.pace import Pacer
+from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
+from pipelinerl_core.stream.codec import encode_rollouts
+from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.types import GroupRef, Rollout, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class FinishedGroup:
+    """A group that this actor answers for until it is sealed and the hub knows it."""
+
+    ref: GroupRef
+    lease_id: str
+    rows: pa.RecordBatch
+    is_sent: bool = False
+    seq: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorParts:
+    """What an actor is built from."""
+
+    engine: Engine
+    scorer: Scorer
+    codec: TextCodec
+    subscriber: Subscriber
+    segments: SegmentWriter
+
+
+class Actor:
+    """Runs leases until the hub says drain, or `stop` is set."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: ActorParts,
+        *,
+        run_id: str,
+        name: str,
+        epoch: int,
+        link: Callable[[Callable[[], Register]], HubLink],
+    ) -> None:
+        self._config = config
+        self._engine = parts.engine
+        self._subscriber = parts.subscriber
+        self._segments = parts.segments
+        self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
+        self._run_id = run_id
+        self._name = name
+        self._epoch = epoch
+        self._link = link(self._registration)
+        self._leases: dict[str, Lease] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._finished: dict[tuple[int, int], FinishedGroup] = {}
+        self._unsent: asyncio.Queue[FinishedGroup] = asyncio.Queue()
+        self._must_offer_again = False
+        self._sync_now = asyncio.Event()
+        self._newest: WeightManifest | None = None
+        self._newer = asyncio.Event()
+        self._swaps: list[SwapRecord] = []
+        self._credit = 0
+        self._credit_granted = asyncio.Event()
+        self._sync_seconds = 0.05
+        self._errors = ErrorBudget()
+        self._pacer = Pacer(config.trainer.groups_per_step)
+        self._process = psutil.Process()
+
+    async def run(self, stop: threading.Event) -> None:
+        """Until drained. Unfinished leases are given back by the hub's word that this actor is gone."""
+        await asyncio.to_thread(self._link.connect)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(loop) for loop in (self._swap_loop(), self._send_loop(), self._seal_loop())
+                ]
+                await self._sync_loop(tasks, stop)
+                for task in (*loops, *self._tasks.values()):
+                    task.cancel()
+        finally:
+            await self._seal(everything=True)
+            await asyncio.to_thread(self._link.close)
+
+    # ---- sync ------------------------------------------------------------------------------------------------
+
+    async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
+        want = 0  # nothing is leased before the newest weights are in
+        while not stop.is_set():
+            reply = await asyncio.to_thread(self._link.request, self._sync(want))
+            if isinstance(reply, Refused):
+                if reply.code != "unknown_boot":
+                    raise_refusal(reply)
+                await asyncio.to_thread(self._link.register_again)
+                continue
+            assert isinstance(reply, SyncReply)
+            self._take_versions(reply)
+            if reply.state == "drain":
+                logger.info("the hub says drain: %d leases given up", len(self._leases))
+                return
+            self._take_leases(reply, tasks)
+            self._offer_again()
+            if self._errors.is_spent:
+                raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
+            await self._next_sync()
+            want = self._want() if reply.state == "run" and self._is_current() else 0
+
+    def _sync(self, want: int) -> Sync:
+        stats = self._engine.stats()
+        memory = self._process.memory_info()
+        return Sync(
+            boot_id=self._link.boot_id,
+            engine_version=self._engine.weight_version,
+            running=stats.running,
+            waiting=stats.waiting,
+            concurrency=self._config.engine.concurrency,
+            want=want,
+            leases=tuple(self._leases),
+            num_tokens=stats.num_tokens,
+            running_seconds=stats.running_seconds,
+            swaps=tuple(swap.model_dump() for swap in self._swaps),
+            counters={
+                "cpu_seconds": time.process_time(),
+                "rss_bytes": float(memory.rss),
+                "reward_errors": float(self._errors.num_errors),
+                "unsent_groups": float(self._unsent.qsize()),
+                "step_delay_seconds": self._pacer.delay_seconds,
+            },
+        )
+
+    async def _next_sync(self) -> None:
+        """Sleep the interval, or less when slots are about to stand empty."""
+        self._sync_now.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
+
+    def _want(self) -> int:
+        """Groups to ask for: enough that slots freed until the next answer find a waiting sequence."""
+        stats = self._engine.stats()
+        concurrency, group_size = self._config.engine.concurrency, self._config.rollouts.group_size
+        ahead = max(group_size, concurrency // 2)
+        return max(0, math.ceil((concurrency + ahead - stats.running - stats.waiting) / group_size))
+
+    def _is_current(self) -> bool:
+        return self._newest is None or self._engine.weight_version > 0 or self._newest.version == 0
+
+    def _take_versions(self, reply: SyncReply) -> None:
+        self._sync_seconds = reply.sync_seconds
+        self._credit = reply.credit
+        if self._config.engine.pace:
+            self._engine.set_pace(self._pacer.update(reply.ready_groups))
+        if self._credit > 0:
+            self._credit_granted.set()
+        self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]
+        manifest = reply.manifest
+        if manifest is not None and manifest.version > self._engine.weight_version:
+            self._newest = manifest
+            self._newer.set()
+
+    def _take_leases(self, reply: SyncReply, tasks: asyncio.TaskGroup) -> None:
+        for lease_id in reply.stop_leases:
+            self._leases.pop(lease_id, None)
+            task = self._tasks.get(lease_id)
+            if task is not None:
+                task.cancel()
+        for lease in reply.leases:
+            if lease.lease_id not in self._leases:
+                self._leases[lease.lease_id] = lease
+                self._tasks[lease.lease_id] = tasks.create_task(self._work(lease))
+
+    # ---- groups ----------------------------------------------------------------------------------------------
+
+    async def _work(self, lease: Lease) -> None:
+        try:
+            rollouts = await self._runner.run(lease)
+        finally:
+            self._tasks.pop(lease.lease_id, None)
+        self._errors.add(rollouts)
+        group = FinishedGroup(self._ref(lease, rollouts), lease.lease_id, encode_rollouts(self._run_id, rollouts))
+        self._finished[lease.group_id, lease.attempt] = group
+        self._segments.append(group.rows, group.ref)
+        self._unsent.put_nowait(group)
+        if self._engine.stats().waiting < lease.group_size:
+            self._sync_now.set()
+
+    def _ref(self, lease: Lease, rollouts: list[Rollout]) -> GroupRef:
+        return GroupRef(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            actor=self._name,
+            actor_epoch=self._epoch,
+            num_rollouts=len(rollouts),
+            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+        )
+
+    async def _send_loop(self) -> None:
+        while True:
+            group = await self._unsent.get()
+            await self._credit_granted.wait()
+            self._spend_credit()
+            message = Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq)
+            answer = await asyncio.to_thread(self._link.request, message, group.rows)
+            group.is_sent = True
+            self._leases.pop(group.lease_id, None)
+            if isinstance(answer, Refused):
+                self._forget_refused(group, answer)
+            elif group.seq is not None:
+                self._finished.pop((group.ref.group_id, group.ref.attempt), None)
+
+    def _spend_credit(self) -> None:
+        self._credit -= 1
+        if self._credit <= 0:
+            self._credit_granted.clear()
+
+    def _forget_refused(self, group: FinishedGroup, refused: Refused) -> None:
+        if refused.code != "stale_lease":
+            raise_refusal(refused)
+        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, StaleLease(refused.detail))
+        self._finished.pop((group.ref.group_id, group.ref.attempt), None)
+
+    def _offer_again(self) -> None:
+        """A new hub knows nothing of groups that were sent but not sealed: send them once more."""
+        if self._must_offer_again:
+            self._must_offer_again = False
+            for group in self._finished.values():
+                if group.is_sent:
+                    self._unsent.put_nowait(group)
+
+    async def _seal_loop(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.store.segment_seconds / 4)
+            await self._seal(everything=False)
+
+    async def _seal(self, *, everything: bool) -> None:
+        seal = self._segments.seal if everything else self._segments.seal_due
+        sealed = await asyncio.to_thread(seal)
+        if sealed is None:
+            return
+        seq, keys = sealed
+        for key in keys:
+            if key in self._finished:
+                self._finished[key].seq = seq
+        message = Sealed(actor=self._name, epoch=self._epoch, seq=seq, groups=keys)
+        try:
+            await asyncio.to_thread(self._link.request, message)
+        except HubUnavailable:
+            if not everything:
+                raise
+            logger.warning("segment %d is sealed, but no hub heard of it", seq)
+            return
+        for key in keys:
+            group = self._finished.get(key)
+            if group is not None and group.is_sent:
+                del self._finished[key]
+
+    def _registration(self) -> Register:
+        """Called by the link, on its thread, at every (re)connection."""
+        if self._link.registered is not None:
+            self._must_offer_again = True
+        held = [
+            LeaseRef(group_id=lease.group_id, attempt=lease.attempt, lease_id=lease.lease_id)
+            for lease in list(self._leases.values())
+        ]
+        offered = [
+            LeaseRef(group_id=group.ref.group_id, attempt=group.ref.attempt, lease_id=group.lease_id)
+            for group in list(self._finished.values())
+            if group.lease_id not in self._leases
+        ]
+        return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    async def _swap_loop(self) -> None:
+        while True:
+            await self._newer.wait()
+            self._newer.clear()
+            manifest = self._newest
+            if manifest is None or manifest.version <= self._engine.weight_version:
+                continue
+            try:
+                update = await asyncio.to_thread(self._subscriber.fetch, manifest)
+            except (MissingObject, ChecksumMismatch) as error:
+                logger.warning("weights of version %d not taken: %s", manifest.version, error)
+                await asyncio.sleep(self._sync_seconds)
+                continue
+            report = await self._engine.swap(update)
+            self._swaps.append(
+                SwapRecord(
+                    actor=self._name,
+                    actor_epoch=self._epoch,
+                    version=report.version,
+                    at=time.time(),
+                    pause_seconds=report.pause_seconds,
+                    num_bytes=report.num_bytes,
+                    num_running=report.num_running,
+                    num_tokens=self._engine.stats().num_tokens,
+                )
+            )
