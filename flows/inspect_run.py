@@ -29,6 +29,8 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(
             f"  {report['num_swaps']} swaps         p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms"
         )
+    if report["advice"] is not None:
+        lines.append(f"  bottleneck         {report['advice']}")
     lines.append(f"  report             {location}")
     return lines
 

@@ -55,6 +55,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         run_id=escape(facts.run.run_id),
         summary=_summary(report),
+        advice=escape(report["advice"] or ""),
         meta=_meta(facts, report),
         tiles=_tiles(facts, report),
         reward_over_time=figures.reward_over_time(facts),

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
 from pipelinerl_core.tracking import measures, utilization
+from pipelinerl_core.tracking.advice import advice, mean_delay_seconds
 from pipelinerl_core.tracking.facts import RunFacts, StepFacts, collect
 
 # First and last reward are means over a tenth of the steps, at most ten: one step is noise.
@@ -40,6 +41,8 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     """The same, from facts already read."""
     commits = list(facts.commits.values())
     use = utilization.actor_use(commits)
+    trainer_idle = utilization.trainer_idle_fraction(commits)
+    actor_idle = use.idle_fraction if use else None
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -54,8 +57,9 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         **_swaps(commits),
         **_versions(facts.steps),
         "ess_mean": _mean_metric(commits, "importance/ess"),
-        "trainer_idle_fraction": utilization.trainer_idle_fraction(commits),
-        "actor_idle_fraction": use.idle_fraction if use else None,
+        "trainer_idle_fraction": trainer_idle,
+        "actor_idle_fraction": actor_idle,
+        **advice(trainer_idle, actor_idle, mean_delay_seconds(commits), facts.run.config),
         "ledger": dict(commits[-1].tokens) if commits else {},
     }
 

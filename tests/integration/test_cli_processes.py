@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -25,10 +25,24 @@ START_SECONDS = 900.0
 SMALL = ("trainer.groups_per_step=16", "engine.concurrency=64")
 
 
+STARTED: "list[subprocess.Popen[str]]" = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> "Iterator[None]":
+    """A test that fails in the middle must not leave its commands to the next one."""
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait(10)
+
+
 def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root), "--json"]
     with (root / "stderr.txt").open("a") as log, (root / "stdout.txt").open("w") as results:
-        return subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY)
+        STARTED.append(subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY))
+    return STARTED[-1]
 
 
 def until(
@@ -47,7 +61,8 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def committed(root: Path) -> int:
-    keys = [path for run in run_directories(root) for path in (run / "commits").glob("*.json")]
+    # [0-9]*: a file that is being written has a name that starts with a point until it is whole.
+    keys = [path for run in run_directories(root) for path in (run / "commits").glob("[0-9]*.json")]
     return max((int(path.name.split(".")[0]) for path in keys), default=-1)
 
 

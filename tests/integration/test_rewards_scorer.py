@@ -79,6 +79,15 @@ def prompt(tmp_path):
     return Prompt(prompt_id="0" * 16, source="test", env="obedient", text="", task=log)
 
 
+def scoring_children():
+    """Scoring processes below this one; servers of other tests do not count."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and "pipelinerl_core.rewards.worker" in child.cmdline()
+    ]
+
+
 def run(scorer, *texts, prompt):
     """Rewards or errors of texts scored at the same time; no child is left afterwards."""
 
@@ -89,7 +98,7 @@ def run(scorer, *texts, prompt):
         return results
 
     results = asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert scoring_children() == []
     return results
 
 
@@ -229,7 +238,7 @@ def test_an_answer_that_is_none_fails_what_waits_and_the_next_request_starts_ane
         await scorer.close()
 
     asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert scoring_children() == []
 
 
 def test_a_child_gets_no_credentials(make_scorer, prompt, monkeypatch):
@@ -251,7 +260,7 @@ def test_closing_ends_a_busy_child_and_what_waits_for_it(make_scorer, prompt):
             await scorer.score(prompt, "ok")
 
     asyncio.run(main())
-    assert psutil.Process().children() == []
+    assert scoring_children() == []
 
 
 def test_giving_up_a_scoring_leaves_the_others_alone(make_scorer, prompt):
