@@ -31,7 +31,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
     """`supervise_role` with the command, environment and log file of a role of this run."""
     return supervise_role(
         role_command(role, {"run": run.store.url, **arguments}),
-        env=role_environment(run.config.placement.threads, run.token),
+        env=role_environment(_threads(run, role), run.token),
         log_path=log_directory(run) / f"{name}.log",
         max_restarts=run.config.placement.max_restarts,
         stop=stop,
@@ -40,6 +40,10 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         is_done=(lambda: is_complete(run)) if role != "evaluator" else lambda: True,
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
     )
+
+
+def _threads(run: RunContext, role: str) -> int:
+    return run.config.role_threads if role in ("actor", "trainer") else run.config.placement.threads
 
 
 def hub_is_up(run: RunContext) -> bool:

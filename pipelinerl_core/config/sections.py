@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from pipelinerl_core.config.rules import first_problem
+
 
 class Section(BaseModel):
     """A frozen section: unknown keys are errors, the text under a field is its help."""
@@ -113,14 +115,22 @@ class EngineConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """When groups are leased, trained and given up."""
+    """When groups are leased, trained and given up (docs/scheduling.md)."""
 
-    kind: Literal["pipeline"] = "pipeline"
-    """pipeline: generation and training never wait for each other."""
+    kind: Literal["pipeline", "conventional", "april"] = "pipeline"
+    """pipeline: generation and training never wait for each other; conventional: they take turns, steps_per_phase
+    steps at a time; april: they take turns, more groups are in flight than a step needs, and the rest goes on."""
     max_lag: int = Field(4, ge=0)
     """Oldest token that is trained, in optimizer steps; 0 is synchronous training."""
-    stale: Literal["mask", "drop"] = "mask"
-    """Tokens beyond max_lag: mask them out of the loss, or drop their whole group."""
+    stale: Literal["mask", "drop", "wait"] = "mask"
+    """Tokens beyond max_lag: mask them out of the loss, drop their whole group, or let the trainer wait for groups
+    that would grow stale (for wait_seconds at most, then mask)."""
+    wait_seconds: float = Field(5.0, gt=0)
+    """stale=wait: how long one step waits at most."""
+    alpha: float = Field(1.5, ge=1)
+    """april: groups in flight or ready after each step, as a multiple of groups_per_step; at most max_lag + 1."""
+    steps_per_phase: int = Field(1, ge=1)
+    """conventional: optimizer steps per phase of generation; at most max_lag + 1."""
 
 
 class TrainerConfig(Section):
@@ -200,6 +210,9 @@ class PlacementConfig(Section):
     """Number of actors."""
     threads: int = Field(1, ge=1)
     """Compute threads of each role; more than its share of the cores slows every role down."""
+    cores: Literal["shared", "own"] = "shared"
+    """shared: the system places the roles, and roles that take turns have each other's threads; own: trainer and
+    actors keep to cores of their own, as on accelerators of their own (Linux)."""
     hub_host: str = "127.0.0.1"
     """Address the hub binds to; loopback unless actors live on other hosts."""
     hub_port: int = Field(0, ge=0, le=65535)
@@ -228,6 +241,24 @@ class StoreConfig(Section):
     """Size at which waiting groups are sealed at once."""
 
 
+class EmulationConfig(Section):
+    """Accelerators that are not there: a decode step and an optimizer step last at least as long as theirs would.
+
+    For studies of schedules only; real work on the CPU must be faster than what it emulates (docs/scheduling.md).
+    """
+
+    accelerators: int = Field(0, ge=0)
+    """Emulated accelerators in all; 0 switches emulation off."""
+    generators: int = Field(1, ge=1)
+    """schedule.kind=pipeline: those that generate, the others train; other schedules use all for both, in turn."""
+    token_seconds: float = Field(4.5e-4, gt=0)
+    """Time of one sampled token on one fully used accelerator: a decode step of h sequences takes this * h / U(h)."""
+    saturation: int = Field(200, ge=1)
+    """Sequences on one accelerator from which it is fully used: U(h) = min(1, h / saturation)."""
+    train_token_seconds: float = Field(2e-4, gt=0)
+    """Time of one token, prompt tokens included, in an optimizer step on one accelerator."""
+
+
 class RunConfig(Section):
     """Everything that defines a run."""
 
@@ -248,30 +279,39 @@ class RunConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     tracking: TrackingConfig = TrackingConfig()
     store: StoreConfig = StoreConfig()
+    emulation: EmulationConfig = EmulationConfig()
 
     @property
     def window_groups(self) -> int:
         """Admission window W: groups that may be outstanding at once, (max_lag + 1) * groups_per_step."""
         return (self.schedule.max_lag + 1) * self.trainer.groups_per_step
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines stand still while the trainer steps."""
+        return self.schedule.kind != "pipeline"
+
+    @property
+    def role_threads(self) -> int:
+        """Compute threads of an actor or the trainer: those of all of them where they take turns on shared cores."""
+        if self.takes_turns and self.placement.cores == "shared":
+            return self.placement.threads * (1 + self.placement.actors)
+        return self.placement.threads
+
+    def phase_end(self, step: int) -> int:
+        """Last step of the phase of `step` (1, 2, ...): actors hear of the version that it makes, and of no other."""
+        every = self.weights.publish_every
+        if self.schedule.kind == "conventional":
+            every = self.schedule.steps_per_phase
+        return min(-(-step // every) * every, self.trainer.steps)
+
+    def publishes(self, step: int) -> bool:
+        """Whether the weights after a step are published."""
+        return step == 0 or self.phase_end(step) == step
+
     @model_validator(mode="after")
     def _rules_between_sections(self) -> "RunConfig":
-        in_flight = -(-self.engine.concurrency * self.placement.actors // self.rollouts.group_size)
-        if in_flight > self.window_groups and self.schedule.max_lag > 0:
-            raise ValueError(
-                f"engine.concurrency={self.engine.concurrency} x placement.actors={self.placement.actors} needs "
-                f"{in_flight} groups in flight, but schedule.max_lag={self.schedule.max_lag} admits only "
-                f"{self.window_groups}: slots would stand empty. Set schedule.max_lag to at least "
-                f"{-(-in_flight // self.trainer.groups_per_step) - 1}, or lower engine.concurrency"
-            )
-        if self.rollouts.top_p != 1.0:
-            raise ValueError(
-                f"rollouts.top_p={self.rollouts.top_p} truncates the distribution, which breaks the importance "
-                "ratio of the loss. Set rollouts.top_p=1"
-            )
-        if self.engine.deterministic and self.model.dtype != "float32":
-            raise ValueError(
-                f"engine.deterministic=true needs exact arithmetic, but model.dtype={self.model.dtype}. "
-                "Set model.dtype=float32"
-            )
+        problem = first_problem(self)
+        if problem is not None:
+            raise ValueError(problem)
         return self

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorBook
-from pipelinerl_core.ledger.admission import check_window, free_places
+from pipelinerl_core.ledger.admission import free_places
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
 from pipelinerl_core.ledger.reservations import Reservation
@@ -29,11 +29,7 @@ class Ledger:
     def __init__(
         self, config: RunConfig, *, clock: Callable[[], float], boot_id: str = "0", first_attempt: int = 0
     ) -> None:
-        """`first_attempt` > 0: earlier hubs granted lower attempts, whose holders have a grace time to register.
-
-        Raises ConfigError for an admission window that would never open again.
-        """
-        check_window(config)
+        """`first_attempt` > 0: earlier hubs granted lower attempts, whose holders have a grace time to register."""
         self._config = config
         self._clock = clock
         self._pool = GroupPool(config, boot_id=boot_id, first_attempt=first_attempt)

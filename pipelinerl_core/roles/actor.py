@@ -69,7 +69,7 @@ def main() -> int:
     stop = install_stop_signal()
     try:
         context = open_run(arguments.run)
-        limit_threads(context.config.placement.threads)
+        limit_threads(context.config.role_threads)
         asyncio.run(run_actor(context, arguments.name, stop))
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201

@@ -106,7 +106,7 @@ class Committer:
         data = serialize(computed.weights)
         weights = self._config.weights
         manifest = None
-        if is_last or step % weights.publish_every == 0:
+        if self._config.publishes(step):
             durable = is_last or step % weights.durable_every == 0 or computed.state is not None
             manifest = self._publisher.publish_bytes(step, data, durable=durable)
         published = time.time()

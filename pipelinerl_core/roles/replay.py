@@ -122,9 +122,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     configure_logging()
-    limit_threads(1)
     steps = []
     try:
+        limit_threads(open_run(arguments.run).config.role_threads)
         for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step):
             is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
             verdict = "equal" if is_equal else "DIFFERS"

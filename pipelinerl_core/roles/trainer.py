@@ -287,7 +287,7 @@ def main() -> int:
     stop = install_stop_signal()
     try:
         context = open_run(arguments.run)
-        limit_threads(context.config.placement.threads)
+        limit_threads(context.config.role_threads)
         commits = counted_commit_keys(context.store, read_epochs(context.store))
         epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
         trainer = Trainer(context, build_learner(context.config), epoch)

@@ -9,6 +9,7 @@ import pytest
 
 from pipelinerl_core.config import RunConfig, as_toml, build_config, known_keys, load_config, preset_names
 from pipelinerl_core.config.load import fields
+from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
@@ -70,6 +71,49 @@ def test_an_unknown_preset_names_the_nearest():
 def test_admission_window_is_the_documented_formula():
     config = load_config("quickstart", ["schedule.max_lag=3", "trainer.groups_per_step=32", "engine.concurrency=64"])
     assert config.window_groups == (3 + 1) * 32
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["weights.publish_every=3", "schedule.max_lag=1"], r"schedule\.max_lag to at least 2"),
+        (["engine.concurrency=1024"], r"1024 x placement\.actors=1 / rollouts\.group_size=8 = 128 groups.*admits "
+         r"\(0 \+ 1\) \* trainer\.groups_per_step=64 = 64.*max_lag to at least 1, or.*to at most 512"),
+        (["schedule.kind=conventional", "schedule.steps_per_phase=3"], r"Set schedule\.max_lag=2, or.*phase=1"),
+        (["schedule.steps_per_phase=3"], "kind=pipeline has no phases"),
+        (["schedule.kind=april", "schedule.alpha=1.5"], r"alpha=1\.5 keeps.*Set schedule\.max_lag=1, or"),
+        (["schedule.kind=april", "schedule.alpha=0.5"], "alpha=0.5: input should be greater than or equal to 1"),
+        (["schedule.kind=april", "schedule.alpha=1", "schedule.stale=wait"], "Set schedule.stale=mask or drop"),
+        (["schedule.kind=april", "schedule.alpha=1", "engine.kv=drain"], "Set engine.kv=keep or recompute"),
+        (["schedule.kind=conventional", "schedule.max_lag=4", "weights.publish_every=2"], "publish_every=1"),
+        (["emulation.accelerators=1"], "emulation.generators lower"),
+    ],
+)  # fmt: skip
+def test_schedules_that_contradict_themselves_are_refused_in_one_line(overrides, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config("quickstart", ["schedule.max_lag=0", *overrides])
+    assert "\n" not in str(raised.value)
+
+
+def test_phases_end_where_versions_are_announced():
+    config = load_config(
+        "quickstart", ["schedule.kind=conventional", "schedule.steps_per_phase=4", "trainer.steps=10"]
+    )
+    assert [config.phase_end(step) for step in range(1, 11)] == [4, 4, 4, 4, 8, 8, 8, 8, 10, 10]
+    assert [step for step in range(11) if config.publishes(step)] == [0, 4, 8, 10]
+    assert [step for step in range(5) if load_config("quickstart").publishes(step)] == [0, 1, 2, 3, 4]
+
+
+def test_roles_that_take_turns_have_each_others_threads():
+    assert load_config("quickstart").role_threads == 1
+    turns = ["schedule.kind=conventional", "placement.actors=2"]
+    assert load_config("quickstart", turns).role_threads == 3
+    assert load_config("quickstart", [*turns, "placement.cores=own"]).role_threads == 1
+
+
+def test_the_lag_of_full_engines_is_the_documented_formula():
+    # docs/scheduling.md: 1 + ceil(1 * 192 * 6.9 / (8 * 64)) = 1 + ceil(2.59)
+    assert lag_of_full_engines(load_config("quickstart"), spread=6.9) == 4
 
 
 def test_every_key_has_help():

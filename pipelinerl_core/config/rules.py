@@ -1,0 +1,127 @@
+"""Rules between sections, and the arithmetic of the admission window behind them (docs/scheduling.md).
+
+Symbols: N = trainer.groups_per_step, G = rollouts.group_size, W = (max_lag + 1) * N = groups outstanding at most.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelinerl_core.config.sections import RunConfig
+
+
+def groups_in_flight(config: "RunConfig") -> int:
+    """Groups that fill every slot of every actor: ceil(actors * concurrency / G)."""
+    return -(-config.engine.concurrency * config.placement.actors // config.rollouts.group_size)
+
+
+def lag_of_full_engines(config: "RunConfig", spread: float = 1.0) -> int:
+    """Smallest schedule.max_lag at which no slot stands empty: 1 + ceil(actors * concurrency * spread / (G * N)).
+
+    spread: longest over mean length of the rollouts of a group. A group holds its place until its longest rollout
+    has ended, while the slots of the others go on to new groups, which need places too. The 1 is the step being
+    trained.
+    """
+    sequences = config.engine.concurrency * config.placement.actors
+    return 1 + math.ceil(sequences * spread / (config.rollouts.group_size * config.trainer.groups_per_step))
+
+
+def explain_schedule(config: "RunConfig") -> list[str]:
+    """What the schedule admits, in lines for people."""
+    schedule, num = config.schedule, config.trainer.groups_per_step
+    window = f"window W = (max_lag + 1) * groups_per_step = ({schedule.max_lag} + 1) * {num} = {config.window_groups}"
+    full = f"{groups_in_flight(config)} groups fill the slots"
+    if schedule.kind == "conventional":
+        phase = schedule.steps_per_phase
+        return [f"conventional: {phase} x {num} = {phase * num} groups, then {phase} steps; {full}"]
+    if schedule.kind == "april":
+        outstanding = math.ceil(schedule.alpha * num)
+        return [f"april: {schedule.alpha:g} x {num} = {outstanding} groups in flight, a step at {num}; {full}"]
+    lags = ", ".join(f"{spread} -> {lag_of_full_engines(config, spread)}" for spread in (1, 2, 4, 8))
+    return [
+        f"pipeline: {window} groups; {full}",
+        f"max_lag that keeps every slot full, by longest over mean length in a group: {lags}",
+    ]
+
+
+def first_problem(config: "RunConfig") -> str | None:
+    """The first rule that a configuration breaks: what, why, what to set; None when it breaks none."""
+    return _window_problem(config) or _schedule_problem(config) or _arithmetic_problem(config)
+
+
+def _window_problem(config: "RunConfig") -> str | None:
+    needed, window, num = groups_in_flight(config), config.window_groups, config.trainer.groups_per_step
+    max_lag = config.schedule.max_lag
+    if needed > window and not config.takes_turns:
+        return (
+            f"engine.concurrency={config.engine.concurrency} x placement.actors={config.placement.actors} / "
+            f"rollouts.group_size={config.rollouts.group_size} = {needed} groups in flight, but schedule.max_lag="
+            f"{max_lag} admits ({max_lag} + 1) * trainer.groups_per_step={num} = {window}: slots would always stand "
+            f"empty. Set schedule.max_lag to at least {-(-needed // num) - 1}, or engine.concurrency to at most "
+            f"{max(1, window * config.rollouts.group_size // config.placement.actors)}"
+        )
+    behind = config.weights.publish_every - 1
+    if max_lag < behind:
+        return (
+            f"weights.publish_every={config.weights.publish_every} leaves actors {behind} steps behind, but "
+            f"schedule.max_lag={max_lag}: no group could be leased before the next version. "
+            f"Set schedule.max_lag to at least {behind}, or weights.publish_every=1"
+        )
+    return None
+
+
+def _schedule_problem(config: "RunConfig") -> str | None:
+    schedule = config.schedule
+    kind, phase, alpha, max_lag = schedule.kind, schedule.steps_per_phase, schedule.alpha, schedule.max_lag
+    if kind == "conventional" and phase > max_lag + 1:
+        return (
+            f"schedule.steps_per_phase={phase} trains rollouts that are up to {phase - 1} steps old, but "
+            f"schedule.max_lag={max_lag}. Set schedule.max_lag={phase - 1}, or schedule.steps_per_phase={max_lag + 1}"
+        )
+    if kind != "conventional" and phase > 1:
+        return (
+            f"schedule.steps_per_phase={phase}: schedule.kind={kind} has no phases. Set schedule.kind=conventional, "
+            "or schedule.steps_per_phase=1"
+        )
+    if kind == "april" and alpha > max_lag + 1:
+        return (
+            f"schedule.alpha={alpha:g} keeps up to {alpha:g} steps' worth of groups, the last of which is trained at "
+            f"a lag of {math.ceil(alpha) - 1}, but schedule.max_lag={max_lag}. Set schedule.max_lag="
+            f"{math.ceil(alpha) - 1}, or schedule.alpha to at most {max_lag + 1}"
+        )
+    if kind == "april" and schedule.stale == "wait":
+        return (
+            "schedule.stale=wait waits for unfinished groups, schedule.kind=april is there not to wait for them. "
+            "Set schedule.stale=mask or drop"
+        )
+    if kind == "april" and config.engine.kv == "drain":
+        return (
+            "engine.kv=drain finishes the running sequences before a swap, schedule.kind=april swaps while they are "
+            "paused. Set engine.kv=keep or recompute"
+        )
+    if config.takes_turns and config.weights.publish_every > 1:
+        return (
+            f"weights.publish_every={config.weights.publish_every}: schedule.kind={kind} decides itself when weights "
+            "are published. Set weights.publish_every=1"
+        )
+    emulation = config.emulation
+    if emulation.accelerators and not config.takes_turns and emulation.generators >= emulation.accelerators:
+        return (
+            f"emulation.generators={emulation.generators} of emulation.accelerators={emulation.accelerators} leave "
+            "none to train on. Set emulation.generators lower"
+        )
+    return None
+
+
+def _arithmetic_problem(config: "RunConfig") -> str | None:
+    if config.rollouts.top_p != 1.0:
+        return (
+            f"rollouts.top_p={config.rollouts.top_p} truncates the distribution, which breaks the importance "
+            "ratio of the loss. Set rollouts.top_p=1"
+        )
+    if config.engine.deterministic and config.model.dtype != "float32":
+        return (
+            f"engine.deterministic=true needs exact arithmetic, but model.dtype={config.model.dtype}. "
+            "Set model.dtype=float32"
+        )
+    return None
