@@ -3,13 +3,14 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .bench-packages
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow check bench format
+.PHONY: help install quickstart test test-slow check bench bench-peers format
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -41,6 +42,13 @@ check: install ## lint, types, import rules
 format: install ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-peers: $(PEERS)/.installed ## install what `bench learning` compares with, beside .venv
+
+$(PEERS)/.installed: $(STAMP) requirements-bench.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
+		-r requirements-bench.lock
+	@touch $@
 
 bench: install ## measure the engine against its peers (NAME=engine)
 	$(BIN)/pipelinerl bench $(or $(NAME),engine)

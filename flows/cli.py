@@ -26,6 +26,7 @@ app = typer.Typer(
     - `pipelinerl train quickstart` trains a small model on two cores
     - `pipelinerl status latest` shows how it goes
     - `pipelinerl resume latest` goes on after a stop or a crash
+    - `pipelinerl compare` says which settings learn sooner
 
     Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input.
     """,
@@ -135,17 +136,63 @@ def replay(
 @app.command()
 def evaluate(
     run: Run,
-    version: Annotated[str, typer.Option(help="first, last, or the number of a durable weight version.")] = "last",
+    version: Annotated[
+        str, typer.Option(help="first, last, the number of a durable weight version, several with commas, or all.")
+    ] = "last",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Measure held-out accuracy of a weight version: mean reward of one sample per prompt at temperature 1.
+    """Measure held-out accuracy of weight versions: mean reward of one sample per prompt at temperature 1.
 
-    Example: `pipelinerl evaluate latest --version first`
+    Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
     """
-    document = _module("flows.inspect_run").evaluate_version(_module("tasks.runs").locate_run(run, root), version)
+    documents = _module("flows.inspect_run").evaluate_versions(_module("tasks.runs").locate_run(run, root), version)
     line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
-    answer(document, [line.format(**document)], as_json=as_json)
+    is_one = version != "all" and "," not in version
+    answer(documents[0] if is_one else documents, [line.format(**one) for one in documents], as_json=as_json)
+
+
+@app.command()
+def compare(
+    source: Annotated[
+        str, typer.Argument(metavar="[PRESET|FILE.toml]", help="What all arms start from.")
+    ] = "quickstart",
+    overrides: Overrides = None,
+    arm: Annotated[list[str] | None, typer.Option(help='"name: section.key=value ...", once for each arm.')] = None,
+    arms: Annotated[str, typer.Option(metavar="FILE.toml", help="Arms as tables of settings.")] = "",
+    seeds: Annotated[str, typer.Option(help="Every arm runs once with each.")] = "0,1,2",
+    target: Annotated[float, typer.Option(help="Held-out accuracy that the arms are timed to.")] = 0.5,
+    margin: Annotated[float, typer.Option(help="A run ends when its training reward is this far above.")] = 0.05,
+    budget_minutes: Annotated[float, typer.Option(help="What does not fit is left out, the last seed first.")] = 50.0,
+    reference: Annotated[str, typer.Option(help="Arm that the others are compared with; default the first.")] = "",
+    name: Annotated[str, typer.Option(help="Of the comparison; default the name of the preset.")] = "",
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Train the same model in several ways and say which reaches an accuracy how much sooner.
+
+    Examples:
+
+    - `pipelinerl compare --arm "pipeline: schedule.kind=pipeline" --arm "four: schedule.kind=conventional
+      schedule.steps_per_phase=4" --seeds 0,1`
+    - `pipelinerl compare quickstart --arms arms.toml --target 0.4 trainer.steps=200`
+
+    Every arm runs with every seed; runs that are done are found again. Ctrl-C stops; the same command goes on.
+    """
+    comparing = _module("flows.comparing")
+    preset, settings = comparing.split_source(source, overrides or ())
+    wanted = _module("tasks.comparison").Wanted(
+        source=preset,
+        arms=comparing.arms_of(arm or (), arms),
+        overrides=settings,
+        seeds=comparing.parse_seeds(seeds),
+        target=target,
+        margin=margin,
+        budget_minutes=budget_minutes,
+        reference=reference,
+        name=name,
+    )
+    comparing.show(comparing.carry_out(wanted, root), as_json=as_json)
 
 
 @app.command()
@@ -163,7 +210,7 @@ def config(
     keys: Annotated[bool, typer.Option("--keys", help="List every setting with its default and meaning.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the resolved configuration as TOML that `train` reads.
+    """Print the resolved configuration as TOML that `train` reads, and what its schedule admits.
 
     Examples: `pipelinerl config quickstart trainer.steps=50 > mine.toml`, `pipelinerl config --keys`
     """
@@ -174,7 +221,8 @@ def config(
         return
     loader = _module("pipelinerl_core.config")
     resolved = loader.load_config(source, overrides or ())
-    answer(resolved.model_dump(mode="json"), [loader.as_toml(resolved).rstrip()], as_json=as_json)
+    schedule = [f"# {line}" for line in _module("pipelinerl_core.config.rules").explain_schedule(resolved)]
+    answer(resolved.model_dump(mode="json"), [*schedule, loader.as_toml(resolved).rstrip()], as_json=as_json)
 
 
 @app.command()
@@ -187,15 +235,22 @@ def doctor(root: Root = "", as_json: Json = False) -> None:
 
 @app.command(context_settings=_PASS_THROUGH)
 def bench(
-    context: typer.Context, name: Annotated[str, typer.Argument(help="engine: tokens per second against its peers.")]
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(help="engine: tokens per second against its peers; learning: schedules against each other."),
+    ],
 ) -> None:
     """Run a benchmark; what follows its name goes to the benchmark.
 
-    Example: `pipelinerl bench engine --json`
+    Examples: `pipelinerl bench engine --json`, `pipelinerl bench learning --short`
     """
-    if name != "engine":
-        raise ConfigError(f"bench {name}: no such benchmark; there is: engine")
-    _run_role("bench_engine", {}, context.args)
+    if name == "learning":
+        _module("flows.bench_learning").main(context.args)
+    elif name == "engine":
+        _run_role("bench_engine", {}, context.args)
+    else:
+        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, learning")
 
 
 def _run_role(role: str, arguments: dict[str, str], flags: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a weight version of a finished, stopped or live run."""
+"""Held-out accuracy of weight versions of a finished, stopped or live run."""
 
 from threading import Event
 from typing import Annotated, Any
@@ -12,12 +12,14 @@ from tasks.role_tasks import run_evaluation
 from tasks.runs import locate_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
-Version = Annotated[str, Field(description="first, last, or the number of a durable weight version.")]
+Version = Annotated[
+    str, Field(description="first, last, the number of a durable weight version, several with commas, or all.")
+]
 Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL_ROOT, then ./runs.")]
 
 
 @flow(name="evaluate", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
-def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> dict[str, Any]:
+def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> list[dict[str, Any]]:
     """Mean reward of one sample per held-out prompt at temperature 1; also written to evals/<version>.json."""
-    record = run_evaluation(open_run(locate_run(run, root)), version, Event())
-    return record.model_dump(mode="json") if record else {}
+    records = run_evaluation(open_run(locate_run(run, root)), version, Event())
+    return [record.model_dump(mode="json") for record in records or ()]

@@ -18,6 +18,8 @@ def report_location(run_id: str, root: str) -> str:
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
     """The end of a run for people: accuracy before and after, the shape of the run, where the report is."""
     lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
+    if report["emulation"] is not None:
+        lines.append(f"  {report['emulation']['note']}")
     if report["eval_first"] is not None and report["eval_last"] is not None:
         lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}")
     if report["reward_first"] is not None and report["reward_last"] is not None:
@@ -35,8 +37,8 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
     return lines
 
 
-def evaluate_version(url: str, version: str) -> dict[str, Any]:
-    """Run the evaluator on a version; its record."""
-    record = evaluate(open_run(url), version, Event())
-    assert record is not None  # nothing sets the stop event
-    return record.model_dump(mode="json")
+def evaluate_versions(url: str, version: str) -> list[dict[str, Any]]:
+    """Run the evaluator on what --version names; its records."""
+    records = evaluate(open_run(url), version, Event())
+    assert records is not None  # nothing sets the stop event
+    return [record.model_dump(mode="json") for record in records]

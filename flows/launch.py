@@ -1,9 +1,9 @@
-"""Run the train flow from the command line: a Prefect server if there is none, signals, and what to do next."""
+"""Run the train or compare flow for a command: a Prefect server if there is none, signals, and what to do next."""
 
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -12,6 +12,7 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
+from flows.compare_flow import compare
 from flows.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
 from flows.local_server import local_server
 from flows.train_flow import train
@@ -32,21 +33,37 @@ def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]
     """
     root = root_url(arguments["root"])
     begun = time.time()
+    return _run(lambda: train(**arguments), config, root, lambda: _say_how_to_resume(root, begun))
+
+
+def run_comparison(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same for the compare flow; `config` is that of its first run. Returns the comparison."""
+    root = root_url(arguments["root"])
+
+    def say_how_to_go_on() -> None:
+        say("go on with the same command: runs that are done are not run again")
+
+    return _run(lambda: compare(**arguments), config, root, say_how_to_go_on)
+
+
+def _run(
+    flow: Callable[[], dict[str, Any]], config: RunConfig, root: str, say_how_to_go_on: Callable[[], None]
+) -> dict[str, Any]:
+    """Run a flow with a server and signals that unwind it."""
     with _signals_raise():
         try:
             with _prefect_server(config, root):
-                report: dict[str, Any] = train(**arguments)
-                return report
+                return flow()
         except KeyboardInterrupt:
             say("interrupted; everything is stopped")
-            _say_how_to_resume(root, begun)
+            say_how_to_go_on()
             raise SystemExit(EXIT_INTERRUPTED) from None
         except _Terminated:
             say("terminated; everything is stopped")
-            _say_how_to_resume(root, begun)
+            say_how_to_go_on()
             raise SystemExit(EXIT_TERMINATED) from None
         except Exception:
-            _say_how_to_resume(root, begun)
+            say_how_to_go_on()
             raise
 
 

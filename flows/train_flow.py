@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,9 +13,9 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.records import eval_key
-from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
+from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew
 from tasks.preflight import preflight
@@ -26,7 +27,6 @@ from tasks.runs import (
     new_run_id,
     refuse_if_live,
     remember_latest,
-    root_url,
     run_url,
     shared_memory_of,
 )
@@ -77,12 +77,19 @@ def train(
 
 def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: str) -> tuple[RunContext, RunTracker]:
     """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
+    if resume:
+        url = locate_run(resume, root)
+        return open_at(url, open_run(url).config)
+    return open_at(run_url(root, new_run_id(preset, str(flow_run.id))), load_config(preset, overrides))
+
+
+def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
+    """The run at a URL, created with this configuration if there is none; one that is there has its own."""
     flow_run_id = str(flow_run.id)
-    url = locate_run(resume, root) if resume else run_url(root, new_run_id(preset, flow_run_id))
     run = find_run(url)
-    config = run.config if run else load_config(preset, overrides)
+    config = run.config if run else config
     refuse_if_live(url)
-    preflight(config, root_url(root))
+    preflight(config, url.rpartition("/")[0])
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
@@ -91,8 +98,15 @@ def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: s
     return replace(run, token=token), tracker
 
 
-def run_roles(run: RunContext, watch: RunWatch) -> None:
-    """From the first process to the last; whatever happens, none of them is left."""
+def run_roles(
+    run: RunContext, watch: RunWatch, *, evaluates: bool = True, is_enough: Callable[[], bool] = lambda: False
+) -> None:
+    """From the first process to the last; whatever happens, none of them is left.
+
+    evaluates: measure accuracy before the first and after the last step. is_enough: asked now and then, ends the run
+    before its last step.
+    """
+    evaluates = evaluates and run.config.eval.num_prompts > 0
     crew = Crew(run)
     try:
         crew.start(HUB)
@@ -100,22 +114,22 @@ def run_roles(run: RunContext, watch: RunWatch) -> None:
         crew.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
         )
-        if run.config.eval.num_prompts and not run.store.exists(eval_key(0)):
+        if evaluates and not run.store.exists(eval_key(0)):
             crew.evaluate("first")
         for index in range(run.config.placement.actors):
             crew.start(f"actor-{index}")
-        follow(crew, watch)
+        follow(crew, watch, is_enough)
         crew.stop()
-        if run.config.eval.num_prompts:
+        if evaluates:
             crew.evaluate("last")
     finally:
         crew.stop()
         shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
 
 
-def follow(crew: Crew, watch: RunWatch) -> None:
-    """Until the trainer has taken its last step; raises what made any role fail before."""
-    while not crew.has_ended(TRAINER):
+def follow(crew: Crew, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Until the trainer has taken its last step or it is enough; raises what made any role fail before."""
+    while not crew.has_ended(TRAINER) and not is_enough():
         watch.poll()
         crew.wait(FOLLOW_SECONDS)
     watch.poll()

@@ -22,7 +22,9 @@ from pipelinerl_core.types import (
     Completion,
     EngineRequest,
     EngineStats,
+    Float32Array,
     Prompt,
+    Rollout,
     StepStats,
     SwapReport,
     TrainingRow,
@@ -79,8 +81,36 @@ class Engine(Protocol):
         """Pause this long after each decode step; 0 is full speed. An engine that cannot pace itself ignores it."""
         ...
 
+    def set_paused(self, is_paused: bool) -> None:
+        """Stand still, or go on. Requests keep their place and their KV cache; swaps and aborts go on as ever.
+
+        Level-triggered: the same word twice changes nothing. A pause counts as idle in `running_seconds`.
+        """
+        ...
+
     async def close(self) -> None:
         """Stop generating and release memory; running generators end with EngineError."""
+        ...
+
+
+class StepClock(Protocol):
+    """Says when an engine's next decode step is due; an engine without a clock goes on at once."""
+
+    @property
+    def overrun_seconds(self) -> float:
+        """Time by which decode steps took longer than the clock gave them, since the start."""
+        ...
+
+    def start(self) -> None:
+        """Decoding begins after the engine had nothing to do or was paused."""
+        ...
+
+    def rest_seconds(self, num_running: int, delay_seconds: float) -> float:
+        """Called after a decode step of `num_running` sequences: time until the next step, the pace included."""
+        ...
+
+    def extend(self, seconds: float) -> None:
+        """The engine stood still for this long, for a swap: no part of a decode step."""
         ...
 
 
@@ -92,6 +122,10 @@ class Learner(Protocol):
 
     def step(self, rows: Sequence[TrainingRow]) -> StepStats:
         """One optimizer step on exactly these rows, in this order; version grows by one."""
+        ...
+
+    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
+        """trainer_logprobs of every completion token of each rollout, under the current weights."""
         ...
 
     def weights(self) -> "dict[str, torch.Tensor]":
@@ -185,7 +219,7 @@ class CreditSink(Protocol):
     """Returns credit to one actor; calling it for a peer that is gone does nothing."""
 
     def __call__(self, num_groups: int) -> None:
-        """Give back `num_groups`."""
+        """Give back `num_groups`; 0 only tells the actor to sync now."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from pipelinerl_core.types import GroupRef, Prompt, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
 
 
 class Message(BaseModel):
@@ -223,6 +223,10 @@ class Reserved(Message):
     """"<actor>/<epoch>" -> lowest segment seq that may hold rows of an undecided group."""
     tokens: dict[str, int] = Field(default_factory=dict)
     """Live token ledger: generated, trained, masked_stale, dropped_stale, filtered, failed, superseded, ..."""
+    lengths: dict[str, LengthTotals] = Field(default_factory=dict)
+    """Length-bias meter: the same classes, over the tokens whose rows have arrived."""
+    waits: dict[str, float] = Field(default_factory=dict)
+    """Cause -> seconds that trainer and actors have waited since the run began."""
     swaps: tuple[dict[str, Any], ...] = ()
     """SwapRecord of every swap heard of since the last commit."""
     actors: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -251,7 +255,10 @@ class Refused(Message):
 
 
 class Credit(Message):
-    """Unasked: the trainer has taken `num_groups` groups of this actor."""
+    """Unasked, a hint to sync now: the trainer has taken `num_groups` groups of this actor, or there is other news.
+
+    A new version, the end of a pause, or its beginning; what it is comes with the answer to the sync.
+    """
 
     kind: Literal["credit"] = "credit"
     num_groups: int

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
 
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
@@ -165,6 +165,10 @@ class Commit(Record):
     low_water: dict[str, int] = Field(default_factory=dict)
     tokens: dict[str, int] = Field(default_factory=dict)
     """Token ledger at the reservation of this step."""
+    lengths: dict[str, LengthTotals] = Field(default_factory=dict)
+    """Length-bias meter at the reservation of this step."""
+    waits: dict[str, float] = Field(default_factory=dict)
+    """Seconds that trainer and actors have waited since the run began, by cause, this reservation included."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Keys of tracking/metrics.py."""
     swaps: tuple[SwapRecord, ...] = ()
@@ -211,5 +215,5 @@ class HubRecord(Record):
     beat: float
     """Unix seconds of the last rewrite."""
     live: dict[str, Any] = Field(default_factory=dict)
-    """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, tokens_per_second, actors,
-    reward_mean, lag_mean, swap_pause_seconds."""
+    """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, lengths, tokens_per_second,
+    actors, reward_mean, lag_mean, swap_pause_seconds."""

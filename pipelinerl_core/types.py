@@ -131,6 +131,8 @@ class EngineStats:
     """Decode steps since the start."""
     running_seconds: float
     """Integral of `running` over time since the start, in sequence-seconds: mean running = its slope."""
+    overrun_seconds: float = 0.0
+    """Time by which decode steps took longer than an emulated accelerator would; 0 without emulation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,3 +279,50 @@ class GroupRef:
     num_rollouts: int
     num_tokens: int
     """Completion tokens of all its rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthTotals:
+    """Sums over a set of tokens that say which completions they come from, and from which part of them.
+
+    The first and the last third of a completion of C tokens are its first and its last (C + 1) // 3: C / 3, rounded.
+    """
+
+    num_tokens: int = 0
+    first_third: int = 0
+    """Tokens in the first third of their completion."""
+    last_third: int = 0
+    """Tokens in the last third of their completion."""
+    length_sum: int = 0
+    """Sum over the tokens of the length of their completion: a completion of C tokens counts C times C."""
+
+    def __add__(self, other: "LengthTotals") -> "LengthTotals":
+        return LengthTotals(
+            num_tokens=self.num_tokens + other.num_tokens,
+            first_third=self.first_third + other.first_third,
+            last_third=self.last_third + other.last_third,
+            length_sum=self.length_sum + other.length_sum,
+        )
+
+    def __sub__(self, other: "LengthTotals") -> "LengthTotals":
+        return LengthTotals(
+            num_tokens=self.num_tokens - other.num_tokens,
+            first_third=self.first_third - other.first_third,
+            last_third=self.last_third - other.last_third,
+            length_sum=self.length_sum - other.length_sum,
+        )
+
+    @property
+    def mean_length(self) -> float | None:
+        """Length of the completion that a token of the set comes from, on average; None for no tokens."""
+        return self.length_sum / self.num_tokens if self.num_tokens else None
+
+    @property
+    def first_third_share(self) -> float | None:
+        """Share of the tokens in the first third of their completion; None for no tokens."""
+        return self.first_third / self.num_tokens if self.num_tokens else None
+
+    @property
+    def last_third_share(self) -> float | None:
+        """Share of the tokens in the last third of their completion; None for no tokens."""
+        return self.last_third / self.num_tokens if self.num_tokens else None

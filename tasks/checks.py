@@ -11,6 +11,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.storage.object_store import check_writable, open_store
@@ -36,6 +37,7 @@ def check_all(config: RunConfig, root: str) -> None:
     """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
     check_root(root)
     check_hub_address(config)
+    own_cores(config, "trainer")
     check_mlflow(config.tracking.mlflow_uri)
     check_prompts(config)
     check_model(config)

@@ -19,3 +19,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 def _figure(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def replace_section(page: str, name: str, text: str) -> str:
+    """The page with `text` between the comments <!-- name --> and <!-- /name -->; without them, at its end."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found, rest = page.partition(start)
+    _, is_closed, after = rest.partition(end)
+    section = f"{start}\n{text.strip()}\n{end}"
+    return before + section + after if found and is_closed else f"{page.rstrip()}\n\n{section}\n"

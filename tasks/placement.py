@@ -137,10 +137,15 @@ class Crew:
         """Start `hub`, `trainer` or an actor. The hub is always a child of this flow."""
         self._members[name] = self._place(name)
 
-    def evaluate(self, version: str) -> None:
-        """Evaluate `first` or `last` on this host and wait for it; raises what made it or another role fail."""
+    def evaluate(self, version: str, enough: float | None = None) -> None:
+        """Evaluate `first`, `last` or `all` on this host and wait for it; raises what made it or another role fail.
+
+        enough: accuracy after which, reached twice, the later versions of `all` are left out.
+        """
         name = f"evaluator-{version}"
-        self._members[name] = LocalMember(lambda stop: run_evaluation.submit(self._run, version, stop), self._changed)
+        self._members[name] = LocalMember(
+            lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed
+        )
         deadline = time.monotonic() + EVALUATION_SECONDS
         while not self.has_ended(name):
             if time.monotonic() > deadline:

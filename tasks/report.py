@@ -1,4 +1,4 @@
-"""The Prefect task that writes what a run came to: report.json, report.html, weights.parquet."""
+"""The Prefect tasks that write what a run, and what a comparison of runs, came to."""
 
 from typing import Any
 
@@ -9,10 +9,18 @@ from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.tracking.html import write_report
 from pipelinerl_core.tracking.samples import token_decoder
+from tasks.comparison import PlannedRun
+from tasks.comparison_results import Results
 
 
 @task(name="report", persist_result=False, cache_policy=NO_CACHE)
 def write_reports(run: RunContext) -> dict[str, Any]:
-    """Build the report from the run's objects alone, write it beside them, and return it."""
+    """Write report.json, report.html and weights.parquet, from the run's objects alone; returns the report."""
     model = resolve_model_path(run.config.model.path)
     return write_report(run.store, decode=token_decoder(str(model)) if model else None)
+
+
+@task(name="comparison", persist_result=False, cache_policy=NO_CACHE)
+def write_comparison(results: Results, dropped: list[PlannedRun]) -> dict[str, Any]:
+    """Compare the runs that are done and write the result; `dropped` are those that the budget left out."""
+    return results.write(dropped)

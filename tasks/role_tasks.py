@@ -30,6 +30,8 @@ def run_actor(run: RunContext, name: str, stop: Event) -> RoleReport:
 
 
 @task(name="evaluation", task_run_name="evaluate-{version}", persist_result=False, cache_policy=NO_CACHE, retries=0)
-def run_evaluation(run: RunContext, version: str, stop: Event) -> EvalRecord | None:
-    """Held-out accuracy of a durable version: `first`, `last` or a number."""
-    return evaluate(run, version, stop)
+def run_evaluation(
+    run: RunContext, version: str, stop: Event, enough: float | None = None
+) -> list[EvalRecord] | None:
+    """Held-out accuracy of durable versions: `first`, `last`, `all`, or numbers with commas."""
+    return evaluate(run, version, stop, enough)

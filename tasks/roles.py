@@ -7,6 +7,7 @@ from threading import Event
 
 from pipelinerl_core.records import EvalRecord, parse_commit_key
 from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.tracking.evaluations import ALL, names_several
 from pipelinerl_core.tracking.follow import RunFollower, read_hub
 from tasks.commands import role_command, role_environment
 from tasks.runs import is_live, local_directory
@@ -16,22 +17,32 @@ HUB_STOP_SECONDS = 3.0
 """The hub stops last and keeps nothing: a shorter grace keeps the whole stop below ten seconds."""
 
 
-def evaluate(run: RunContext, version: str, stop: Event) -> EvalRecord | None:
-    """Run the evaluator; None when it was stopped."""
-    report = supervise(run, "evaluator", f"evaluator-{version}", {"version": version}, stop)
+def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = None) -> list[EvalRecord] | None:
+    """Run the evaluator on what `version` names; None when it was stopped.
+
+    version: first, last, all, or numbers with commas; of several, those already evaluated keep their record.
+    enough: accuracy after which, reached twice, later ones of several versions are left out.
+    """
+    name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
+    arguments = {"version": version} | ({} if enough is None else {"enough": str(enough)})
+    report = supervise(run, "evaluator", name, arguments, stop)
     if report.stopped:
         return None
     follower = RunFollower(run.store)
     follower.refresh()
-    wanted = {"first": min(follower.evals, default=0), "last": max(follower.evals, default=0)}
-    return follower.evals[wanted[version] if version in wanted else int(version)]
+    evals = follower.evals
+    if version == ALL:
+        return list(evals.values())
+    wanted = {"first": min(evals, default=0), "last": max(evals, default=0)}
+    steps = [wanted[one] if one in wanted else int(one) for one in version.split(",")]
+    return [evals[step] for step in sorted(set(steps)) if step in evals]
 
 
 def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
     """`supervise_role` with the command, environment and log file of a role of this run."""
     return supervise_role(
         role_command(role, {"run": run.store.url, **arguments}),
-        env=role_environment(_threads(run, role), run.token),
+        env=role_environment(run.config.placement.threads, run.token),
         log_path=log_directory(run) / f"{name}.log",
         max_restarts=run.config.placement.max_restarts,
         stop=stop,
@@ -40,10 +51,6 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         is_done=(lambda: is_complete(run)) if role != "evaluator" else lambda: True,
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
     )
-
-
-def _threads(run: RunContext, role: str) -> int:
-    return run.config.role_threads if role in ("actor", "trainer") else run.config.placement.threads
 
 
 def hub_is_up(run: RunContext) -> bool:

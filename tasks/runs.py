@@ -46,8 +46,12 @@ def root_url(root: str) -> str:
 
 def new_run_id(source: str, flow_run_id: str) -> str:
     """<preset>-<8 of the flow run id>: a retry of the flow run is the same run. Letters, digits and dashes only."""
-    name = re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
-    return f"{name}-{flow_run_id.replace('-', '')[:8]}"
+    return f"{plain_name(source)}-{flow_run_id.replace('-', '')[:8]}"
+
+
+def plain_name(source: str) -> str:
+    """Name of a preset or TOML file in lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
 
 
 def locate_run(run: str, root: str) -> str:

@@ -77,6 +77,11 @@ class RunWatch:
         last = self._follower.last
         return last.step if last else -1
 
+    @property
+    def commits(self) -> Mapping[int, Commit]:
+        """Step -> commit that counts, as of the last reading."""
+        return self._follower.commits
+
     def poll(self) -> None:
         """Read what is new, if it is time. Raises DeadlineExceeded when the run has stalled."""
         if time.monotonic() < self._next_reading:

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class SumsModel(Section):
 
 
 BUILTIN_MODELS = {"builtin:sums": SumsModel()}
+_SEED = re.compile(r"seed=(\d{1,9})")
 
 
 def cache_directory() -> Path:
@@ -70,13 +72,26 @@ def model_directory(recipe: SumsModel) -> Path:
 
 
 def builtin_recipe(path: str) -> SumsModel | None:
-    """What a `builtin:` name stands for, None for any other path; raises ConfigError for an unknown name."""
+    """What a `builtin:` name stands for, None for any other path; raises ConfigError for an unknown name.
+
+    Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations.
+    """
     if not path.startswith(BUILTIN_PREFIX):
         return None
-    if path not in BUILTIN_MODELS:
-        close = difflib.get_close_matches(path, BUILTIN_MODELS, n=1, cutoff=0)[0]
+    name, separator, options = path.partition("?")
+    if name not in BUILTIN_MODELS:
+        close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0)[0]
         raise ConfigError(f"model.path={path}: no such built-in model; did you mean {close}?")
-    return BUILTIN_MODELS[path]
+    seed = _SEED.fullmatch(options)
+    if separator and seed is None:
+        raise ConfigError(f"model.path={path}: the only option of a built-in model is its seed. Set {name}?seed=1")
+    recipe = BUILTIN_MODELS[name]
+    return recipe.model_copy(update={"seed": int(seed[1])}) if seed else recipe
+
+
+def seeded_path(path: str, seed: int) -> str:
+    """The path of a built-in model with a seed of its own, unless it names one; any other path as it is."""
+    return path if builtin_recipe(path) is None or "?" in path else f"{path}?seed={seed}"
 
 
 def resolve_model_path(path: str) -> Path | None:

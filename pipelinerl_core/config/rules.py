@@ -110,6 +110,11 @@ def _schedule_problem(config: "RunConfig") -> str | None:
             f"emulation.generators={emulation.generators} of emulation.accelerators={emulation.accelerators} leave "
             "none to train on. Set emulation.generators lower"
         )
+    if config.placement.cores == "own" and config.placement.kind != "local":
+        return (
+            f"placement.cores=own shares out the cores of one host, placement.kind={config.placement.kind} uses "
+            "several. Set placement.cores=shared"
+        )
     return None
 
 

@@ -17,7 +17,8 @@ class ModelConfig(Section):
     """The model that learns."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`)."""
+    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`);
+    builtin:sums?seed=1 is the same with other initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in engine and trainer; the head is computed in float32 on both sides."""
     chat_template: bool = False
@@ -144,6 +145,8 @@ class TrainerConfig(Section):
     """Groups of one optimizer step."""
     pack_tokens: int = Field(2048, ge=16)
     """Token budget of one forward pass."""
+    threads: int = Field(0, ge=0)
+    """Packs computed at once on a CPU, one per core; 0: placement.threads, and those of engines that stand still."""
 
 
 class LearnerConfig(Section):
@@ -184,7 +187,7 @@ class WeightsConfig(Section):
     publish_every: int = Field(1, ge=1)
     """Publish every k-th version; versions keep their step numbers."""
     durable_every: int = Field(1, ge=1)
-    """Keep every k-th version in the object store too; the others can be rebuilt by replay."""
+    """Keep every k-th version in the object store too, or the next one published; replay rebuilds the others."""
 
 
 class CheckpointConfig(Section):
@@ -211,8 +214,8 @@ class PlacementConfig(Section):
     threads: int = Field(1, ge=1)
     """Compute threads of each role; more than its share of the cores slows every role down."""
     cores: Literal["shared", "own"] = "shared"
-    """shared: the system places the roles, and roles that take turns have each other's threads; own: trainer and
-    actors keep to cores of their own, as on accelerators of their own (Linux)."""
+    """shared: the system places the roles, and engines that stand still hand their threads to the trainer; own:
+    trainer and actors keep to cores of their own, as on accelerators of their own (Linux)."""
     hub_host: str = "127.0.0.1"
     """Address the hub binds to; loopback unless actors live on other hosts."""
     hub_port: int = Field(0, ge=0, le=65535)
@@ -292,11 +295,12 @@ class RunConfig(Section):
         return self.schedule.kind != "pipeline"
 
     @property
-    def role_threads(self) -> int:
-        """Compute threads of an actor or the trainer: those of all of them where they take turns on shared cores."""
-        if self.takes_turns and self.placement.cores == "shared":
-            return self.placement.threads * (1 + self.placement.actors)
-        return self.placement.threads
+    def trainer_threads(self) -> int:
+        """Packs that the trainer computes at once; with the engines' threads where these stand still meanwhile."""
+        if self.trainer.threads:
+            return self.trainer.threads
+        hands_over = self.takes_turns and self.placement.cores == "shared"
+        return self.placement.threads * (1 + self.placement.actors if hands_over else 1)
 
     def phase_end(self, step: int) -> int:
         """Last step of the phase of `step` (1, 2, ...): actors hear of the version that it makes, and of no other."""
@@ -308,6 +312,14 @@ class RunConfig(Section):
     def publishes(self, step: int) -> bool:
         """Whether the weights after a step are published."""
         return step == 0 or self.phase_end(step) == step
+
+    def keeps(self, step: int) -> bool:
+        """Whether a published version is durable: the last, and the first at or after each durable_every-th."""
+        if step in (0, self.trainer.steps):
+            return True
+        before = next(earlier for earlier in range(step - 1, -1, -1) if self.publishes(earlier))
+        every = self.weights.durable_every
+        return step // every > before // every
 
     @model_validator(mode="after")
     def _rules_between_sections(self) -> "RunConfig":

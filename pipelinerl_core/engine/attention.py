@@ -58,6 +58,12 @@ class SlotMemory:
             if hasattr(module, "layer_idx"):
                 module.slot_memory = self
 
+    def move(self, sources: Tensor, targets: Tensor, num_keys: int) -> None:
+        """Copy the first num_keys keys and values of some slots to others."""
+        for stores in (self.keys, self.values):
+            for store_SGLD in stores.values():
+                store_SGLD[targets, :, :num_keys] = store_SGLD[sources, :, :num_keys]
+
     def clear(self) -> None:
         """Release the memory."""
         self.keys.clear()

@@ -20,6 +20,8 @@ IntArray = NDArray[np.int64]
 
 # Padded tokens of one prefill pass: bounds its activations and how long it can hold up decoding.
 PREFILL_TOKENS = 4096
+# A pass of its own costs about as much as this many tokens, so a batch may hold that much padding.
+PADDING_TOKENS = 32
 
 # Settings of transformers models that scale or bend the logits outside of the head.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -170,13 +172,16 @@ class SlotDecoder:
 def prefill_batches(sequences: list[tuple[int, NDArray[np.int32]]]) -> list[tuple[IntArray, IntArray]]:
     """Pad (slot, token ids) pairs into batches (slots_P, token_ids_PT) of at most PREFILL_TOKENS padded tokens.
 
-    Longest first, so that sequences of like length share a batch; a longer single sequence is a batch of its own.
+    Longest first, so that sequences of like length share a batch, with at most PADDING_TOKENS of padding; a longer
+    single sequence is a batch of its own.
     """
     batches: list[tuple[IntArray, IntArray]] = []
     pending = sorted((pair for pair in sequences if len(pair[1])), key=lambda pair: -len(pair[1]))
     while pending:
-        length = len(pending[0][1])
-        count = max(1, PREFILL_TOKENS // length)
+        lengths = np.array([len(token_ids) for _, token_ids in pending])
+        length = int(lengths[0])
+        num_fitting = int(np.count_nonzero(np.cumsum(length - lengths) <= PADDING_TOKENS))
+        count = max(1, min(PREFILL_TOKENS // length, num_fitting))
         batch, pending = pending[:count], pending[count:]
         tokens_PT = np.zeros((len(batch), length), np.int64)
         for row, (_, token_ids) in enumerate(batch):

@@ -9,20 +9,18 @@ import asyncio
 import heapq
 import time
 from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
-from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.compact import compact
 from pipelinerl_core.engine.decoder import SlotDecoder, prefill_batches
 from pipelinerl_core.engine.sampling import sample
 from pipelinerl_core.engine.sequence import Sequence, check_request
 from pipelinerl_core.engine.slots import SlotTable
 from pipelinerl_core.errors import EngineError, SwapError
-from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.interfaces import StepClock, WeightUpdate
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -92,6 +90,8 @@ class EmbeddedEngine:
         self._drained: asyncio.Future[None] | None = None
         self._failure: str | None = None
         self._delay_seconds = 0.0
+        self._clock: StepClock | None = None
+        self._is_paused = False
         self._num_tokens = 0
         self._num_steps = 0
         self._running_seconds = 0.0
@@ -128,6 +128,8 @@ class EmbeddedEngine:
             self._replace_weights(update)
             self._wake()
             pause_seconds = checked_seconds + time.perf_counter() - start
+            if self._clock is not None:
+                self._clock.extend(pause_seconds)
         return SwapReport(
             version=update.version,
             pause_seconds=pause_seconds,
@@ -148,6 +150,16 @@ class EmbeddedEngine:
         """Pause this long after each decode step; swaps and aborts happen in it without waiting."""
         self._delay_seconds = delay_seconds
 
+    def set_clock(self, clock: StepClock) -> None:
+        """Let a clock say when the next decode step is due, the pace included."""
+        self._clock = clock
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Stand still between two decode steps, every sequence and its KV kept, or go on; see `interfaces.Engine`."""
+        self._count_time()
+        self._is_paused = is_paused
+        self._wake()
+
     def stats(self) -> EngineStats:
         """A glance at the engine; kv_usage is the share of token places in the slots that hold a token."""
         self._count_time()
@@ -158,6 +170,7 @@ class EmbeddedEngine:
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             running_seconds=self._running_seconds,
+            overrun_seconds=self._clock.overrun_seconds if self._clock is not None else 0.0,
         )
 
     async def close(self) -> None:
@@ -198,14 +211,22 @@ class EmbeddedEngine:
 
     def _wake(self) -> None:
         """Make sure the loop runs if there is something to do."""
-        if (self._task is None or self._task.done()) and (self._running or self._admissible(1)):
+        if (self._task is None or self._task.done()) and self._has_work():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and bool(self._running or self._admissible(1))
 
     async def _run(self) -> None:
         try:
-            while self._running or self._admissible(1):
-                self._step()
-                await asyncio.sleep(self._delay_seconds)
+            if self._clock is not None:
+                self._clock.start()
+            while self._has_work():
+                num_running = self._step()
+                rest_seconds = self._delay_seconds
+                if self._clock is not None:
+                    rest_seconds = self._clock.rest_seconds(num_running, self._delay_seconds)
+                await asyncio.sleep(rest_seconds)
         except asyncio.CancelledError:
             # Steps are whole, so the engine stays usable; only those that wait for it must hear of it.
             self._end_all("the engine's task was cancelled")
@@ -213,9 +234,12 @@ class EmbeddedEngine:
         except Exception as error:  # noqa: BLE001 - every generator must hear why nothing comes any more
             self._fail(f"the engine failed under weight version {self._version}: {type(error).__name__}: {error}")
 
-    def _step(self) -> None:
-        """Admit into free slots, feed one token to each slot, sample, retire."""
+    def _step(self) -> int:
+        """Admit into free slots, feed one token to each sequence, sample, retire; returns how many were fed."""
+        if not self._waiting and not self._deterministic:
+            compact(self._table, self._decoder.memory, self._in_slot, self._free_slots)
         batches = prefill_batches(self._admit())
+        num_running = len(self._running)
         with torch.inference_mode():
             for batch in batches[:-1]:
                 self._decoder.prefill(*batch)
@@ -243,6 +267,7 @@ class EmbeddedEngine:
             for slot, sequence in self._in_slot.items():
                 if self._table.num_completion(slot) - sequence.num_sent >= self._stream_interval:
                     self._emit(sequence)
+        return num_running
 
     def _admissible(self, count: int) -> list[Sequence]:
         """The first waiting sequences, at most `count`, that may start under the present weights."""
@@ -314,9 +339,9 @@ class EmbeddedEngine:
         self._end_all(self._failure)
 
     def _count_time(self) -> None:
-        """Bring the integral of `running` up to now; called before every change of it."""
+        """Bring the integral of `running` up to now; called before every change of it. In a pause nothing runs."""
         now = time.perf_counter()
-        self._running_seconds += len(self._running) * (now - self._counted_at)
+        self._running_seconds += 0 if self._is_paused else len(self._running) * (now - self._counted_at)
         self._counted_at = now
 
     def _check_update(self, update: WeightUpdate) -> None:
@@ -363,37 +388,3 @@ class EmbeddedEngine:
                 return
             for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
                 self._decoder.prefill(*batch)
-
-
-def load_engine(
-    path: str | Path,
-    config: RunConfig,
-    *,
-    max_prompt_tokens: int,
-    eos_token_ids: Iterable[int] | None = None,
-    weight_version: int = 0,
-) -> EmbeddedEngine:
-    """The engine of a run from a model directory (config.json and safetensors; the network is never asked).
-
-    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens.
-    eos_token_ids default to those of the model's generation configuration. Raises EngineError.
-    """
-    if not Path(path).is_dir():
-        raise EngineError(f"{path}: no such model directory")
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    return EmbeddedEngine(
-        model,
-        slots=config.engine.concurrency,
-        max_len=max_prompt_tokens + config.rollouts.max_tokens,
-        eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
-        weight_version=weight_version,
-        kv=config.engine.kv,
-        deterministic=config.engine.deterministic,
-    )
-
-
-def _eos_of(model: Any) -> list[int]:
-    """End tokens of the generation configuration, which transformers fills from config.json where it has none."""
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

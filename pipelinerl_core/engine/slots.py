@@ -85,6 +85,15 @@ class SlotTable:
         self.num_fed[slot] = self.num_known[slot] = self._prompt_len[slot] = 0
         self._temperature[slot] = self._top_p[slot] = 1.0
 
+    def move(self, source: int, target: int) -> None:
+        """Put a sequence into another slot, a free one; its own is free then."""
+        for array in (
+            self._token_ids_SL, self._logprobs_SL, self._prompt_len, self.num_known, self.num_fed, self._limit,
+            self._temperature, self._top_p, self._key, self.is_running,
+        ):  # fmt: skip
+            array[target] = array[source]
+        self.release(source)
+
     def completion(self, slot: int, start: int = 0) -> tuple[Int32Array, Float32Array]:
         """Copies of completion tokens and log-probabilities from offset `start` on."""
         begin, end = self._prompt_len[slot] + start, self.num_known[slot]

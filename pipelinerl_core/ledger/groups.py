@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from pipelinerl_core.records import SwapRecord
-from pipelinerl_core.types import GroupRef
+from pipelinerl_core.types import GroupRef, LengthTotals
 
 
 class ActorKey(NamedTuple):
@@ -59,6 +59,10 @@ class GroupSummary:
     """Of the scored rollouts."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Completion tokens of the scored rollouts per weight version that sampled them."""
+    lengths_by_version: Mapping[int, LengthTotals] = field(default_factory=dict)
+    """The same tokens, for the length-bias meter."""
+    lengths_unscored: LengthTotals = field(default_factory=LengthTotals)
+    """Tokens of the rollouts with outcome error, for the length-bias meter."""
 
     def __post_init__(self) -> None:
         """Reject counts that cannot be."""
@@ -77,6 +81,11 @@ class GroupSummary:
     def num_scored_tokens(self) -> int:
         """Completion tokens of scored rollouts."""
         return sum(self.tokens_by_version.values())
+
+    @property
+    def lengths(self) -> LengthTotals:
+        """All its tokens."""
+        return sum(self.lengths_by_version.values(), self.lengths_unscored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ class HeldLease:
     deadline_seconds: float
     is_claimed: bool
     """It was granted by an earlier hub and claimed at a registration: its holder has it, it is never sent again."""
+    version: int | None
+    """Weights of its actor when it was granted: no token of the group is older. None for a claimed one."""
 
 
 class Leases:
@@ -64,18 +66,21 @@ class Leases:
         """Let a group wait for a new lease; `attempt` is the number of its next one."""
         self._queue[group_id] = self._first_attempt if attempt is None else max(attempt, self._first_attempt)
 
-    def grant(self, group_id: int, actor: ActorKey, now: float) -> Grant:
-        """Lease a group: the next attempt of a queued one, the first of a new one."""
+    def grant(self, group_id: int, actor: ActorKey, now: float, *, version: int) -> Grant:
+        """Lease a group to an actor with weights `version`: the next attempt of a queued one, or the first."""
         attempt = self._queue.pop(group_id, self._first_attempt)
         lease_id = f"{group_id}.{attempt}.{self._boot_id}"
-        return self._hold(
-            LeaseRef(group_id=group_id, attempt=attempt, lease_id=lease_id), actor, now, is_claimed=False
-        )
+        lease = LeaseRef(group_id=group_id, attempt=attempt, lease_id=lease_id)
+        return self._hold(lease, actor, now, is_claimed=False, version=version)
 
     def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
         """Put a lease of an earlier hub in force again."""
         self._queue.pop(lease.group_id, None)
-        self._hold(lease, actor, now, is_claimed=True)
+        self._hold(lease, actor, now, is_claimed=True, version=None)
+
+    def oldest_versions(self) -> Iterable[int]:
+        """Weights under which each group in force was leased, where that is known."""
+        return (lease.version for lease in self._held.values() if lease.version is not None)
 
     def renew(self, actor: ActorKey, lease_ids: Iterable[str], now: float) -> tuple[list[Grant], list[str]]:
         """Reconcile with what an actor lists: (leases it should have and does not list, leases not its own)."""
@@ -114,14 +119,14 @@ class Leases:
         for lease in self._held.values():
             lease.deadline_seconds += seconds
 
-    def _hold(self, lease: LeaseRef, actor: ActorKey, now: float, *, is_claimed: bool) -> Grant:
+    def _hold(self, lease: LeaseRef, actor: ActorKey, now: float, *, is_claimed: bool, version: int | None) -> Grant:
         grant = Grant(
             group_id=lease.group_id,
             attempt=lease.attempt,
             lease_id=lease.lease_id,
             deadline_seconds=now + self._lease_seconds,
         )
-        held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed)
+        held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed, version)
         self._held[lease.group_id] = held
         self._by_actor.setdefault(actor, {})[lease.lease_id] = held
         return grant

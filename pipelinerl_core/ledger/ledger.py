@@ -3,18 +3,20 @@
 Not thread-safe; the hub calls it under one lock.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorBook
-from pipelinerl_core.ledger.admission import free_places
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
 from pipelinerl_core.ledger.reservations import Reservation
+from pipelinerl_core.ledger.schedules import Schedule, build_schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
 from pipelinerl_core.ledger.tokens import SETTLED_COUNTER, TokenLedger
+from pipelinerl_core.ledger.view import LedgerView
+from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
 from pipelinerl_core.records import ActorSample, Commit, SwapRecord
 from pipelinerl_core.types import GroupRef, WeightManifest
@@ -23,16 +25,26 @@ from pipelinerl_core.types import GroupRef, WeightManifest
 GRACE_SECONDS = 5.0
 
 
-class Ledger:
+class Ledger(LedgerView):
     """Leases, reservations, commits, tokens and announcements of one run."""
 
     def __init__(
-        self, config: RunConfig, *, clock: Callable[[], float], boot_id: str = "0", first_attempt: int = 0
+        self,
+        config: RunConfig,
+        *,
+        clock: Callable[[], float],
+        boot_id: str = "0",
+        first_attempt: int = 0,
+        schedule: Schedule | None = None,
     ) -> None:
-        """`first_attempt` > 0: earlier hubs granted lower attempts, whose holders have a grace time to register."""
-        self._config = config
+        """`first_attempt` > 0: earlier hubs granted lower attempts, whose holders have a grace time to register.
+
+        `schedule` defaults to the one that the configuration names.
+        """
+        pool = GroupPool(config, boot_id=boot_id, first_attempt=first_attempt)
+        super().__init__(config, pool, schedule or build_schedule(config))
         self._clock = clock
-        self._pool = GroupPool(config, boot_id=boot_id, first_attempt=first_attempt)
+        self._held_back: tuple[int, float] | None = None  # step that waits for old groups, since when
         self._grace_until = clock()
         if first_attempt:
             self._grace_until += min(config.placement.lease_seconds, GRACE_SECONDS)
@@ -40,8 +52,7 @@ class Ledger:
         self._heard: dict[ActorKey, float] = {}
         self._trainer_epoch = -1
         self.book = ActorBook()
-        self.committed_step = -1
-        self.manifest: WeightManifest | None = None
+        self.waits = Waits()
         self.is_draining = False
         """Grant nothing more."""
 
@@ -58,9 +69,10 @@ class Ledger:
         pool.next_group_id = commit.next_group_id
         for group_id in commit.open_groups:
             pool.leases.queue(group_id)
-        pool.tokens = TokenLedger.restore(commit.tokens, commit.actors)
+        pool.tokens = TokenLedger.restore(commit.tokens, commit.actors, commit.lengths)
         pool.segments = SegmentIndex(commit.low_water)
         self.book.restore(commit.actors)
+        self.waits = Waits(commit.waits)
         trained = {record.group_id: record for record in commit.fates if record.fate == "trained"}
         for group_id in trained:
             pool.leases.queue(group_id)  # for a moment: their rows tell how many tokens were masked
@@ -80,76 +92,6 @@ class Ledger:
             if ref.group_id >= self._pool.next_group_id or self._pool.leases.is_queued(ref.group_id):
                 self._pool.add(summary, "")
             self.place(ref.group_id, ref.attempt, summary.actor, group.seq)
-
-    # ---- glances ---------------------------------------------------------------------------------------------
-
-    @property
-    def num_leased(self) -> int:
-        """Groups leased."""
-        return self._pool.leases.num_held
-
-    @property
-    def num_queued(self) -> int:
-        """Groups that lost their lease and have no new one."""
-        return self._pool.leases.num_queued
-
-    @property
-    def num_ready(self) -> int:
-        """Groups ready."""
-        return len(self._pool.ready)
-
-    @property
-    def num_reserved(self) -> int:
-        """Groups in reservations."""
-        return self._pool.num_reserved
-
-    @property
-    def num_outstanding(self) -> int:
-        """Groups that hold a place of the admission window."""
-        return self.num_leased + self.num_ready + self.num_reserved
-
-    @property
-    def next_group_id(self) -> int:
-        """Prompt frontier: no group at or beyond it was ever leased."""
-        return self._pool.next_group_id
-
-    @property
-    def newest_version(self) -> int:
-        """Newest announced weights; -1 before the first."""
-        return self.manifest.version if self.manifest else -1
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last step is committed."""
-        return self.committed_step >= self._config.trainer.steps
-
-    def needs_rows(self, group_id: int, attempt: int) -> bool:
-        """Whether the trainer may still ask for the rows of this attempt."""
-        return self._pool.needs_rows(group_id, attempt)
-
-    def is_open(self, group_id: int) -> bool:
-        """Whether a group was leased and has no fate."""
-        return self._pool.is_open(group_id)
-
-    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
-        """(actor epoch, seq) of the segment that holds a group."""
-        return self._pool.segments.where(group_id, attempt)
-
-    def ready_by_actor(self) -> Counter[ActorKey]:
-        """Groups of each actor that the trainer has not taken."""
-        return Counter(summary.actor for summary in self._pool.ready.values())
-
-    def num_leased_by(self, actor: ActorKey) -> int:
-        """Leases of an actor."""
-        return self._pool.leases.num_held_by(actor)
-
-    def is_gone(self, actor: ActorKey) -> bool:
-        """Whether an actor epoch has left or died."""
-        return self._pool.tokens.account(actor).is_gone
-
-    def tokens(self) -> dict[str, int]:
-        """The token ledger now; it always closes."""
-        return self._pool.tokens.totals()
 
     # ---- actors ----------------------------------------------------------------------------------------------
 
@@ -172,6 +114,8 @@ class Ledger:
         swaps = self.book.hear(actor, message, now)
         missing, foreign = self._pool.leases.renew(actor, message.leases, now)
         granted = self._grant(actor, message.want - len(missing), message.engine_version, now)
+        num_leases = len(missing) + len(granted)
+        self.waits.actor_synced(actor, now, empty_share(message, num_leases, self._config.rollouts.group_size))
         return SyncResult(leases=(*missing, *granted), stop_leases=tuple(foreign), swaps=tuple(swaps))
 
     def add_group(self, summary: GroupSummary, lease_id: str) -> Arrival:
@@ -224,13 +168,9 @@ class Ledger:
     def _grant(self, actor: ActorKey, want: int, engine_version: int, now: float) -> list[Grant]:
         if self.is_draining or self.is_done or now < self._grace_until:
             return []
-        free = free_places(
-            self._config,
-            num_outstanding=self.num_outstanding,
-            committed_step=self.committed_step,
-            engine_version=engine_version,
-        )
-        return [self._pool.leases.grant(self._pool.next_group(), actor, now) for _ in range(min(want, free))]
+        places = min(want, self._schedule.free_places(self.standing, engine_version))
+        leases = self._pool.leases
+        return [leases.grant(self._pool.next_group(), actor, now, version=engine_version) for _ in range(places)]
 
     # ---- trainer ---------------------------------------------------------------------------------------------
 
@@ -265,13 +205,38 @@ class Ledger:
         ]
         if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
             return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")
-        chosen = self._pool.choose(step)
-        needed = self._config.trainer.groups_per_step
-        if len(chosen) < needed:
-            reason = f"{len(chosen)} of {needed} groups are ready, {self.num_leased} leased, {self.num_queued} queued"
+        chosen = self._pool.choose(step, self._schedule)
+        too_few = self._not_due(step)
+        reason = too_few or self._waits_for_old_groups(step)
+        if reason:
+            self.waits.trainer_waits(self._clock(), is_held_back=not too_few)
             return Reserved(re=0, is_ready=False, reason=reason)
+        self.waits.trainer_goes_on(self._clock())
         summaries = {group_id: self._pool.ready.pop(group_id) for group_id in chosen}
         return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_told=True)
+
+    def _not_due(self, step: int) -> str:
+        """Why the schedule has not enough ready groups for a step, if so."""
+        needed = self._schedule.needed_groups(step)
+        if self.num_ready >= needed:
+            return ""
+        return f"{self.num_ready} of {needed} groups are ready, {self.num_leased} leased, {self.num_queued} queued"
+
+    def _waits_for_old_groups(self, step: int) -> str:
+        """stale=wait: why a step is held back, if so.
+
+        A leased group whose oldest token may be live at this step for the last time is waited for, wait_seconds at
+        most; one that is older still has lost those tokens already.
+        """
+        rules = self._config.schedule
+        old = sum(deadline_step(version, rules.max_lag) == step for version in self._pool.leases.oldest_versions())
+        if rules.stale != "wait" or not old:
+            return ""
+        now = self._clock()
+        if self._held_back is None or self._held_back[0] != step:
+            self._held_back = (step, now)
+        waited = now - self._held_back[1]
+        return f"{old} leased groups would be stale after this step" if waited < rules.wait_seconds else ""
 
     def reserved(self, step: int) -> set[tuple[int, int]]:
         """(group_id, attempt) of the groups reserved for a step."""
@@ -365,6 +330,8 @@ class Ledger:
             open_groups=pool.open_groups(),
             low_water=pool.segments.low_water(pool.is_open),
             tokens=tokens.totals(),
+            lengths=tokens.lengths.totals(),
+            waits=self.waits.totals(),
             swaps=tuple(swap.model_dump() for swap in swaps),
             actors=actors,
         )

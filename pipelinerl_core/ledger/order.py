@@ -7,27 +7,22 @@ Example with max_lag 4: tokens of versions 3 and 7. At step 8 version 3 has lag 
 At step 9 it is dead, and the deadline follows version 7: 12.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
+from pipelinerl_core.algo.staleness import deadline_step, group_deadline
 from pipelinerl_core.ledger.groups import GroupSummary
+from pipelinerl_core.types import LengthTotals
 
 
-def deadline(summary: GroupSummary, step: int, *, max_lag: int, stale: Literal["mask", "drop"]) -> int | None:
+def deadline(summary: GroupSummary, step: int, *, max_lag: int, stale: Literal["mask", "drop", "wait"]) -> int | None:
     """Last step for which the group's oldest live token is live; None when the group is stale at `step`.
 
-    mask: stale without a single live token. drop: stale with a single dead one.
+    mask, wait: stale without a single live token. drop: stale with a single dead one.
     """
     versions = summary.tokens_by_version
-    live = [version for version in versions if step - 1 - version <= max_lag]
-    if not live or (stale == "drop" and len(live) < len(versions)):
+    if stale == "drop" and any(deadline_step(version, max_lag) < step for version in versions):
         return None
-    return min(live) + 1 + max_lag
-
-
-def earliest(deadlines: Iterable[tuple[int, int]], count: int) -> list[int]:
-    """group_id of the `count` pairs (deadline, group_id) that come first."""
-    return [group_id for _, group_id in sorted(deadlines)[:count]]
+    return group_deadline(versions, step=step, max_lag=max_lag)
 
 
 def split_trained(summary: GroupSummary, step: int, max_lag: int) -> dict[str, int]:
@@ -38,3 +33,15 @@ def split_trained(summary: GroupSummary, step: int, max_lag: int) -> dict[str, i
     trained = sum(num for version, num in summary.tokens_by_version.items() if step - 1 - version <= max_lag)
     scored = summary.num_scored_tokens
     return {"trained": trained, "masked_stale": scored - trained, "failed": summary.ref.num_tokens - scored}
+
+
+def split_lengths(summary: GroupSummary, step: int, max_lag: int) -> dict[str, LengthTotals]:
+    """The same split for the length-bias meter."""
+    by_version = summary.lengths_by_version.items()
+    live = [lengths for version, lengths in by_version if step - 1 - version <= max_lag]
+    dead = [lengths for version, lengths in by_version if step - 1 - version > max_lag]
+    return {
+        "trained": sum(live, LengthTotals()),
+        "masked_stale": sum(dead, LengthTotals()),
+        "failed": summary.lengths_unscored,
+    }

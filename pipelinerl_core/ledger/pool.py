@@ -6,8 +6,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import StaleLease
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.ledger.leases import Leases
-from pipelinerl_core.ledger.order import deadline, earliest, split_trained
+from pipelinerl_core.ledger.order import deadline
 from pipelinerl_core.ledger.reservations import Reservation
+from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
 from pipelinerl_core.ledger.tokens import NOBODY, TokenLedger
 from pipelinerl_core.messages import FateRecord, LeaseRef
@@ -103,7 +104,7 @@ class GroupPool:
             raise StaleLease(f"group {ref.group_id}: lease {lease_id} of {summary.actor} is not in force")
         self.extend_frontier(ref.group_id)
         self.leases.remove(ref.group_id)
-        self.tokens.arrive(summary.actor, ref.num_tokens)
+        self.tokens.arrive_group(summary)
         if len(summary.rewards) < 2:
             self.decide(summary, Fate.FAILED)
             return Arrival.FAILED
@@ -120,8 +121,9 @@ class GroupPool:
         reservation = self.reservation_of(ref.group_id)
         if reservation is not None:
             is_same = reservation.refs[ref.group_id].attempt == ref.attempt
-            if is_same:
-                reservation.summaries.setdefault(ref.group_id, summary)
+            if is_same and ref.group_id not in reservation.summaries:
+                reservation.summaries[ref.group_id] = summary
+                self.tokens.lengths.arrive(summary.lengths)  # its tokens came with the reservation
             return is_same
         if ref.group_id >= self.next_group_id or self.is_open(ref.group_id):
             return False
@@ -143,21 +145,22 @@ class GroupPool:
         key = (summary.ref.group_id, summary.ref.attempt)
         if key not in self._superseded:
             self._superseded.add(key)
-            self.tokens.supersede(summary.actor, summary.ref.num_tokens)
+            self.tokens.supersede(summary)
 
     # ---- to reserved and back --------------------------------------------------------------------------------
 
-    def choose(self, step: int) -> list[int]:
-        """The groups of a step in training order, earliest deadline first; drops those that are stale at it."""
-        schedule = self._config.schedule
-        deadlines = []
+    def choose(self, step: int, schedule: Schedule) -> list[int]:
+        """The groups of a step, by group_id: those of the first priority. Drops the ones that are stale at it."""
+        rules = self._config.schedule
+        candidates = []
         for group_id, summary in list(self.ready.items()):
-            last = deadline(summary, step, max_lag=schedule.max_lag, stale=schedule.stale)
+            last = deadline(summary, step, max_lag=rules.max_lag, stale=rules.stale)
             if last is None:
                 self.decide(summary, Fate.DROPPED_STALE)
             else:
-                deadlines.append((last, group_id))
-        return earliest(deadlines, self._config.trainer.groups_per_step)
+                candidates.append((schedule.priority(step, last, group_id), group_id))
+        first = sorted(candidates)[: self._config.trainer.groups_per_step]
+        return sorted(group_id for _, group_id in first)  # an order of rows that all schedules share
 
     def seize(self, ref: GroupRef) -> GroupSummary | None:
         """Take a group that a trainer holds out of wherever it is; its summary if these rows are here.
@@ -168,7 +171,7 @@ class GroupPool:
         self.leases.remove(ref.group_id)
         summary = self.ready.pop(ref.group_id, None)
         if summary is not None and summary.ref.attempt != ref.attempt:
-            self.tokens.settle(summary.actor, {"superseded": summary.ref.num_tokens})
+            self.tokens.settle_group(summary, "superseded")
             summary = None
         if summary is None:
             self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), ref.num_tokens)
@@ -192,7 +195,7 @@ class GroupPool:
         ref = summary.ref
         self.ready.pop(ref.group_id, None)
         self._attempts[ref.group_id] = ref.attempt
-        self.tokens.settle(summary.actor, {fate.value: ref.num_tokens})
+        self.tokens.settle_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
         self.fates.append(FateRecord.model_validate(record))
 
@@ -201,10 +204,9 @@ class GroupPool:
         ref = reservation.refs[group_id]
         summary = reservation.summaries.get(group_id)
         if summary is None:
-            split = {"trained": ref.num_tokens}
+            tokens.settle(ActorKey(ref.actor, ref.actor_epoch), {"trained": ref.num_tokens})
         else:
-            split = split_trained(summary, reservation.step, self._config.schedule.max_lag)
-        tokens.settle(ActorKey(ref.actor, ref.actor_epoch), split)
+            tokens.train_group(summary, reservation.step, self._config.schedule.max_lag)
 
     def close(self, record: FateRecord, step: int) -> None:
         """A commit decided a group that is in no reservation here: an earlier hub reserved it."""
@@ -216,13 +218,13 @@ class GroupPool:
         summary = self.ready.pop(group_id, None)
         self._attempts[group_id] = attempt
         if summary is not None and summary.ref.attempt == attempt:
-            split: dict[str, int] = {record.fate: summary.ref.num_tokens}
             if record.fate == "trained":
-                split = split_trained(summary, step, self._config.schedule.max_lag)
-            self.tokens.settle(summary.actor, split)
+                self.tokens.train_group(summary, step, self._config.schedule.max_lag)
+            else:
+                self.tokens.settle_group(summary, record.fate)
             return
         if summary is not None:
-            self.tokens.settle(summary.actor, {"superseded": summary.ref.num_tokens})
+            self.tokens.settle_group(summary, "superseded")
         self._nameless[group_id, attempt] = record.num_tokens
         self.tokens.arrive(NOBODY, record.num_tokens)
         self.tokens.settle(NOBODY, {record.fate: record.num_tokens})

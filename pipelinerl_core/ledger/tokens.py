@@ -4,14 +4,18 @@ generated = trained + masked_stale + dropped_stale + filtered + failed + superse
 
 An actor epoch has generated what it says it sampled, or more if more of it has arrived. What has neither left nor is
 present is in flight while the actor lives, and superseded once it is gone. `ready` holds reserved groups too.
+The length-bias meter (lengths.py) goes along: whatever moves a group with its rows moves its lengths.
 """
 
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.ledger.groups import ActorKey, GroupSummary
+from pipelinerl_core.ledger.lengths import LengthMeter
+from pipelinerl_core.ledger.order import split_lengths, split_trained
 from pipelinerl_core.records import ActorSample
+from pipelinerl_core.types import LengthTotals
 
 SETTLED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
 """Where tokens end."""
@@ -43,15 +47,18 @@ class Account:
 
 @dataclass(slots=True)
 class TokenLedger:
-    """Accounts of every actor epoch, and the totals of what has ended."""
+    """Accounts of every actor epoch, the totals of what has ended, and the lengths of both."""
 
     accounts: dict[ActorKey, Account] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SETTLED, 0))
+    lengths: LengthMeter = field(default_factory=LengthMeter)
 
     @classmethod
-    def restore(cls, tokens: Mapping[str, int], actors: Mapping[str, ActorSample]) -> "TokenLedger":
+    def restore(
+        cls, tokens: Mapping[str, int], actors: Mapping[str, ActorSample], lengths: Mapping[str, LengthTotals]
+    ) -> "TokenLedger":
         """From a commit. Tokens of gone actors follow from their accounts and are not taken over twice."""
-        ledger = cls()
+        ledger = cls(lengths=LengthMeter.restore(lengths))
         for key, sample in actors.items():
             settled = int(sample.counters.get(SETTLED_COUNTER, 0))
             ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, settled=settled)
@@ -85,10 +92,25 @@ class TokenLedger:
             account.settled += num_tokens
             self.settled[name] += num_tokens
 
-    def supersede(self, actor: ActorKey, num_tokens: int) -> None:
-        """Tokens arrived that nobody wants."""
-        self.arrive(actor, num_tokens)
-        self.settle(actor, {"superseded": num_tokens})
+    def arrive_group(self, summary: GroupSummary) -> None:
+        """A group is here with its rows."""
+        self.arrive(summary.actor, summary.ref.num_tokens)
+        self.lengths.arrive(summary.lengths)
+
+    def settle_group(self, summary: GroupSummary, name: str) -> None:
+        """A group that is here with its rows ends as a whole."""
+        self.settle(summary.actor, {name: summary.ref.num_tokens})
+        self.lengths.settle({name: summary.lengths})
+
+    def train_group(self, summary: GroupSummary, step: int, max_lag: int) -> None:
+        """A group that is here with its rows is trained at `step`, as far as it is live."""
+        self.settle(summary.actor, split_trained(summary, step, max_lag))
+        self.lengths.settle(split_lengths(summary, step, max_lag))
+
+    def supersede(self, summary: GroupSummary) -> None:
+        """A group arrived that nobody wants."""
+        self.arrive_group(summary)
+        self.settle_group(summary, "superseded")
 
     def assign(self, actor: ActorKey, num_tokens: int) -> None:
         """Tokens of NOBODY that ended turn out to be this actor's."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
@@ -19,9 +20,11 @@ from pipelinerl_core.roles.process import (
     die_with_parent,
     freeze_startup_objects,
     install_stop_signal,
+    keep_to_cores,
     limit_threads,
 )
 from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -29,6 +32,9 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event) -> No
     """Build the parts of an actor and run it."""
     epoch = int(time.time())  # unique per name: an actor takes seconds to start
     engine = build_engine(context.config)
+    clock = emulated_clock(context.config)
+    if clock is not None:
+        engine.set_clock(clock)
     scorer = build_scorer(context.config)
     segments = SegmentWriter(
         context.store,
@@ -69,7 +75,8 @@ def main() -> int:
     stop = install_stop_signal()
     try:
         context = open_run(arguments.run)
-        limit_threads(context.config.role_threads)
+        keep_to_cores(own_cores(context.config, arguments.name))
+        limit_threads(context.config.placement.threads)
         asyncio.run(run_actor(context, arguments.name, stop))
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201

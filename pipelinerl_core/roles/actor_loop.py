@@ -109,6 +109,8 @@ class Actor:
 
     async def run(self, stop: threading.Event) -> None:
         """Until drained. Unfinished leases are given back by the hub's word that this actor is gone."""
+        loop = asyncio.get_running_loop()
+        self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
         await asyncio.to_thread(self._link.connect)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -127,6 +129,7 @@ class Actor:
     async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
         want = 0  # nothing is leased before the newest weights are in
         while not stop.is_set():
+            self._sync_now.clear()  # what happens from here on is answered by the next sync
             reply = await asyncio.to_thread(self._link.request, self._sync(want))
             if isinstance(reply, Refused):
                 if reply.code != "unknown_boot":
@@ -135,6 +138,7 @@ class Actor:
                 continue
             assert isinstance(reply, SyncReply)
             self._take_versions(reply)
+            self._engine.set_paused(reply.state == "pause")
             if reply.state == "drain":
                 logger.info("the hub says drain: %d leases given up", len(self._leases))
                 return
@@ -143,7 +147,7 @@ class Actor:
             if self._errors.is_spent:
                 raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
             await self._next_sync()
-            want = self._want() if reply.state == "run" and self._is_current() else 0
+            want = self._want() if self._is_current() else 0
 
     def _sync(self, want: int) -> Sync:
         stats = self._engine.stats()
@@ -165,12 +169,12 @@ class Actor:
                 "reward_errors": float(self._errors.num_errors),
                 "unsent_groups": float(self._unsent.qsize()),
                 "step_delay_seconds": self._pacer.delay_seconds,
+                "emulation_overrun_seconds": stats.overrun_seconds,
             },
         )
 
     async def _next_sync(self) -> None:
-        """Sleep the interval, or less when slots are about to stand empty."""
-        self._sync_now.clear()
+        """Sleep the interval, or less when slots are about to stand empty, or the hub has news."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
 
@@ -187,7 +191,7 @@ class Actor:
     def _take_versions(self, reply: SyncReply) -> None:
         self._sync_seconds = reply.sync_seconds
         self._credit = reply.credit
-        if self._config.engine.pace:
+        if self._config.engine.pace and not self._config.takes_turns:
             self._engine.set_pace(self._pacer.update(reply.ready_groups))
         if self._credit > 0:
             self._credit_granted.set()
@@ -324,6 +328,7 @@ class Actor:
                 await asyncio.sleep(self._sync_seconds)
                 continue
             report = await self._engine.swap(update)
+            self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
             self._swaps.append(
                 SwapRecord(
                     actor=self._name,
@@ -336,3 +341,9 @@ class Actor:
                     num_tokens=self._engine.stats().num_tokens,
                 )
             )
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    """From another thread; nothing happens when the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(action)

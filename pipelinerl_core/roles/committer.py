@@ -104,10 +104,9 @@ class Committer:
         started = time.time()
         step, is_last = computed.step, computed.step == self._config.trainer.steps
         data = serialize(computed.weights)
-        weights = self._config.weights
         manifest = None
         if self._config.publishes(step):
-            durable = is_last or step % weights.durable_every == 0 or computed.state is not None
+            durable = self._config.keeps(step) or computed.state is not None
             manifest = self._publisher.publish_bytes(step, data, durable=durable)
         published = time.time()
         if computed.state is not None:
@@ -157,6 +156,8 @@ class Committer:
             open_groups=reserved.open_groups if reserved else (),
             low_water=reserved.low_water if reserved else {},
             tokens=reserved.tokens if reserved else {},
+            lengths=reserved.lengths if reserved else {},
+            waits=reserved.waits if reserved else {},
             swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps) if reserved else (),
             actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()}
             if reserved

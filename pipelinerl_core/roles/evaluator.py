@@ -1,4 +1,4 @@
-"""The evaluator: held-out accuracy of one durable weight version, on an engine of its own.
+"""The evaluator: held-out accuracy of durable weight versions, one after the other on one engine of its own.
 
 Accuracy = mean reward of one sample at temperature 1 on held-out prompts. Its tokens are not in the ledger.
 """
@@ -8,10 +8,14 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.sections import EmulationConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
@@ -22,6 +26,8 @@ from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read
 from pipelinerl_core.roles.inference import build_codec, build_engine
 from pipelinerl_core.roles.process import configure_logging, die_with_parent, limit_threads
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
+from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
+from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.types import EngineRequest, Prompt, Sampler
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -94,33 +100,77 @@ async def evaluate(
     )
 
 
-def _wide(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"concurrency": _CONCURRENCY})})
+def find_commits(context: RunContext, version: str) -> list[Commit]:
+    """What --version names: `all` durable ones, several numbers with commas, or one of `find_commit`; in order."""
+    if version == ALL:
+        commits = counted_commit_keys(context.store, read_epochs(context.store))
+        read = {step: read_commit(context.store, key) for step, key in commits.items()}
+        return [read[step] for step in durable_versions(read.values())]
+    found = {commit.step: commit for commit in (find_commit(context, one) for one in version.split(","))}
+    return [found[step] for step in sorted(found)]
 
 
-async def run(context: RunContext, version: str) -> EvalRecord:
-    """Evaluate and write evals/<version>.json."""
-    commit = find_commit(context, version)
-    assert commit.manifest is not None
-    update = WeightSubscriber(context.store).fetch(commit.manifest)
-    engine = build_engine(_wide(context.config))
-    scorer = build_scorer(context.config)
+async def run(context: RunContext, version: str, enough: float | None = None) -> list[EvalRecord]:
+    """Evaluate what `version` names and write evals/<version>.json of each; returns the new records.
+
+    One version is evaluated in any case. Of several, those with a record are left out, and the later ones once two of
+    them have reached the accuracy `enough`.
+    """
+    commits = {commit.step: commit for commit in find_commits(context, version)}
+    known = _known_accuracies(context) if names_several(version) else {}
+    records: list[EvalRecord] = []
+    async with _evaluation(context.config) as evaluation:
+        while (step := next_to_evaluate(commits, known, enough)) is not None:
+            record = await evaluation.measure(context, commits[step])
+            context.store.put(eval_key(record.version), record.model_dump_json().encode())
+            logger.info("version %d: accuracy %.3f in %.1f s", step, record.accuracy, record.seconds)
+            known = {**known, step: record.accuracy}
+            records.append(record)
+    return records
+
+
+def _known_accuracies(context: RunContext) -> Mapping[int, float]:
+    follower = RunFollower(context.store)
+    follower.refresh()
+    return {step: record.accuracy for step, record in follower.evals.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Evaluation:
+    """What all versions share: the engine, the scorer, the prompts."""
+
+    engine: Engine
+    scorer: Scorer
+    codec: TextCodec
+    prompts: list[Prompt]
+
+    async def measure(self, context: RunContext, commit: Commit) -> EvalRecord:
+        """Swap the weights of a commit in and evaluate them."""
+        assert commit.manifest is not None
+        await self.engine.swap(WeightSubscriber(context.store).fetch(commit.manifest))
+        return await evaluate(self.engine, self.scorer, self.codec, self.prompts, context.config)
+
+
+@asynccontextmanager
+async def _evaluation(config: RunConfig) -> AsyncIterator[_Evaluation]:
+    """Build it on the starting model, close it at the end. As fast as this machine is: nothing is emulated."""
+    wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
+    engine = build_engine(config.model_copy(update={"engine": wide, "emulation": EmulationConfig()}))
+    scorer = build_scorer(config)
     try:
-        await engine.swap(update)
-        prompts = build_source(context.config).held_out(context.config.eval.num_prompts)
-        record = await evaluate(engine, scorer, build_codec(context.config), prompts, context.config)
+        prompts = build_source(config).held_out(config.eval.num_prompts)
+        yield _Evaluation(engine=engine, scorer=scorer, codec=build_codec(config), prompts=prompts)
     finally:
         await scorer.close()
         await engine.close()
-    context.store.put(eval_key(record.version), record.model_dump_json().encode())
-    return record
 
 
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="Held-out accuracy of one weight version.")
+    parser = argparse.ArgumentParser(description="Held-out accuracy of weight versions.")
     parser.add_argument("--run", required=True)
-    parser.add_argument("--version", default="last", help="first, last or a number")
+    parser.add_argument("--version", default="last", help="first, last, all, or numbers with commas")
+    parser.add_argument("--enough", type=float, help="of several: stop when two have reached this accuracy")
     parser.add_argument("--parent-pid", type=int)
     arguments = parser.parse_args()
     if arguments.parent_pid is not None:
@@ -129,14 +179,15 @@ def main() -> int:
     try:
         context = open_run(arguments.run)
         limit_threads(context.config.placement.threads)
-        record = asyncio.run(run(context, arguments.version))
+        records = asyncio.run(run(context, arguments.version, arguments.enough))
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2
     except PipelineRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
         return 1
-    print(record.model_dump_json())  # noqa: T201
+    for record in records:
+        print(record.model_dump_json())  # noqa: T201
     return 0
 
 

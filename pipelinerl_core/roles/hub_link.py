@@ -57,6 +57,8 @@ class HubLink:
         self._client: HubClient | None = None
         self._closed = False
         self.registered: Registered | None = None
+        self.on_nudge: Callable[[], None] = lambda: None
+        """Called on a thread of the channel when the hub has news: sync at once."""
 
     @property
     def boot_id(self) -> str:
@@ -126,6 +128,7 @@ class HubLink:
                     token=self._token,
                     role=self._role,
                     name=self._name,
+                    on_credit=lambda num_groups: self.on_nudge(),
                     faults=self._faults,
                     retry_seconds=self._retry_seconds,
                 )

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections import deque
+from dataclasses import asdict
 
 import numpy as np
 import psutil
@@ -88,5 +89,6 @@ def _look(ledger: Ledger) -> dict[str, object]:
         "reserved": ledger.num_reserved,
         "next_group_id": ledger.next_group_id,
         "tokens": ledger.tokens(),
+        "lengths": {name: asdict(lengths) for name, lengths in ledger.lengths().items()},
         "actors": actors,
     }

@@ -204,6 +204,7 @@ class Hub:
             is_final = self._ledger.is_draining or self._ledger.is_done
             manifest = self._ledger.manifest
             swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
+            state = "drain" if is_final else "pause" if self._ledger.stands_still(request.engine_version) else "run"
             credit = self._credit(actor)
             ready_groups = self._ledger.num_ready
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
@@ -216,7 +217,7 @@ class Hub:
             leases=tuple(self._lease(grant) for grant in result.leases),
             stop_leases=result.stop_leases,
             manifest=manifest,
-            state="drain" if is_final else "run",
+            state=state,
             sync_seconds=SYNC_SECONDS,
             credit=credit,
             ready_groups=ready_groups,
@@ -245,7 +246,9 @@ class Hub:
             with self._changed:
                 if self._peers[peer].actor is None:
                     return self._unknown_boot(request.id)
+                was_still = self._stands_still()
                 arrival = self._ledger.add_group(summary, request.lease_id)
+                is_news = self._stands_still() and not was_still
                 if request.seq is not None:
                     self._ledger.place(*key, summary.actor, request.seq)
                 if self._ledger.needs_rows(*key):
@@ -257,6 +260,8 @@ class Hub:
         finally:
             if arrival is not Arrival.READY:
                 self._return_credit(Counter({summary.actor: 1}))
+        if is_news:
+            self._nudge()
         return Ack(re=request.id, note=arrival.value)
 
     def _sealed(self, request: Sealed) -> Answer:
@@ -286,6 +291,17 @@ class Hub:
         for sink, num_groups in sinks:
             if num_groups:
                 sink(num_groups)
+
+    def _stands_still(self) -> bool:
+        """Whether engines with the newest weights must pause."""
+        return self._ledger.stands_still(self._ledger.newest_version)
+
+    def _nudge(self) -> None:
+        """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""
+        with self._changed:
+            sinks = [peer.credit for peer in self._peers.values() if peer.actor is not None]
+        for sink in sinks:
+            sink(0)
 
     # ---- trainer ---------------------------------------------------------------------------------------------
 
@@ -370,6 +386,8 @@ class Hub:
                 self._ledger.is_draining = True
             self._forget_rows()
             self._changed.notify_all()
+        if is_new:
+            self._nudge()
         return Ack(re=request.id, note="" if is_new else "known")
 
     def _forget_rows(self) -> None:

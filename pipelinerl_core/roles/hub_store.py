@@ -1,6 +1,7 @@
 """What the hub reads from the store: whether another hub lives, and everything since the newest commit.
 
-Shapes: R = rows of a group, S = weight spans of all its rows.
+Shapes: R = rows of a group, S = weight spans of all its rows, V = weight versions in them; lengths carry the four
+fields of LengthTotals in a last dimension.
 """
 
 import logging
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import psutil
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipelinerl_core.errors import MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
@@ -19,12 +21,14 @@ from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, rollout_key
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import flat_list
 from pipelinerl_core.stream.segments import SegmentReader
-from pipelinerl_core.types import GroupRef, Outcome, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals, Outcome, WeightManifest
 
 logger = logging.getLogger(__name__)
 
 # A hub rewrites hub.json every second; one on another host that did not for so long is dead.
 BEAT_LIMIT_SECONDS = 5.0
+
+Int64Array = NDArray[np.int64]
 
 GroupKey = tuple[int, int]
 """(group_id, attempt)."""
@@ -80,13 +84,39 @@ def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
     spans: pa.ListArray = batch.column("weight_spans")
     offsets = spans.offsets.to_numpy()
     structs = spans.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    version_S, start_S, end_S = (structs.field(name).to_numpy() for name in ("version", "start", "end"))
-    is_scored_S = np.repeat(is_scored_R, np.diff(offsets))
+    version_S, start_S, end_S = (
+        structs.field(name).to_numpy().astype(np.int64) for name in ("version", "start", "end")
+    )
+    length_R = np.diff(ids).astype(np.int64)
+    row_S = np.repeat(np.arange(batch.num_rows), np.diff(offsets))
+    lengths_S = _length_totals(start_S, end_S, length_R[row_S])
+    is_scored_S = is_scored_R[row_S]
     versions, index_S = np.unique(version_S[is_scored_S], return_inverse=True)
-    tokens = np.zeros(len(versions), dtype=np.int64)
-    np.add.at(tokens, index_S, (end_S - start_S)[is_scored_S])
-    by_version = dict(zip(versions.tolist(), tokens.tolist(), strict=True))
-    return GroupSummary(ref=ref, rewards=tuple(rewards), tokens_by_version=by_version)
+    lengths_V = np.zeros((len(versions), 4), dtype=np.int64)
+    np.add.at(lengths_V, index_S, lengths_S[is_scored_S])
+    by_version = dict(zip(versions.tolist(), map(_as_totals, lengths_V), strict=True))
+    unscored_R = _length_totals(np.zeros_like(length_R), length_R, length_R)[~is_scored_R]
+    return GroupSummary(
+        ref=ref,
+        rewards=tuple(rewards),
+        tokens_by_version={version: lengths.num_tokens for version, lengths in by_version.items()},
+        lengths_by_version=by_version,
+        lengths_unscored=_as_totals(unscored_R.sum(axis=0)),
+    )
+
+
+def _length_totals(start_S: Int64Array, end_S: Int64Array, length_S: Int64Array) -> Int64Array:
+    """[S, 4] fields of LengthTotals for the tokens [start, end) of completions of these lengths."""
+    third_S = (length_S + 1) // 3
+    num_S = end_S - start_S
+    first_S = np.clip(np.minimum(end_S, third_S) - start_S, 0, None)
+    last_S = np.clip(end_S - np.maximum(start_S, length_S - third_S), 0, None)
+    return np.stack([num_S, first_S, last_S, num_S * length_S], axis=1)
+
+
+def _as_totals(row: Int64Array) -> LengthTotals:
+    num_tokens, first_third, last_third, length_sum = row.tolist()
+    return LengthTotals(num_tokens=num_tokens, first_third=first_third, last_third=last_third, length_sum=length_sum)
 
 
 def refuse_second_hub(store: ObjectStore) -> None:

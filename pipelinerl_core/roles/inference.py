@@ -7,7 +7,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.engine.embedded import EmbeddedEngine, load_engine
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.load import load_engine
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.rollouts.runner import TextCodec

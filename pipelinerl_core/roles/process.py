@@ -1,5 +1,6 @@
-"""What every role does as a process: dies with its parent, stops when asked, keeps to its threads, logs to stderr."""
+"""What every role does as a process: dies with its parent, stops when asked, keeps to its cores, logs to stderr."""
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -7,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
 
 import pyarrow as pa
@@ -51,6 +53,16 @@ def limit_threads(count: int) -> None:
     torch = sys.modules.get("torch")  # only roles that use it have loaded it
     if torch is not None:
         torch.set_num_threads(count)
+
+
+def keep_to_cores(cores: Sequence[int] | None) -> None:
+    """Run all threads of this process, and whatever it starts later, on these cores; None: wherever (Linux)."""
+    if cores is None:
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
+    logger.info("keeps to cores %s", ", ".join(map(str, cores)))
 
 
 def freeze_startup_objects() -> None:

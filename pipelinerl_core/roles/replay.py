@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -48,7 +49,9 @@ def build_learner(config: RunConfig, *, version: int = 0) -> TorchLearner:
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
     model = load_model(Path(path), config.model.dtype)
-    return TorchLearner(model, config, batcher=PackBatcher(config.trainer.pack_tokens), version=version)
+    threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
+    batcher = PackBatcher(config.trainer.pack_tokens)
+    return TorchLearner(model, config, batcher=batcher, version=version, threads=threads)
 
 
 def weights_sha256(learner: Learner) -> str:
@@ -124,7 +127,7 @@ def main() -> int:
     configure_logging()
     steps = []
     try:
-        limit_threads(open_run(arguments.run).config.role_threads)
+        limit_threads(open_run(arguments.run).config.placement.threads)
         for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step):
             is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
             verdict = "equal" if is_equal else "DIFFERS"

@@ -23,6 +23,7 @@ import pyarrow as pa
 from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -32,6 +33,7 @@ from pipelinerl_core.errors import (
     PipelineRLError,
     StreamError,
 )
+from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.committer import Committer, ComputedStep
@@ -43,18 +45,19 @@ from pipelinerl_core.roles.process import (
     die_with_parent,
     freeze_startup_objects,
     install_stop_signal,
+    keep_to_cores,
     limit_threads,
 )
 from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
-from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.types import FileEntry, GroupRef, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
 logger = logging.getLogger(__name__)
 
-# No group for this long while the hub answers: every actor is dead or every reward fails.
+# Nothing moves for this long while the hub answers: every actor is dead or every reward fails.
 RESERVE_DEADLINE_SECONDS = 600.0
 # Rows that the hub lost come again from their actor within a few syncs.
 ROWS_DEADLINE_SECONDS = 120.0
@@ -68,7 +71,7 @@ class Trainer:
     def __init__(
         self,
         context: RunContext,
-        learner: TorchLearner,
+        learner: Learner,
         epoch: EpochRecord,
         *,
         link: Callable[[Callable[[], Register]], HubLink] | None = None,
@@ -193,6 +196,7 @@ class Trainer:
             tokens=self._tokens,
             seconds=computed_at - self._started_at,
         )
+        metrics["time/cpu_seconds"] = time.process_time()
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], stats.loss)
         self._committer.submit(
             ComputedStep(
@@ -218,7 +222,9 @@ class Trainer:
             if isinstance(answer, Reserved) and answer.is_ready:
                 self._reserved_step, self._reserved = step, answer
                 return answer
-            reason = answer.reason if isinstance(answer, Reserved) else ""
+            if isinstance(answer, Reserved) and answer.reason != reason:  # something moves
+                deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+                reason = answer.reason
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {step}: no {self._config.trainer.groups_per_step} groups within "
@@ -264,7 +270,7 @@ class Trainer:
             self._parity_checked = True
 
 
-def check_parity(learner: TorchLearner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
+def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
     """The parity gate on rollouts that were sampled by the learner's weights; raises ParityError beyond its bound."""
     trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
     rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
@@ -287,10 +293,12 @@ def main() -> int:
     stop = install_stop_signal()
     try:
         context = open_run(arguments.run)
-        limit_threads(context.config.role_threads)
+        keep_to_cores(own_cores(context.config, "trainer"))
+        limit_threads(context.config.placement.threads)
         commits = counted_commit_keys(context.store, read_epochs(context.store))
         epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
-        trainer = Trainer(context, build_learner(context.config), epoch)
+        learner = emulated_learner(build_learner(context.config), context.config)
+        trainer = Trainer(context, learner, epoch)
         freeze_startup_objects()
         trainer.run(commits, stop)
     except ConfigError as error:

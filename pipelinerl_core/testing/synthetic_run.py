@@ -31,6 +31,7 @@ from pipelinerl_core.records import (
 from pipelinerl_core.types import (
     FileEntry,
     FinishReason,
+    LengthTotals,
     Outcome,
     Rollout,
     Sampler,
@@ -206,12 +207,18 @@ def write_run(store: ObjectStore, shape: Shape = Shape(), *, seed: int = 0, cras
         put_record(store, commit_key(crash_at, TRAINER_EPOCH), make_commit(crash_at))
         _put_epoch(store, TRAINER_EPOCH + 1, "trainer", crash_at - 1)
     totals = {"generated": 0, "trained": 0, "masked_stale": 0, "in_flight": 0}
+    lengths = {name: LengthTotals() for name in ("generated", "trained", "masked_stale")}
     for step in range(shape.steps + 1):
         epoch = TRAINER_EPOCH + (crash_at is not None and step >= crash_at)
         commit = make_commit(step, epoch=epoch)
         if step:
             rows = _rows(rng, shape, step)
             commit = _trained(commit, rows, shape, totals)
+            for row in rows:
+                lengths["generated"] += _lengths(np.ones_like(row.loss_mask))
+                lengths["trained"] += _lengths(row.loss_mask)
+                lengths["masked_stale"] += _lengths(~row.loss_mask)
+            commit = commit.model_copy(update={"lengths": dict(lengths)})
             commit = commit.model_copy(update={"batches": put_batch(store, step, epoch, rows)})
         put_record(store, commit_key(step, epoch), commit)
     for version, skill in ((0, 0.0), (shape.steps, 1.0)):
@@ -298,6 +305,7 @@ def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict
         update={
             "fates": tuple(FateRecord(group_id=g, attempt=0, fate="trained", num_tokens=1) for g in groups),
             "tokens": dict(totals),
+            "waits": {"engine": 0.15 * step, "window": 0.05 * step, "stale_wait": 0.0, "actors": 0.04 * step},
             "swaps": tuple(swaps),
             "actors": {f"{actor}/1": sample for actor in actors},
             "metrics": {
@@ -309,6 +317,17 @@ def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict
                 "progress/seconds": elapsed,
             },
         }
+    )
+
+
+def _lengths(mask: np.ndarray) -> LengthTotals:
+    """Of the tokens where a mask [C] over a completion is True."""
+    num, third = len(mask), (len(mask) + 1) // 3
+    return LengthTotals(
+        num_tokens=int(mask.sum()),
+        first_third=int(mask[:third].sum()),
+        last_third=int(mask[num - third :].sum()),
+        length_sum=int(mask.sum()) * num,
     )
 
 

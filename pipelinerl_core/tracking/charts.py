@@ -161,6 +161,25 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     return _svg(title, pieces, 22.0, width)
 
 
+def area_chart(
+    title: str, xs: Sequence[float], layers: Sequence[tuple[str, str, Sequence[float]]], x_axis: Axis, y_axis: Axis
+) -> str:
+    """Layers (name, css, height at each x) upon each other; the y axis begins at 0."""
+    if len(xs) < 2 or not layers:
+        return _empty(title)
+    tops = [sum(heights) for heights in zip(*(layer[2] for layer in layers), strict=True)]
+    frame = _Frame((xs[0], xs[-1]), (0.0, max(*tops, 1e-9)))
+    parts, floor = [_grid(frame, x_axis, y_axis)], [0.0] * len(xs)
+    for name, css, heights in layers:
+        roof = [low + height for low, height in zip(floor, heights, strict=True)]
+        outline = [*zip(xs, roof, strict=True), *reversed([*zip(xs, floor, strict=True)])]
+        points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
+        text = f"{name}: {y_axis.text(heights[-1])} at the end"
+        parts.append(f'<polygon class="fill {css}" points="{points}"><title>{escape(text)}</title></polygon>')
+        floor = roof
+    return _svg(title, parts, _HEIGHT)
+
+
 def _bounds(values: Sequence[float], axis: Axis) -> tuple[float, float]:
     low = min(values) if axis.low is None else axis.low
     high = max(values) if axis.high is None else axis.high

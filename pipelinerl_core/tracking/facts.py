@@ -1,6 +1,6 @@
 """What a run's objects say, gathered once for the report: commits that count, evaluations, and each trained batch.
 
-Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, L = largest lag + 1.
+Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
 """
 
 from dataclasses import dataclass
@@ -63,6 +63,8 @@ class StepFacts:
     """[N]"""
     lengths: Int64Array
     """[N] completion tokens."""
+    spreads: NDArray[np.float64]
+    """[G] longest over mean completion length of each group; the longest holds the group's place."""
     versions: Int64Array
     """[N] weight versions in each rollout."""
     lags: Int64Array
@@ -122,11 +124,19 @@ def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
         step=step,
         rewards=np.array([row.reward for row in rows if row.reward is not None], dtype=np.float64),
         lengths=np.array([len(row.completion_token_ids) for row in rows], dtype=np.int64),
+        spreads=_spreads(rows),
         versions=np.array([measures.num_versions(row.weight_spans) for row in rows], dtype=np.int64),
         lags=measures.lag_counts(step, by_version),
         num_masked=sum(int(np.count_nonzero(row.loss_mask & ~row.loss_mask_trained)) for row in rows),
         trained=trained,
     )
+
+
+def _spreads(rows: list[TrainedRollout]) -> NDArray[np.float64]:
+    lengths: dict[int, list[int]] = {}
+    for row in rows:
+        lengths.setdefault(row.group_id, []).append(len(row.completion_token_ids))
+    return np.array([max(group) * len(group) / sum(group) for group in lengths.values() if sum(group)])
 
 
 def _check(where: str, table: pa.Table) -> None:

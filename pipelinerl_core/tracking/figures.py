@@ -17,6 +17,18 @@ _MAX_POINTS = 400
 _TIMELINE_STEPS = 10
 _MAX_BARS = 30
 
+LEDGER_CSS = {
+    "trained": "train",
+    "masked_stale": "swap",
+    "dropped_stale": "held",
+    "filtered": "other",
+    "failed": "bad",
+    "superseded": "other",
+    "in_flight": "generate",
+    "ready": "wait",
+}
+"""Order and colour of the token classes; a class that is not named here is drawn after them."""
+
 
 def reward_over_time(facts: RunFacts) -> str:
     """Reward and held-out accuracy against wall clock."""
@@ -88,6 +100,25 @@ def effective_sample_size(facts: RunFacts) -> str:
     return charts.line_chart(
         "Effective sample size", series, Axis("optimizer step", is_whole=True), Axis("ess", low=low, high=1.0)
     )
+
+
+def ledger_over_steps(facts: RunFacts) -> str:
+    """Share of the tokens generated so far per class, at the reservation of each step."""
+    commits = [commit for commit in facts.trained_commits if commit.tokens.get("generated")]
+    commits = [*commits[: -1 : max(1, -(-len(commits) // _MAX_POINTS))], *commits[-1:]]
+    names = {name for commit in commits for name, num in commit.tokens.items() if num} - {"generated"}
+    order = [name for name in LEDGER_CSS if name in names] + sorted(names - LEDGER_CSS.keys())
+    layers = [
+        (
+            name,
+            LEDGER_CSS.get(name, "other"),
+            [commit.tokens.get(name, 0) / commit.tokens["generated"] for commit in commits],
+        )
+        for name in order
+    ]
+    axis = Axis("optimizer step", is_whole=True)
+    share = Axis("share", text=lambda value: f"{value:.0%}")
+    return charts.area_chart("Token ledger over steps", [float(one.step) for one in commits], layers, axis, share)
 
 
 def timeline(facts: RunFacts) -> str:

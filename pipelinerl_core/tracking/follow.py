@@ -20,6 +20,7 @@ from pipelinerl_core.records import (
     RunRecord,
     parse_commit_key,
 )
+from pipelinerl_core.tracking.lengths import length_metrics
 from pipelinerl_core.tracking.metrics import finite
 
 R = TypeVar("R", bound=Record)
@@ -165,7 +166,14 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
     }
     tokens = {f"tokens/{name}": count for name, count in commit.tokens.items()}
     speed = actor_speed(previous.actors, commit.actors) if previous else {}
-    return finite({**derived, **tokens, **speed, **commit.metrics})
+    lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
+    waits = wait_metrics(commit.waits, previous.waits if previous else {})
+    return finite({**derived, **tokens, **lengths, **waits, **speed, **commit.metrics})
+
+
+def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Seconds waited between two reservations, by cause."""
+    return {f"wait/{cause}_seconds": max(0.0, total - before.get(cause, 0.0)) for cause, total in now.items()}
 
 
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:

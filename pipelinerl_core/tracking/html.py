@@ -18,18 +18,6 @@ from pipelinerl_core.tracking.samples import Decode
 
 _TEMPLATES = resources.files("pipelinerl_core.tracking") / "templates"
 
-# Order and colour of the token classes; a class that is not named here is drawn after them.
-_LEDGER_CSS = {
-    "trained": "train",
-    "masked_stale": "swap",
-    "dropped_stale": "held",
-    "filtered": "other",
-    "failed": "bad",
-    "superseded": "other",
-    "in_flight": "generate",
-    "ready": "wait",
-}
-
 
 def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet, reading the run once; returns the report."""
@@ -55,6 +43,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
         run_id=escape(facts.run.run_id),
         summary=_summary(report),
+        emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),
         advice=escape(report["advice"] or ""),
         meta=_meta(facts, report),
         tiles=_tiles(facts, report),
@@ -66,6 +55,8 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         swap_pauses=figures.swap_pauses(facts),
         effective_sample_size=figures.effective_sample_size(facts),
         ledger=_ledger(report["ledger"]),
+        length_bias=_length_bias(report["ledger"], report["length_bias"]),
+        ledger_over_steps=figures.ledger_over_steps(facts),
         held_out=samples.held_out_section(facts),
         rollouts=samples.rollout_section(store, facts, decode),
         configuration=_configuration(facts.run.config),
@@ -140,20 +131,45 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
 def _ledger(ledger: Mapping[str, int]) -> str:
     if not ledger:
         return '<p class="empty">No step was committed.</p>'
-    classes = {name: num for name, num in ledger.items() if name != "generated"}
-    known = [name for name in _LEDGER_CSS if name in classes]
-    order = known + sorted(set(classes) - set(known))
+    classes = [(name, ledger[name], _css(name)) for name in _classes(ledger) if ledger[name] > 0]
+    return charts.stacked_bar("Token ledger", classes)
+
+
+def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> str:
+    """The ledger in numbers, and from which completions and which part of them the tokens of each class come."""
+    if not ledger:
+        return ""
     total = ledger.get("generated", 0)
-    bar = charts.stacked_bar(
-        "Token ledger", [(name, classes[name], _LEDGER_CSS.get(name, "other")) for name in order if classes[name] > 0]
-    )
-    rows = "".join(
-        f'<tr><td><i class="key {_LEDGER_CSS.get(name, "other")}"></i>{escape(name)}</td><td>{classes[name]:,}</td>'
-        f"<td>{_share(classes[name] / total) if total else ''}</td></tr>"
-        for name in order
-    )
-    verdict = "the classes add up" if sum(classes.values()) == total else "the classes do not add up: run audit"
-    return f"{bar}<table><tbody>{rows}<tr><th>generated</th><th>{total:,}</th><th>{verdict}</th></tr></tbody></table>"
+    heads = ("class", "tokens", "share", "mean length", "first third", "last third")
+    rows = ["".join(f"<th>{head}</th>" for head in heads)]
+    for name in [*_classes(ledger), "generated"]:
+        num, one = ledger.get(name, 0), length_bias["classes"].get(name, {})
+        cells = [
+            f'<i class="key {_css(name)}"></i>{escape(name)}' if name != "generated" else "generated",
+            f"{num:,}",
+            _share(num / total) if total else "",
+            _number(one.get("mean_length"), "{:,.1f}"),
+            _number(one.get("first_third"), "{:.1%}"),
+            _number(one.get("last_third"), "{:.1%}"),
+        ]
+        tag = "th" if name == "generated" else "td"
+        rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))
+    closes = sum(ledger[name] for name in _classes(ledger)) == total
+    verdict = "The classes add up." if closes else "The classes do not add up: run audit."
+    if length_bias["bias"] is not None:
+        verdict += f" Trained over generated mean length: {length_bias['bias']:.2f}."
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<table class="ledger"><tbody>{table}</tbody></table><p>{verdict}</p>'
+
+
+def _classes(ledger: Mapping[str, int]) -> list[str]:
+    """All but their sum, in the order in which they are drawn."""
+    names = ledger.keys() - {"generated"}
+    return [name for name in figures.LEDGER_CSS if name in names] + sorted(names - figures.LEDGER_CSS.keys())
+
+
+def _css(name: str) -> str:
+    return figures.LEDGER_CSS.get(name, "other")
 
 
 def _configuration(config: Mapping[str, Any]) -> str:

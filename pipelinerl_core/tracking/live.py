@@ -13,6 +13,8 @@ from rich.text import Text
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, HubRecord
 from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, read_hub
+from pipelinerl_core.tracking.lengths import length_line, length_report
+from pipelinerl_core.types import LengthTotals
 
 # Without a terminal: one line this often, for a log file.
 _LINE_SECONDS = 5.0
@@ -80,6 +82,8 @@ def format_status(store: ObjectStore) -> str:
     lines = [f"{status['run_id']}: {status['state']}, {status_line(status)}"]
     if status["ledger"]:
         lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))
+    if status["length_bias"]["classes"]:
+        lines.append(f"lengths: {length_line(status['length_bias'])}")
     for name, one in status["actors"].items():
         slots = f"{one['running']} of {one['concurrency']} slots, {one['waiting']} waiting"
         lines.append(f"{name}: version {one['engine_version']}, {slots}")
@@ -117,6 +121,7 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
         "leased": live.get("leased"),
         "actors": _actors(live.get("actors"), last),
         "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
+        "length_bias": length_report(_lengths(live.get("lengths"), last)),
         "hub": {"url": hub.url, "silent_seconds": max(0.0, now - hub.beat)} if hub else None,
     }
 
@@ -173,6 +178,13 @@ def _actors(live: Any, last: Commit | None) -> dict[str, dict[str, int]]:
         known = {name: sample.model_dump() for name, sample in last.actors.items()}
     wanted = ("engine_version", "running", "waiting", "concurrency")
     return {name: {key: int(one.get(key) or 0) for key in wanted} for name, one in known.items()}
+
+
+def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
+    """Token class -> lengths: from the hub while it says so, else from the last commit."""
+    if isinstance(live, Mapping):
+        return {str(name): LengthTotals(**one) for name, one in live.items()}
+    return last.lengths if last else {}
 
 
 def _eta(commits: Mapping[int, Commit], steps: int) -> float | None:

@@ -31,6 +31,33 @@ class MetricSpec:
     """trainer: part of the commit of the step; tracker: derived from commits and evaluations."""
 
 
+_LENGTH_SENTENCES = {
+    "generated": "Length of the completions that the tokens which arrived come from; tokens in flight have none yet.",
+    "trained": "The same for trained tokens; about the same number where no length is favoured.",
+    "masked": "The same for tokens that the lag rule masked.",
+    "dropped": "The same for tokens of groups given up by the lag rule.",
+}
+
+
+def _length_specs() -> list[MetricSpec]:
+    specs = [
+        MetricSpec(
+            "length/bias",
+            "ratio",
+            "mean length of trained over generated tokens",
+            "Below 1 long completions are lost on the way to the trainer. One step is noisy; the report has the run.",
+            "tracker",
+        )
+    ]
+    since = "tokens booked since the reservation before"
+    for word, sentence in _LENGTH_SENTENCES.items():
+        specs.append(MetricSpec(f"length/mean_{word}", "tokens", f"mean over {since}", sentence, "tracker"))
+        for third in ("first", "last"):
+            text = f"In the {third} third of their completion; a third of the tokens where no part is favoured."
+            specs.append(MetricSpec(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
+    return specs
+
+
 _DECLARED = (
     MetricSpec("reward/mean", "reward", "mean over scored rollouts", "Training reward of the step."),
     MetricSpec("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
@@ -81,6 +108,7 @@ _DECLARED = (
     MetricSpec("train/num_packs", "packs", "count", "Forward passes of the step."),
     MetricSpec("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
     MetricSpec("time/reserve_wait_seconds", "seconds", "value", "How long the trainer waited for its groups."),
+    MetricSpec("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
     MetricSpec(
         "time/commit_seconds", "seconds", "value", "From the end of compute to the commit: uploads and publication."
     ),
@@ -150,6 +178,35 @@ _DECLARED = (
     MetricSpec("tokens/superseded", "tokens", "running total", "Sampled again by a later attempt.", "tracker"),
     MetricSpec("tokens/in_flight", "tokens", "value", "In groups that are not finished.", "tracker"),
     MetricSpec("tokens/ready", "tokens", "value", "In finished groups that no commit has taken.", "tracker"),
+    *_length_specs(),
+    MetricSpec(
+        "wait/engine_seconds",
+        "seconds",
+        "sum since the reservation before",
+        "The trainer waited for groups that were being generated.",
+        "tracker",
+    ),
+    MetricSpec(
+        "wait/window_seconds",
+        "seconds",
+        "sum since the reservation before",
+        "The trainer waited while slots stood empty that the schedule had no place for (weighted by their share).",
+        "tracker",
+    ),
+    MetricSpec(
+        "wait/stale_wait_seconds",
+        "seconds",
+        "sum since the reservation before",
+        "Enough groups were ready, but schedule.stale=wait held the step back.",
+        "tracker",
+    ),
+    MetricSpec(
+        "wait/actors_seconds",
+        "seconds",
+        "sum over actors since the reservation before",
+        "Engine time lost to slots that stood empty because no group was granted.",
+        "tracker",
+    ),
     MetricSpec(
         "eval/accuracy", "reward", "mean over held-out prompts", "One sample each; step = version.", "tracker"
     ),

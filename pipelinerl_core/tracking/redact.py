@@ -7,7 +7,7 @@ from typing import Any
 
 REDACTED = "[redacted]"
 
-# Whole words of a key; `max_tokens` is no token.
+# Whole words of a key; `max_tokens` is no token, and a `token_seconds` is a time.
 _SECRET_WORDS = frozenset(
     {
         "token",
@@ -57,5 +57,7 @@ def redact_text(text: str) -> str:
 def _is_secret_key(key: str) -> bool:
     words = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", key)
     words = [word.lower() for word in words]
+    if words and words[-1] == "seconds":
+        return False
     pairs = {f"{first} {second}" for first, second in itertools.pairwise(words)}
     return bool(_SECRET_WORDS.intersection(words) or _SECRET_PAIRS & pairs)

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
 from pipelinerl_core.tracking import measures, utilization
-from pipelinerl_core.tracking.advice import advice, mean_delay_seconds
+from pipelinerl_core.tracking.advice import Evidence, advice, mean_delay_seconds
+from pipelinerl_core.tracking.emulation import emulation
 from pipelinerl_core.tracking.facts import RunFacts, StepFacts, collect
+from pipelinerl_core.tracking.lengths import length_report
 
 # First and last reward are means over a tenth of the steps, at most ten: one step is noise.
 _REWARD_WINDOW = 10
@@ -43,10 +45,23 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     use = utilization.actor_use(commits)
     trainer_idle = utilization.trainer_idle_fraction(commits)
     actor_idle = use.idle_fraction if use else None
+    waits = utilization.wait_shares(commits)
+    spread = _group_spread(facts.steps)
+    evidence = None
+    if trainer_idle is not None and actor_idle is not None:
+        evidence = Evidence(
+            trainer_idle=trainer_idle,
+            actor_idle=actor_idle,
+            delay_seconds=mean_delay_seconds(commits),
+            waits=waits or {},
+            spread=spread,
+        )
+    lengths = commits[-1].lengths if commits else {}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
         "engine": _kind(facts, "engine"),
+        "emulation": emulation(facts.run.config, commits),
         "steps": commits[-1].step if commits else 0,
         "versions": sum(commit.manifest is not None for commit in commits),
         "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
@@ -59,14 +74,23 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "ess_mean": _mean_metric(commits, "importance/ess"),
         "trainer_idle_fraction": trainer_idle,
         "actor_idle_fraction": actor_idle,
-        **advice(trainer_idle, actor_idle, mean_delay_seconds(commits), facts.run.config),
+        "wait_fractions": waits,
+        "group_spread": spread,
+        **advice(evidence, lengths, facts.run.config),
         "ledger": dict(commits[-1].tokens) if commits else {},
+        "length_bias": length_report(lengths),
     }
 
 
 def _kind(facts: RunFacts, section: str) -> str | None:
     kind = facts.run.config.get(section, {}).get("kind")
     return str(kind) if kind is not None else None
+
+
+def _group_spread(steps: tuple[StepFacts, ...]) -> float | None:
+    """Longest over mean completion length, mean over the trained groups."""
+    spreads = np.concatenate([step.spreads for step in steps]) if steps else np.empty(0)
+    return float(spreads.mean()) if len(spreads) else None
 
 
 def _learning(facts: RunFacts) -> dict[str, Any]:

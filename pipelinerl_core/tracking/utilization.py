@@ -77,6 +77,21 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
     return ActorUse(idle_fraction=1 - used / capacity, tokens_per_second=tokens / (newest - start))
 
 
+def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
+    """Cause -> share of the span, as the hub measured it; None when it did not, or for fewer than two trained steps.
+
+    engine, window and stale_wait are parts of the time that the trainer waited, actors of the time of all engines.
+    """
+    bounds = span(commits)
+    trained = [commit for commit in commits if commit.step > 0]
+    if bounds is None or not trained[-1].waits:
+        return None
+    first, last, seconds = trained[0].waits, trained[-1].waits, bounds[1] - bounds[0]
+    num_actors = max(1, len({key.rpartition("/")[0] for commit in trained for key in commit.actors}))
+    shares = {cause: max(0.0, total - first.get(cause, 0.0)) / seconds for cause, total in last.items()}
+    return {**shares, "actors": shares.get("actors", 0.0) / num_actors}
+
+
 @dataclass(frozen=True, slots=True)
 class _Total:
     """An actor over all its epochs at one reservation."""

@@ -3,7 +3,8 @@
 rows -> packs -> [forward, log-probabilities, loss, backward] per pack -> clip -> AdamW -> version + 1
 
 Gradients of packs are added and never divided: loss_weight carries the normalisation, so cutting the step into other
-packs changes nothing but rounding.
+packs changes nothing but rounding. On a CPU several packs are computed at once, one per thread, and added in their
+order: the sum is the same to the last bit, however many threads there are.
 
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
@@ -11,6 +12,7 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,17 +79,35 @@ class _StepSums:
         return ess(torch.cat(self.log_ratios)), ess(torch.cat(self.sequence_log_ratios))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _PackResult:
+    """What the forward and backward pass of one pack gives."""
+
+    batch: PackedBatch
+    sums: LossSums
+    trainer_logprobs_N: Tensor
+    entropy_N: Tensor
+    gradients: tuple[Tensor | None, ...]
+
+
 class TorchLearner:
     """The Learner of one process in plain PyTorch."""
 
-    def __init__(self, model: Any, config: RunConfig, *, batcher: Batcher, version: int = 0) -> None:
-        """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights."""
+    def __init__(
+        self, model: Any, config: RunConfig, *, batcher: Batcher, version: int = 0, threads: int = 1
+    ) -> None:
+        """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
+
+        threads: packs computed at once, each on one core; 1 leaves the number of torch's threads as it is.
+        """
         self.version = version
         self._model = model
         self._config = config
         self._batcher = batcher
         self._loss = LOSSES[config.loss.kind]
         self._optimizer = MasterOptimizer(dict(model.named_parameters()), config.learner)
+        # One core per pack: a small model's matrix products are too small to share one among threads.
+        self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
     def step(self, rows: Sequence[TrainingRow]) -> StepStats:
         """One optimizer step on these rows; version grows by one.
@@ -99,8 +119,9 @@ class TorchLearner:
         packs = [batch.to(self._model.device) for batch in self._batcher.rows(rows)]
         self._optimizer.zero_grad()
         sums = _StepSums()
-        for batch in packs:
-            self._backward(batch, sums)
+        for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
+            self._optimizer.add_grads(result.gradients)
+            sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
         grad_norm = self._optimizer.grad_norm()
         ratios = sums.ess()
         _check_finite(
@@ -129,7 +150,7 @@ class TorchLearner:
             compute_seconds=time.perf_counter() - started,
         )
 
-    def _backward(self, batch: PackedBatch, sums: _StepSums) -> None:
+    def _backward(self, batch: PackedBatch) -> _PackResult:
         trainer_logprobs_N, entropy_N = self._logprobs(batch)
         loss_sums = self._loss(
             trainer_logprobs_N,
@@ -139,9 +160,8 @@ class TorchLearner:
             batch.loss_mask_N,
             config=self._config.loss,
         )
-        loss_sums.loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.collect_grads()
-        sums.add(batch, loss_sums, trainer_logprobs_N, entropy_N)
+        gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
+        return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
 
     def _logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(

@@ -4,7 +4,7 @@ The masters are the model's own parameters when these are float32, and float32 c
 relative size would vanish in bfloat16.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class MasterOptimizer:
     """Owns the masters; the model's parameters follow them after every step."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig) -> None:
-        """`parameters` by name, tied ones once. Gradients are read from their `.grad`."""
+        """`parameters` by name, tied ones once; gradients are given in their order."""
         self._parameters = dict(parameters)
         self._masters = {
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
@@ -43,19 +43,21 @@ class MasterOptimizer:
             fused=True,
         )
 
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What gradients are taken of, in order."""
+        return list(self._parameters.values())
+
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for tensor in (*self._parameters.values(), *self._masters.values()):
-            tensor.grad = None
+        for master in self._masters.values():
+            master.grad = None
 
-    def collect_grads(self) -> None:
-        """Add the gradients of one pack to the masters' sums, in float32."""
-        for name, master in self._masters.items():
-            parameter = self._parameters[name]
-            if parameter is master or parameter.grad is None:
-                continue
-            gradient, parameter.grad = parameter.grad.float(), None
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    def add_grads(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one pack, in the order of `parameters`, to the masters' sums, in float32."""
+        for master, gradient in zip(self._masters.values(), gradients, strict=True):
+            if gradient is not None:
+                master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     def grad_norm(self) -> Tensor:
         """[] global norm of the gradient sums."""

@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
+from pipelinerl_core.config import build_config
 from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Sampler, WeightSpan
 
@@ -20,7 +22,15 @@ DEADLINE_SECONDS = 60
 ENGINES = {
     "embedded": lambda model, **options: EmbeddedEngine(model, **options),
     "embedded-deterministic": lambda model, **options: EmbeddedEngine(model, deterministic=True, **options),
+    "embedded-emulated": lambda model, **options: _emulated(EmbeddedEngine(model, **options)),
 }
+
+
+def _emulated(engine):
+    """With the clock of an accelerator that is hardly slower than this machine."""
+    emulation = {"accelerators": 2, "token_seconds": 2e-5, "saturation": 10}
+    engine.set_clock(emulated_clock(build_config({"emulation": emulation})))
+    return engine
 
 
 @pytest.fixture(params=sorted(ENGINES))
@@ -344,6 +354,107 @@ def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
     assert aborted["prior"].token_ids.tolist() == [1, 2]
     assert aborted["prior"].weight_spans == prior.weight_spans
     assert {c.finish_reason for c in aborted.values()} == {FinishReason.ABORT}
+
+
+# ---- pauses ------------------------------------------------------------------------------------------------------
+
+
+async def turns():
+    """Long enough for an engine that does not stand still to sample something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+
+
+async def paused_after(engine, num_tokens):
+    await until(lambda: engine.stats().num_tokens >= num_tokens, f"{num_tokens} tokens")
+    engine.set_paused(True)
+
+
+def test_a_pause_samples_nothing_and_changes_nothing(build):
+    async def main(pauses):
+        engine = build(tiny_model(), slots=2)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
+        for num_tokens in pauses:
+            await paused_after(engine, num_tokens)
+            before = engine.stats()
+            await turns()
+            engine.set_paused(True)  # said again and again
+            assert engine.stats() == before  # tokens, steps, KV and running_seconds among it
+            assert (before.running, before.waiting) == (2, 1)
+            engine.set_paused(False)
+            engine.set_paused(False)
+        return await asyncio.gather(*tasks)
+
+    for undisturbed, paused in zip(run(main([])), run(main([5, 6, 20])), strict=True):
+        assert paused.token_ids.tolist() == undisturbed.token_ids.tolist()
+        assert paused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
+        assert paused.weight_spans == undisturbed.weight_spans == (WeightSpan(0, 0, len(paused.token_ids)),)
+
+
+def test_a_request_that_comes_in_a_pause_starts_after_it(build):
+    async def main():
+        engine = build(tiny_model())
+        engine.set_paused(True)
+        task = asyncio.create_task(finish(engine, ask()))
+        await turns()
+        assert (engine.stats().running, engine.stats().waiting, engine.stats().num_steps) == (0, 1, 0)
+        engine.set_paused(False)
+        return await task
+
+    assert len(run(main()).token_ids) == 24
+
+
+def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
+    models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
+
+    async def main(is_paused):
+        engine = build(tiny_model(seed=0))
+        task = asyncio.create_task(finish(engine, ask(max_tokens=40)))
+        for version, num_tokens in ((1, 9), (2, 18)):
+            await until(lambda n=num_tokens: engine.stats().num_tokens >= n, f"{num_tokens} tokens")
+            if is_paused:
+                engine.set_paused(True)
+            report = await engine.swap(update_of(weights_of(models[version]), version))
+            assert (report.version, report.num_running) == (version, 1)
+            if is_paused:
+                await turns()
+                assert engine.stats().num_tokens == num_tokens
+                engine.set_paused(False)
+        return await task
+
+    completion, same = run(main(True)), run(main(False))
+    assert completion.weight_spans == (WeightSpan(0, 0, 9), WeightSpan(1, 9, 18), WeightSpan(2, 18, 40))
+    assert completion.token_ids.tolist() == same.token_ids.tolist()
+    np.testing.assert_allclose(completion.rollout_logprobs, reference_logprobs(models, PROMPT, completion), atol=1e-4)
+
+
+def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(build):
+    async def main():
+        engine, other = build(tiny_model()), build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(seed=9)))
+        await paused_after(engine, 7)
+        partial = (await engine.abort(["a"]))["a"]
+        assert await task is partial
+        assert (engine.stats().running, engine.stats().kv_usage, len(partial.token_ids)) == (0, 0, 7)
+        whole = await finish(other, ask(seed=9, prior=partial))
+        engine.set_paused(False)
+        return whole, await finish(engine, ask(seed=9))
+
+    whole, fresh = run(main())
+    assert whole.token_ids.tolist() == fresh.token_ids.tolist()
+
+
+def test_a_paused_engine_can_be_closed(build):
+    async def main():
+        engine = build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask()))
+        await paused_after(engine, 3)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await task
+
+    run(main())
 
 
 # ---- slots -------------------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def test_admission_window_is_the_documented_formula():
         (["schedule.kind=april", "schedule.alpha=1", "engine.kv=drain"], "Set engine.kv=keep or recompute"),
         (["schedule.kind=conventional", "schedule.max_lag=4", "weights.publish_every=2"], "publish_every=1"),
         (["emulation.accelerators=1"], "emulation.generators lower"),
+        (["placement.cores=own", "placement.kind=work_pools", "schedule.max_lag=4"], "Set placement.cores=shared"),
     ],
 )  # fmt: skip
 def test_schedules_that_contradict_themselves_are_refused_in_one_line(overrides, says):
@@ -104,11 +105,12 @@ def test_phases_end_where_versions_are_announced():
     assert [step for step in range(5) if load_config("quickstart").publishes(step)] == [0, 1, 2, 3, 4]
 
 
-def test_roles_that_take_turns_have_each_others_threads():
-    assert load_config("quickstart").role_threads == 1
+def test_engines_that_stand_still_hand_their_threads_to_the_trainer():
+    assert load_config("quickstart").trainer_threads == 1
     turns = ["schedule.kind=conventional", "placement.actors=2"]
-    assert load_config("quickstart", turns).role_threads == 3
-    assert load_config("quickstart", [*turns, "placement.cores=own"]).role_threads == 1
+    assert load_config("quickstart", turns).trainer_threads == 3
+    assert load_config("quickstart", [*turns, "placement.cores=own"]).trainer_threads == 1
+    assert load_config("quickstart", ["trainer.threads=2"]).trainer_threads == 2
 
 
 def test_the_lag_of_full_engines_is_the_documented_formula():

@@ -8,10 +8,12 @@ import pytest
 from pipelinerl_core.config.model_path import (
     BUILTIN_MODELS,
     SumsModel,
+    builtin_recipe,
     cache_directory,
     digest,
     model_directory,
     resolve_model_path,
+    seeded_path,
 )
 from pipelinerl_core.errors import ConfigError
 
@@ -33,6 +35,23 @@ def test_a_directory_is_itself(tmp_path):
 def test_an_unknown_builtin_model_names_the_nearest():
     with pytest.raises(ConfigError, match=r"builtin:sum: no such built-in model; did you mean builtin:sums\?"):
         resolve_model_path("builtin:sum")
+
+
+def test_a_builtin_model_with_a_seed_differs_in_its_seed_alone():
+    assert builtin_recipe("builtin:sums?seed=3") == SumsModel(seed=3)
+    assert builtin_recipe("builtin:sums?seed=0") == builtin_recipe("builtin:sums")
+
+
+def test_a_builtin_model_has_no_other_option_than_a_seed():
+    for path in ("builtin:sums?", "builtin:sums?seed=x", "builtin:sums?steps=1"):
+        with pytest.raises(ConfigError, match=r"Set builtin:sums\?seed=1"):
+            builtin_recipe(path)
+
+
+def test_a_seed_is_given_to_built_in_models_that_have_none():
+    assert seeded_path("builtin:sums", 2) == "builtin:sums?seed=2"
+    assert seeded_path("builtin:sums?seed=1", 2) == "builtin:sums?seed=1"
+    assert seeded_path("/models/mine", 2) == "/models/mine"
 
 
 def test_the_digest_covers_every_field():

@@ -8,7 +8,8 @@ import torch
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.decoder import PREFILL_TOKENS, prefill_batches
-from pipelinerl_core.engine.embedded import EmbeddedEngine, load_engine
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
@@ -101,6 +102,85 @@ def test_deterministic_results_do_not_depend_on_slot_company_or_interruption_bit
         completion = run(other)
         assert completion.token_ids.tobytes() == alone.token_ids.tobytes()
         assert completion.rollout_logprobs.tobytes() == alone.rollout_logprobs.tobytes()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_long_sequences_move_into_free_low_slots_and_draw_what_they_would_have_drawn(family):
+    """Slots 0 .. 5 end after 4 to 9 tokens; 6 and 7 go on to 40 and 50, with other prompts, in other slots."""
+    longs = [
+        ask("l0", prompt=range(1, 12), max_tokens=40, seed=7, temperature=0.7),
+        ask("l1", max_tokens=50, seed=8, top_p=0.8),
+    ]
+
+    async def main(requests):
+        engine = EmbeddedEngine(tiny_model(family), slots=8, max_len=64, eos_token_ids=[])
+        num_rows = spy_on_rows(engine)
+        completions = await asyncio.gather(*(finish(engine, request) for request in requests))
+        stats = engine.stats()
+        assert (stats.running, stats.kv_usage, sorted(engine._free_slots)) == (0, 0, list(range(8)))
+        return completions[-len(longs) :], num_rows
+
+    shorts = [ask(f"s{i}", max_tokens=4 + i, seed=20 + i) for i in range(6)]
+    (moved, num_rows), (alone, _) = run(main([*shorts, *longs])), run(main(longs))
+    for completion, expected in zip(moved, alone, strict=True):
+        assert completion.token_ids.tolist() == expected.token_ids.tolist()
+        np.testing.assert_allclose(completion.rollout_logprobs, expected.rollout_logprobs, atol=1e-5)
+    # From the fifth step on one sequence fewer runs in each. 7 of 8 rows are over three quarters, 6 of 8 are not:
+    # those in slots 6 and 7 move to 0 and 1. So it goes on: 5 of 6 stay, 4 of 6 become 4 of 4, 3 of 4 become 3 of 3.
+    # The long ones then run in slots 0 and 1 until the first has 40 tokens, and the second moves to slot 0.
+    assert num_rows == [8] * 5 + [6] * 2 + [4] + [3] + [2] * 31 + [1] * 10
+
+
+def test_nothing_moves_while_a_sequence_waits_for_a_slot_or_the_engine_is_deterministic():
+    async def main(num_waiting, deterministic):
+        engine = EmbeddedEngine(tiny_model(), slots=4, max_len=64, eos_token_ids=[], deterministic=deterministic)
+        requests = [ask(f"s{i}", max_tokens=3, seed=i) for i in range(3)]
+        requests += [ask("long", max_tokens=20, seed=9)]
+        requests += [ask(f"w{i}", max_tokens=20, seed=i) for i in range(num_waiting)]
+        tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
+        while not tasks[2].done():  # noqa: ASYNC110 - one turn is one step of the engine
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        slot = next(slot for slot, sequence in engine._in_slot.items() if sequence.request.request_id == "long")
+        await asyncio.gather(*tasks)
+        return slot
+
+    assert run(main(0, False)) == 0
+    assert run(main(3, False)) == 3  # the slots are filled again instead
+    assert run(main(0, True)) == 3  # its step has one shape anyway
+
+
+def test_a_sequence_that_has_moved_is_swapped_aborted_and_continued_as_ever():
+    async def main(shorts):
+        engine = EmbeddedEngine(tiny_model(), slots=6, max_len=64, eos_token_ids=[])
+        tasks = [asyncio.create_task(finish(engine, ask(f"s{i}", max_tokens=3, seed=i))) for i in range(shorts)]
+        task = asyncio.create_task(finish(engine, ask("me", max_tokens=30, seed=5)))
+        await after_tokens(engine, 3 * shorts + 10)
+        assert list(engine._in_slot) == [0]
+        await engine.swap(update_to(1, 1))
+        await after_tokens(engine, 3 * shorts + 20)
+        partial = (await engine.abort(["me"]))["me"]
+        assert await task is partial
+        await asyncio.gather(*tasks)
+        return await finish(engine, ask("me", max_tokens=30, seed=5, prior=partial))
+
+    moved, alone = run(main(5)), run(main(0))
+    assert [(span.version, span.start, span.end) for span in moved.weight_spans] == [(0, 0, 10), (1, 10, 30)]
+    assert moved.weight_spans == alone.weight_spans
+    assert moved.token_ids.tolist() == alone.token_ids.tolist()
+    np.testing.assert_allclose(moved.rollout_logprobs, alone.rollout_logprobs, atol=1e-5)
+
+
+def spy_on_rows(engine):
+    """A list that grows by the number of decoded rows of every step."""
+    num_rows, decode = [], engine._decoder.decode
+
+    def spied(token_ids_R, *arguments, **options):
+        num_rows.append(len(token_ids_R))
+        return decode(token_ids_R, *arguments, **options)
+
+    engine._decoder.decode = spied
+    return num_rows
 
 
 def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():

@@ -75,7 +75,21 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path):
 
 
 def test_bench_without_a_benchmark_of_that_name_is_refused():
-    assert "no such benchmark; there is: engine" in refused("bench", "engines")
+    assert "no such benchmark; there are: engine, learning" in refused("bench", "engines")
+
+
+TWO_ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain")
+
+
+def test_compare_refuses_bad_input_with_one_line():
+    assert "at least two arms" in refused("compare")
+    assert "arm b: engine.kvs: no such key" in refused("compare", "--arm", "a:", "--arm", "b: engine.kvs=keep")
+    assert "--target 1.5" in refused("compare", *TWO_ARMS, "--target", "1.5")
+    assert "--seeds a" in refused("compare", *TWO_ARMS, "--seeds", "a")
+
+
+def test_bench_learning_names_its_arms_when_one_is_unknown():
+    assert "no such arm; there are pipeline" in refused("bench", "learning", "--arms", "pipelin")
 
 
 def test_help_of_a_command_answers_at_once_and_shows_an_example():

@@ -10,7 +10,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
 from pipelinerl_core.messages import Reserved, Sync
-from pipelinerl_core.types import GroupRef, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals, WeightManifest
 
 NUM_ACTORS = 3
 
@@ -22,6 +22,14 @@ class FakeActor:
     version: int = 0
     num_tokens: int = 0
     sent: list[tuple[GroupSummary, str]] = field(default_factory=list)
+
+
+def lengths(num_tokens: int, length: int) -> LengthTotals:
+    """Tokens of completions of one length, the first half of them in first thirds, the others in last ones."""
+    first = num_tokens // 2
+    return LengthTotals(
+        num_tokens=num_tokens, first_third=first, last_third=num_tokens - first, length_sum=num_tokens * length
+    )
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -87,7 +95,11 @@ class LedgerMachine(RuleBasedStateMachine):
             group_id=group_id, attempt=attempt, actor=actor.key.name, actor_epoch=actor.key.epoch, num_rollouts=4,
             num_tokens=sum(tokens.values()) + unscored,
         )  # fmt: skip
-        actor.sent.append((GroupSummary(ref=ref, rewards=tuple(rewards), tokens_by_version=tokens), lease_id))
+        summary = GroupSummary(
+            ref=ref, rewards=tuple(rewards), tokens_by_version=tokens, lengths_unscored=lengths(unscored, new),
+            lengths_by_version={version: lengths(number, new + old) for version, number in tokens.items()},
+        )  # fmt: skip
+        actor.sent.append((summary, lease_id))
         self.send(actor, -1)
 
     @rule(index=st.integers(0, NUM_ACTORS - 1), pick=st.integers(0, 20))
@@ -129,6 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         assert len(answer.groups) == 2
         self.check(answer.tokens)
+        self.check_lengths(answer.lengths, answer.tokens)
         self.reserved[step] = answer
 
     @precondition(lambda self: self.reserved)
@@ -162,18 +175,30 @@ class LedgerMachine(RuleBasedStateMachine):
         assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
         assert min(tokens.values()) >= 0
 
+    def check_lengths(self, meter: dict[str, LengthTotals], tokens: dict[str, int]) -> None:
+        classes = {name: totals for name, totals in meter.items() if name != "generated"}
+        assert meter.get("generated", LengthTotals()) == sum(classes.values(), LengthTotals())
+        for name in tokens.keys() - {"generated", "in_flight", "superseded"}:
+            assert classes.get(name, LengthTotals()).num_tokens == tokens[name], name
+        superseded = classes.get("superseded", LengthTotals()).num_tokens
+        assert superseded <= tokens["superseded"]  # the rest was lost with its actor, and never arrived
+
     @invariant()
     def the_token_ledger_closes(self) -> None:
         self.check(self.ledger.tokens())
 
     @invariant()
+    def the_length_meter_closes_like_the_ledger(self) -> None:
+        self.check_lengths(self.ledger.lengths(), self.ledger.tokens())
+
+    @invariant()
     def the_window_is_never_exceeded(self) -> None:
-        assert self.ledger.num_outstanding <= self.config.window_groups
+        assert self.ledger.standing.outstanding <= self.config.window_groups
 
     @invariant()
     def every_group_below_the_frontier_is_open_or_decided(self) -> None:
         num_open = sum(self.ledger.is_open(group_id) for group_id in range(self.ledger.next_group_id))
-        places = self.ledger.num_outstanding + self.ledger.num_queued
+        places = self.ledger.standing.outstanding + self.ledger.num_queued
         assert num_open == places
         told = {ref.group_id for answer in self.reserved.values() for ref in answer.groups}
         for group_id, fate in self.fates.items():

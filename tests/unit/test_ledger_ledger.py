@@ -127,7 +127,7 @@ def test_window_admits_w_groups_and_not_one_more():
     ledger = new_ledger()
     assert [grant.group_id for grant in lease(ledger, A, want=3)] == [0, 1, 2]
     assert [grant.group_id for grant in lease(ledger, B, want=3)] == [3]
-    assert ledger.num_outstanding == 4
+    assert ledger.standing.outstanding == 4
 
 
 def test_ready_and_reserved_groups_hold_their_places_until_their_version_is_committed():
@@ -349,10 +349,10 @@ def test_a_stale_group_is_dropped_and_its_place_refilled():
     for grant in late:
         deliver(ledger, grant, {0: 10})  # at step 3 a token of version 0 has lag 2
     assert sync(ledger, B, want=9, version=2).leases[0].group_id == 6
-    assert ledger.num_outstanding == 4
+    assert ledger.standing.outstanding == 4
     assert not ledger.reserve(3, epoch=2).is_ready
     assert ledger.tokens()["dropped_stale"] == 20
-    assert ledger.num_outstanding == 2
+    assert ledger.standing.outstanding == 2
 
 
 def test_a_group_with_a_live_token_is_trained_and_its_dead_tokens_are_masked():

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.config import build_config
+from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import (
@@ -49,6 +49,7 @@ CONFIG = build_config(
         "trainer": {"groups_per_step": 2, "steps": 2},
     }
 )
+APRIL = build_config(CONFIG.model_dump() | {"schedule": {"kind": "april", "alpha": 2, "max_lag": 1}})
 SPANS = (WeightSpan(0, 0, 3), WeightSpan(1, 3, 5))
 
 
@@ -81,12 +82,15 @@ def manifest(version: int) -> WeightManifest:
 class Talk:
     """A hub and what its peers say to it."""
 
-    def __init__(self, url: str, ledger: Ledger | None = None, rows: dict | None = None) -> None:
+    def __init__(
+        self, url: str, ledger: Ledger | None = None, rows: dict | None = None, config: RunConfig = CONFIG
+    ) -> None:
         self.store = open_store(url)
-        self.ledger = ledger or Ledger(CONFIG, clock=time.time, boot_id="boot")
-        self.hub = Hub(CONFIG, self.ledger, build_source(CONFIG), self.store, boot_id="boot", rows=rows)
+        self.ledger = ledger or Ledger(config, clock=time.time, boot_id="boot")
+        self.hub = Hub(config, self.ledger, build_source(config), self.store, boot_id="boot", rows=rows)
         self.credits: list[int] = []
-        self.hub.connected("a", self.credits.append)
+        self.nudges = 0
+        self.hub.connected("a", self.credit)
         self.hub.connected("t", lambda num_groups: None)
 
     def __call__(self, peer: str, message: Message, rows: pa.RecordBatch | None = None) -> Message:
@@ -94,6 +98,12 @@ class Talk:
         assert batch is None
         assert answer.re == 7
         return answer
+
+    def credit(self, num_groups: int) -> None:
+        if num_groups:
+            self.credits.append(num_groups)
+        else:
+            self.nudges += 1
 
     def register(self) -> None:
         self("a", Register(role="actor", name="actor-0", epoch=1))
@@ -234,10 +244,71 @@ def test_a_goodbye_frees_leases_at_once_and_a_lost_connection_does_not(talk):
     talk.sync(want=2)
     talk.hub.disconnected("a")
     assert talk.ledger.num_leased == 2
-    talk.hub.connected("a", talk.credits.append)
+    talk.hub.connected("a", talk.credit)
     talk("a", Register(role="actor", name="actor-0", epoch=1))
     talk("a", Bye())
     assert (talk.ledger.num_leased, talk.ledger.num_queued) == (0, 2)
+
+
+def test_april_pauses_every_engine_from_the_nth_ready_group_until_it_has_the_new_weights(tmp_path):
+    talk = Talk(str(tmp_path), config=APRIL)
+    talk.register()
+    first, second, third, fourth = talk.sync(want=9).leases  # alpha * N = 4
+    nudges = talk.nudges
+    talk.deliver(first)
+    assert (talk.sync(want=9).state, talk.nudges) == ("run", nudges)
+    talk.deliver(second)  # the second of N = 2
+    assert talk.nudges == nudges + 1  # actors hear of the pause at once
+    held = (third.lease_id, fourth.lease_id)
+    answer = talk.sync(want=9, leases=held)
+    assert (answer.state, answer.leases, answer.stop_leases) == ("pause", (), ())  # nothing is given up
+    reserved = talk.reserve(1)
+    assert talk.sync(want=9, leases=held).state == "pause"
+    talk.commit(1, reserved)
+    assert talk.nudges == nudges + 2
+    behind = talk.sync(want=9, leases=held)
+    assert (behind.state, behind.manifest.version, behind.leases) == ("pause", 1, ())  # the swap is under the pause
+    answer = talk.sync(want=9, leases=held, version=1)
+    assert (answer.state, [lease.group_id for lease in answer.leases]) == ("run", [4, 5])
+
+
+def test_a_group_that_comes_during_the_pause_is_taken_and_brings_no_second_nudge(tmp_path):
+    talk = Talk(str(tmp_path), config=APRIL)
+    talk.register()
+    leases = talk.sync(want=9).leases
+    nudges = talk.nudges
+    for lease in leases[:3]:
+        talk.deliver(lease)
+    assert talk.nudges == nudges + 1
+    talk.commit(1, talk.reserve(1))
+    assert talk.sync(want=9, leases=(leases[3].lease_id,), version=1).state == "run"  # one ready, N - 1
+
+
+def test_april_drains_after_the_last_step_although_the_engine_has_not_its_weights(tmp_path):
+    talk = Talk(str(tmp_path), config=APRIL)
+    talk.register()
+    for lease in talk.sync(want=9).leases:
+        talk.deliver(lease)
+    for step in (1, 2):
+        talk.commit(step, talk.reserve(step), is_last=step == 2)
+    assert talk.sync(want=9).state == "drain"
+
+
+@pytest.mark.parametrize("config", [{"max_lag": 1}, {"kind": "conventional", "steps_per_phase": 2, "max_lag": 1}])
+def test_other_schedules_never_pause_and_nudge_at_new_commits_alone(tmp_path, config):
+    talk = Talk(str(tmp_path), config=build_config(CONFIG.model_dump() | {"schedule": config}))
+    talk.register()
+    leases = talk.sync(want=9).leases
+    nudges = talk.nudges
+    for lease in leases:
+        talk.deliver(lease)
+        assert talk.sync(want=0).state == "run"
+    reserved = talk.reserve(1)
+    assert (talk.sync(want=0).state, talk.nudges) == ("run", nudges)
+    talk.commit(1, reserved)
+    assert talk.nudges == nudges + 1
+    talk.commit(1, reserved)  # a repeat is no news
+    assert (talk.sync(want=0).state, talk.nudges) == ("run", nudges + 1)
 
 
 def test_after_the_last_step_actors_are_told_to_leave(talk):
@@ -311,7 +382,7 @@ def test_a_commit_that_no_hub_was_told_of_is_read_from_the_store(talk):
         talk.deliver(lease)
     write_commit(talk, 1, talk.reserve(1))
     talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1, manifest=manifest(1)))
-    assert (talk.ledger.committed_step, talk.ledger.newest_version, talk.ledger.num_outstanding) == (1, 1, 0)
+    assert (talk.ledger.committed_step, talk.ledger.newest_version, talk.ledger.standing.outstanding) == (1, 1, 0)
     assert talk.ledger.tokens()["trained"] == 20
 
 

@@ -78,7 +78,7 @@ def test_tags_are_balanced(page):
 
 def test_every_chart_is_valid_xml_inside_its_view_box(page):
     found = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(found) == 8
+    assert len(found) == 9
     for text in found:
         root = ElementTree.fromstring(text)
         width, height = map(float, root.get("viewBox").split()[2:])
@@ -134,6 +134,14 @@ def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_se
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
+
+
+def test_the_ledger_says_how_long_the_completions_of_each_class_were(page):
+    table = re.search(r'<table class="ledger">.*?</table>', page, re.DOTALL).group(0)
+    rows = [re.sub(r"<[^>]+>", " ", row).split() for row in table.split("<tr>")]
+    assert next(row for row in rows if row[:1] == ["trained"])[2:].count("&ndash;") == 0
+    assert next(row for row in rows if row[:1] == ["in_flight"])[-3:] == ["&ndash;"] * 3, "no length yet"
+    assert "The classes add up. Trained over generated mean length: 1.00." in page
 
 
 def test_before_and_after_are_both_shown(page):

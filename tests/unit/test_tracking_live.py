@@ -16,6 +16,7 @@ LIVE = {
     "newest_version": 4,
     "tokens_per_second": 9812.0,
     "swap_pause_seconds": 0.008,
+    "lengths": {"generated": {"num_tokens": 10, "first_third": 3, "last_third": 3, "length_sum": 90}},
     "actors": {"actor-0": {"running": 12, "waiting": 3, "concurrency": 16, "engine_version": 4}},
 }
 
@@ -43,6 +44,7 @@ def test_a_live_run_shows_the_hub_and_its_pace(follower):
     assert status["state"] == "running"
     assert status["eta_seconds"] == pytest.approx(7 * 0.8)  # seven steps of 0.8 s
     assert status["actors"] == {"actor-0": {"engine_version": 4, "running": 12, "waiting": 3, "concurrency": 16}}
+    assert status["length_bias"]["classes"]["generated"]["mean_length"] == 9.0
     line = status_line(status)
     assert line.startswith("step 3/10  reward ")
     assert "9,812 tokens/s  pause 8.0 ms" in line
@@ -55,6 +57,7 @@ def test_a_hub_that_does_not_beat_is_not_believed(follower):
     assert status["eta_seconds"] is None
     assert status["hub"]["silent_seconds"] == 60
     assert set(status["actors"]) == {"actor-0/1", "actor-1/1"}, "from the last commit"
+    assert set(status["length_bias"]["classes"]) == {"generated", "trained"}
 
 
 def test_a_complete_run_is_finished_and_its_status_reads_well():
@@ -66,6 +69,8 @@ def test_a_complete_run_is_finished_and_its_status_reads_well():
     assert text.startswith("synthetic: finished, step 4/4  reward ")
     assert "held-out 87.0%" in text
     assert "tokens: generated " in text
+    assert "lengths: mean length of " in text
+    assert "; bias 1.00" in text
 
 
 def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monkeypatch):

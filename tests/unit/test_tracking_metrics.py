@@ -71,7 +71,8 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
 def test_every_metric_of_a_step_is_declared():
     assert set(metrics_of(three_rows())) <= set(METRICS)
     missing = {spec.key for spec in METRICS.values() if spec.writer == "trainer"} - set(metrics_of(three_rows()))
-    assert missing == {"time/commit_seconds", "weights/published_seconds", "weights/bytes"}  # known at the commit
+    # Known at the commit, and to the process.
+    assert missing == {"time/commit_seconds", "time/cpu_seconds", "weights/published_seconds", "weights/bytes"}
 
 
 def test_what_is_not_a_number_is_left_out():

@@ -417,3 +417,15 @@ def test_a_group_of_mixed_versions_masks_only_its_old_tokens():
     step = assemble_rows(6, [[replace(first, weight_spans=spans), *others]], run_config)
     stats = learner_of(tiny_model(), run_config, version=5).step(step.rows)
     assert stats.num_trained_tokens == step.num_sampled - 1 == step.num_trained
+
+
+def test_packs_computed_at_once_give_the_same_bits():
+    run_config = config(pack_tokens=16)
+    alone, together = (learner_of(tiny_model(), run_config, threads=threads) for threads in (1, 3))
+    for step in (1, 2):
+        rows = rows_of(run_config, num_groups=5, seed=step)
+        one, other = alone.step(rows), together.step(rows)
+        assert one.num_packs > 3
+        assert replace(one, compute_seconds=0.0) == replace(other, compute_seconds=0.0)
+    for name, tensor in alone.weights().items():
+        assert torch.equal(tensor, together.weights()[name]), name

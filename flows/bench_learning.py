@@ -1,0 +1,93 @@
+"""`pipelinerl bench learning`: the compare flow with the arms of config/arms/learning.toml."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flows.comparing import carry_out, parse_seeds
+from flows.console import answer
+from pipelinerl_core.config.arm import Arm, shipped_arms
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.comparison_figure import figure_title
+from pipelinerl_core.tracking.comparison_table import markdown
+from pipelinerl_core.tracking.learning_claims import claim_lines, claims
+from tasks.comparison import BUDGET_MINUTES, Wanted
+from tasks.comparison_results import SVG_KEY
+from tasks.markdown import replace_section
+
+SUITES = ("emulated", "own-cores", "shared")
+SHORT = "short"
+SHORT_ARMS = ("pipeline", "conventional-1")
+RESULTS_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the benchmark; a Markdown section on stdout, or the JSON of the comparison with its claims."""
+    options = _parse(arguments)
+    if options.write and not RESULTS_PAGE.is_file():
+        raise ConfigError(f"--write: {RESULTS_PAGE} is not there; run it from a checkout")
+    document = carry_out(_wanted(options), options.root)
+    document = {**document, "suite": options.suite, "claims": claims(document)}
+    if options.write:
+        _write(document)
+    answer(document, [section(document)], as_json=options.json)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl bench learning", description="Schedules compared: time to the same held-out accuracy."
+    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all arms")
+    parser.add_argument("--suite", choices=SUITES, default=SUITES[0])
+    parser.add_argument("--short", action="store_true", help="two arms, one seed, a few steps: within 5 minutes")
+    parser.add_argument("--arms", default="", help="names of the arms to run, with commas; default all")
+    parser.add_argument("--seeds", default="", help="default 0,1,2; with --short 0")
+    parser.add_argument("--target", type=float, default=0.5, help="held-out accuracy to reach")
+    parser.add_argument("--budget-minutes", type=float, default=BUDGET_MINUTES)
+    parser.add_argument("--root", default="", help="where runs are kept")
+    parser.add_argument("--write", action="store_true", help="update docs/results.md and its figure")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    return parser.parse_args(arguments)
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    shared = {arm.name: arm.overrides for arm in shipped_arms("suites")}
+    suite = f"learning-{options.suite}" + (f"-{SHORT}" if options.short else "")
+    return Wanted(
+        source="quickstart",
+        arms=_chosen(options),
+        overrides=(*shared[options.suite], *(shared[SHORT] if options.short else ()), *options.overrides),
+        seeds=parse_seeds(options.seeds or ("0" if options.short else "0,1,2")),
+        target=options.target,
+        budget_minutes=options.budget_minutes,
+        name=suite,
+    )
+
+
+def _chosen(options: argparse.Namespace) -> tuple[Arm, ...]:
+    """The arms of --arms, in the order of the file."""
+    arms = shipped_arms("learning")
+    names = options.arms.split(",") if options.arms else SHORT_ARMS if options.short else [arm.name for arm in arms]
+    known = [arm.name for arm in arms]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--arms {name}: no such arm; there are {', '.join(known)}")
+    return tuple(arm for arm in arms if arm.name in names)
+
+
+def section(document: Mapping[str, Any]) -> str:
+    """Heading, table and claims as Markdown."""
+    said = [f"* {line}" for line in claim_lines(document)]
+    return "\n".join([f"### {figure_title(document)}", "", markdown(document), *(["", *said] if said else [])])
+
+
+def _write(document: Mapping[str, Any]) -> None:
+    """Put the section between its marks in docs/results.md, and the figure beside the other pictures."""
+    picture = RESULTS_PAGE.parent / "images" / f"{document['name']}.svg"
+    picture.write_bytes(open_store(document["url"]).get(SVG_KEY))
+    text = f"{section(document)}\n\n![{figure_title(document)}](images/{picture.name})"
+    page = RESULTS_PAGE.read_text(encoding="utf-8")
+    name = f"bench learning {document['suite']}"
+    RESULTS_PAGE.write_text(replace_section(page, name, text), encoding="utf-8")

@@ -1,0 +1,97 @@
+"""One arm of a comparison, a name and the settings that make it differ, and where arms are written down.
+
+On the command line: "conventional-4: schedule.kind=conventional schedule.steps_per_phase=4". In a TOML file a table:
+
+    [conventional-4]
+    schedule.kind = "conventional"
+    schedule.steps_per_phase = 4
+"""
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.errors import ConfigError
+
+SHIPPED = resources.files("pipelinerl_core.config") / "arms"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Its runs are named after it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    """Each "section.key=value", applied after those that all arms share."""
+
+
+def parse_arm(text: str) -> Arm:
+    """An arm as it is written on the command line; values with spaces are quoted. Raises ConfigError."""
+    name, separator, settings = text.partition(":")
+    if not separator:
+        raise ConfigError(f'--arm {text}: not an arm. Write "name: section.key=value section.key=value"')
+    try:
+        overrides = shlex.split(settings)
+    except ValueError as error:
+        raise ConfigError(f"--arm {text}: {error}") from None
+    return Arm(_checked_name(name.strip()), tuple(overrides))
+
+
+def read_arms(path: str) -> list[Arm]:
+    """The arms of a TOML file, in its order; raises ConfigError."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--arms {path}: no such file")
+    return _parse_tables(path, file.read_text(encoding="utf-8"))
+
+
+def shipped_arms(name: str) -> list[Arm]:
+    """The tables of one of the shipped files."""
+    return _parse_tables(name, (SHIPPED / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def distinct(arms: Iterable[Arm]) -> tuple[Arm, ...]:
+    """The arms of a comparison; raises ConfigError unless there are at least two, of different names."""
+    known: dict[str, Arm] = {}
+    for arm in arms:
+        if arm.name in known:
+            raise ConfigError(f"two arms are named {arm.name}. Give each its own name")
+        known[arm.name] = arm
+    if len(known) < 2:
+        raise ConfigError(
+            'nothing to compare: give at least two arms, --arm "name: section.key=value", or --arms FILE.toml'
+        )
+    return tuple(known.values())
+
+
+def _parse_tables(source: str, text: str) -> list[Arm]:
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--arms {source}: not valid TOML: {error}") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"--arms {source}: {name} is no table. Write [{name}] and its settings below")
+    return [Arm(_checked_name(name), tuple(_overrides(table))) for name, table in tables.items()]
+
+
+def _overrides(table: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+    """Nested tables as overrides; the JSON of a plain TOML value is TOML."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _overrides(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value)}"
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r}: not a name of an arm. Take letters, digits, dots and dashes")
+    return name

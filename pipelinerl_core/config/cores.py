@@ -1,0 +1,49 @@
+"""placement.cores=own: which cores of this host belong to which role, as if each had an accelerator of its own.
+
+The trainer has the first placement.threads cores, actor-0 the next, and so on; everything else runs where the system
+puts it.
+"""
+
+import os
+import re
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.errors import ConfigError
+
+
+def own_cores(config: RunConfig, role: str) -> list[int] | None:
+    """Numbers of the cores of `trainer` or `actor-<i>`; None where the cores are shared.
+
+    Raises ConfigError when this host does not have enough for all roles, or cannot give cores to processes.
+    """
+    if config.placement.cores == "shared":
+        return None
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError(
+            "placement.cores=own: this system does not let a process keep to cores, only Linux does. "
+            "Set placement.cores=shared"
+        )
+    actors, threads = config.placement.actors, config.placement.threads
+    available = sorted(os.sched_getaffinity(0))
+    needed = (1 + actors) * threads
+    if needed > len(available):
+        raise ConfigError(
+            f"placement.cores=own: (1 trainer + placement.actors={actors}) x placement.threads={threads} = {needed} "
+            f"cores, but this process may use {len(available)}. Lower placement.actors or placement.threads, or set "
+            "placement.cores=shared"
+        )
+    first = _place(role, actors) * threads
+    return available[first : first + threads]
+
+
+def _place(role: str, actors: int) -> int:
+    """0 for the trainer, 1 + i for actor-i."""
+    if role == "trainer":
+        return 0
+    match = re.fullmatch(r"actor-(\d+)", role)
+    if match is None or int(match[1]) >= actors:
+        raise ConfigError(
+            f"placement.cores=own: no cores for {role!r}, only for trainer and actor-0 to actor-{actors - 1} "
+            f"(placement.actors={actors}). Name it so, or set placement.cores=shared"
+        )
+    return 1 + int(match[1])

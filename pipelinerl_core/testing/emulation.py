@@ -1,0 +1,198 @@
+"""Accelerators that are not there: real roles, data and learning, at the speed of hardware that one would train on.
+
+    decode step of h sequences on I accelerators    at least token_seconds * s / U(s),  s = ceil(h / I)
+    optimizer step of K tokens on T accelerators    at least train_token_seconds * K / T
+    U(s) = min(1, s / saturation)                   share of an accelerator that s sequences use
+
+the throughput model of the PipelineRL paper (arXiv:2509.19128, appendix A). schedule.kind=pipeline splits them, and
+both parts work all the time: I = generators, T = accelerators - generators. Other schedules take turns: I = T =
+accelerators. The actors of a run have equal shares of I.
+
+The emulation is a wait, and only where the real work was faster. Where it was slower, the time beyond is counted as
+overrun: a figure from such a run is about this machine, not about the one it emulates.
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+_WARN_EVERY_SECONDS = 60.0
+# A share of overrun below this is noise of the operating system.
+_HONEST_SHARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedSpeeds:
+    """Least times of the work of one actor and of the trainer."""
+
+    generators: float
+    """Accelerators of one actor: its share of those that generate."""
+    trainers: int
+    """Accelerators of the trainer."""
+    token_seconds: float
+    saturation: int
+    train_token_seconds: float
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "EmulatedSpeeds":
+        """Of a configuration with emulation.accelerators > 0."""
+        emulation = config.emulation
+        takes_turns = config.takes_turns
+        generators = emulation.accelerators if takes_turns else emulation.generators
+        return cls(
+            generators=generators / config.placement.actors,
+            trainers=emulation.accelerators if takes_turns else emulation.accelerators - emulation.generators,
+            token_seconds=emulation.token_seconds,
+            saturation=emulation.saturation,
+            train_token_seconds=emulation.train_token_seconds,
+        )
+
+    def decode_seconds(self, num_running: int) -> float:
+        """Least time of a decode step with this many running sequences; s / U(s) = max(s, saturation)."""
+        return self.token_seconds * max(math.ceil(num_running / self.generators), self.saturation)
+
+    def train_seconds(self, num_tokens: int) -> float:
+        """Least time of an optimizer step on this many tokens, prompt tokens included."""
+        return self.train_token_seconds * num_tokens / self.trainers
+
+    def __str__(self) -> str:
+        return (
+            f"an actor on {self.generators:g} accelerators, the trainer on {self.trainers}; "
+            f"{self.token_seconds:g} s per sampled token, full from {self.saturation} sequences on; "
+            f"{self.train_token_seconds:g} s per trained token"
+        )
+
+
+class Overrun:
+    """Time that real work took beyond what it emulates; says so once a minute."""
+
+    def __init__(self, work: str) -> None:
+        self.seconds = 0.0
+        """Since the start."""
+        self._work = work
+        self._recent_late = 0.0
+        self._recent_emulated = 0.0
+        self._warned_at = time.monotonic()
+
+    def add(self, *, late_seconds: float, emulated_seconds: float) -> None:
+        """Count one piece of work that should have taken `emulated_seconds`."""
+        self.seconds += late_seconds
+        self._recent_late += late_seconds
+        self._recent_emulated += emulated_seconds
+        if time.monotonic() - self._warned_at < _WARN_EVERY_SECONDS:
+            return
+        share = self._recent_late / self._recent_emulated if self._recent_emulated else 0.0
+        if share > _HONEST_SHARE:
+            logger.warning("emulation: real %s took %.0f %% longer than what it emulates", self._work, 100 * share)
+        self._recent_late = self._recent_emulated = 0.0
+        self._warned_at = time.monotonic()
+
+
+class EmulatedClock:
+    """The StepClock of an actor on emulated accelerators.
+
+    Steps are due at absolute times: a sleep that ends late, or a hiccup, makes the next sleeps shorter, and the mean
+    step is exact. More than one step behind is not made up for, it is overrun.
+    """
+
+    def __init__(self, speeds: EmulatedSpeeds) -> None:
+        self._speeds = speeds
+        self._overrun = Overrun("decoding")
+        self._due = time.perf_counter()
+
+    @property
+    def overrun_seconds(self) -> float:
+        """Time that decode steps took beyond what they emulate."""
+        return self._overrun.seconds
+
+    def start(self) -> None:
+        """See `interfaces.StepClock`."""
+        self._due = time.perf_counter()
+
+    def rest_seconds(self, num_running: int, delay_seconds: float) -> float:
+        """See `interfaces.StepClock`."""
+        emulated_seconds = self._speeds.decode_seconds(num_running)
+        now = time.perf_counter()
+        self._due += emulated_seconds
+        late_seconds = max(0.0, now - self._due - emulated_seconds)
+        self._overrun.add(late_seconds=late_seconds, emulated_seconds=emulated_seconds)
+        self._due += late_seconds + delay_seconds
+        return max(0.0, self._due - now)
+
+    def extend(self, seconds: float) -> None:
+        """See `interfaces.StepClock`."""
+        self._due += seconds
+
+
+class EmulatedLearner:
+    """A Learner whose optimizer steps last as long as on emulated accelerators; everything else is the real one's."""
+
+    def __init__(self, learner: Learner, speeds: EmulatedSpeeds) -> None:
+        self._learner = learner
+        self._speeds = speeds
+        self._overrun = Overrun("training")
+
+    @property
+    def version(self) -> int:
+        """See `interfaces.Learner`."""
+        return self._learner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._learner.version = version
+
+    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
+        """See `interfaces.Learner`; compute_seconds include the wait."""
+        began = time.perf_counter()
+        stats = self._learner.step(rows)
+        emulated_seconds = self._speeds.train_seconds(stats.num_tokens)
+        left_seconds = began + emulated_seconds - time.perf_counter()
+        self._overrun.add(late_seconds=max(0.0, -left_seconds), emulated_seconds=emulated_seconds)
+        time.sleep(max(0.0, left_seconds))
+        return dataclasses.replace(stats, compute_seconds=time.perf_counter() - began)
+
+    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
+        """See `interfaces.Learner`."""
+        return self._learner.logprobs_of(rollouts)
+
+    def weights(self) -> "dict[str, torch.Tensor]":
+        """See `interfaces.Learner`."""
+        return self._learner.weights()
+
+    def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
+        """See `interfaces.Learner`."""
+        return self._learner.state()
+
+    def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
+        """See `interfaces.Learner`."""
+        self._learner.load_state(tensors, values)
+
+
+def emulated_clock(config: RunConfig) -> EmulatedClock | None:
+    """The clock of an actor; None where nothing is emulated."""
+    if not config.emulation.accelerators:
+        return None
+    speeds = EmulatedSpeeds.of(config)
+    logger.info("speeds are emulated: %s", speeds)
+    return EmulatedClock(speeds)
+
+
+def emulated_learner(learner: Learner, config: RunConfig) -> Learner:
+    """The learner of the trainer, at emulated speed where there is one."""
+    if not config.emulation.accelerators:
+        return learner
+    speeds = EmulatedSpeeds.of(config)
+    logger.info("speeds are emulated: %s", speeds)
+    return EmulatedLearner(learner, speeds)

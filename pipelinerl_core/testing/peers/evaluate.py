@@ -1,0 +1,75 @@
+"""Held-out accuracy of a peer's saved weights, by our evaluator, into its points.json.
+
+python -m pipelinerl_core.testing.peers.evaluate --out DIR [--prompts 1000]
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from safetensors import torch as safetensors
+
+from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.roles.evaluator import evaluate
+from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.process import configure_logging, limit_threads
+from pipelinerl_core.testing.peers.record import read_points, weights_file, write_points
+
+logger = logging.getLogger(__name__)
+
+# Sequences decoded at once.
+_CONCURRENCY = 256
+
+
+async def add_accuracies(out: Path, num_prompts: int) -> None:
+    """Evaluate every saved version that has no accuracy yet, in order."""
+    document = read_points(out)
+    config = build_config(document["config"])
+    wide = config.model_copy(update={"engine": config.engine.model_copy(update={"concurrency": _CONCURRENCY})})
+    engine, scorer, codec = build_engine(wide), build_scorer(config), build_codec(config)
+    prompts = build_source(config).held_out(num_prompts)
+    try:
+        for point in document["points"]:
+            if "accuracy" in point:
+                continue
+            await engine.swap(_update(out, point["step"]))
+            record = await evaluate(engine, scorer, codec, prompts, config)
+            point["accuracy"] = record.accuracy
+            logger.info("step %d: accuracy %.3f, %.1f tokens", point["step"], record.accuracy, record.mean_tokens)
+            write_points(out, document)
+    finally:
+        await scorer.close()
+        await engine.close()
+
+
+def _update(out: Path, step: int) -> WeightUpdate:
+    data = (out / weights_file(step)).read_bytes()
+    return WeightUpdate(version=step, tensors=safetensors.load(data), num_bytes=len(data))
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the peer")
+    parser.add_argument("--prompts", type=int, default=RunConfig().eval.num_prompts)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    arguments = parser.parse_args()
+    configure_logging()
+    limit_threads(arguments.threads)
+    try:
+        asyncio.run(add_accuracies(arguments.out, arguments.prompts))
+    except PipelineRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""What a peer trains on: the model, prompts, reward and numbers of a configuration, and the common command line."""
+
+import argparse
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.rewards.pool import VERIFIERS
+from pipelinerl_core.testing.peers.record import Recorder
+from pipelinerl_core.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTask:
+    """One peer with one seed."""
+
+    config: RunConfig
+    model: Any
+    tokenizer: Any
+    prompt: Callable[[int], Prompt]
+    """The prompt at a position of the training sequence, as in our runs."""
+    verify: Callable[[str, Mapping[str, Any]], float]
+    """(text of a completion, task of its prompt) -> reward; in this process, so that the peer pays for no pipe."""
+    out: Path
+    every: int
+    target: float
+    max_seconds: float
+    threads: int
+
+    def adamw(self) -> torch.optim.AdamW:
+        """The optimizer of our learner, over the model's parameters."""
+        learner = self.config.learner
+        return torch.optim.AdamW(
+            self.model.parameters(),
+            lr=learner.lr,
+            betas=(0.9, learner.beta2),
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+
+    def recorder(self, name: str, settings: Mapping[str, Any]) -> Recorder:
+        """Writes what the peer comes to."""
+        return Recorder(
+            name,
+            self.config,
+            self.out,
+            every=self.every,
+            target=self.target,
+            max_seconds=self.max_seconds,
+            settings={**settings, "threads": self.threads},
+        )
+
+
+def peer_parser(description: str) -> argparse.ArgumentParser:
+    """Arguments that every peer takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--preset", default="quickstart", help="preset or TOML file of the runs it is compared with")
+    parser.add_argument("--model", help="model directory or builtin:..., default that of the preset")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="optimizer steps, default those of the preset")
+    parser.add_argument("--every", type=int, default=5, help="keep the weights of every k-th step")
+    parser.add_argument("--out", type=Path, required=True, help="directory for weights and points.json")
+    parser.add_argument("--target", type=float, default=0.5, help="accuracy in question")
+    parser.add_argument("--max-seconds", type=float, default=600.0)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default all cores")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, as for `train`")
+    return parser
+
+
+def open_task(arguments: argparse.Namespace) -> PeerTask:
+    """Load configuration and model; raises ConfigError."""
+    overrides = [*arguments.overrides, f"seed={arguments.seed}"]
+    overrides += [f"model.path={arguments.model}"] if arguments.model else []
+    overrides += [f"trainer.steps={arguments.steps}"] if arguments.steps else []
+    config = load_config(arguments.preset, overrides)
+    path = resolve_model_path(config.model.path)
+    if path is None:
+        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(config.seed)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    module, _, function = VERIFIERS[verifier_name(config)][0].partition(":")
+    return PeerTask(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        prompt=build_source(config).prompt,
+        verify=getattr(importlib.import_module(module), function),
+        out=arguments.out,
+        every=arguments.every,
+        target=arguments.target,
+        max_seconds=arguments.max_seconds,
+        threads=arguments.threads,
+    )

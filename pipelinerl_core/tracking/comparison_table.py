@@ -1,0 +1,127 @@
+"""The one table of a comparison and what must be said beside it: for the terminal, Markdown and the page.
+
+`document` is comparison.json throughout.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+EMULATED = "emulated accelerators"
+
+Document = Mapping[str, Any]
+Entry = Mapping[str, Any]
+"""One arm of document["arms"]."""
+
+
+def headers(document: Document) -> list[str]:
+    """Names of the columns."""
+    target, reference = document["target"], document["reference"]
+    return [
+        "arm",
+        f"seconds to {target:g}",
+        f"{reference} sooner by",
+        f"samples to {target:g}",
+        "samples/s",
+        "rollouts/s",
+        "ESS",
+        "lag mean",
+        "lag max",
+        "trainer idle",
+        "actor idle",
+        "emulated",
+    ]
+
+
+def rows(document: Document) -> list[list[str]]:
+    """One row per arm, in order."""
+    return [_row(name, entry) for name, entry in document["arms"].items()]
+
+
+def notes(document: Document) -> list[str]:
+    """What a reader must know: emulation, seeds that were left out, failures, resumed runs, differing code."""
+    said = []
+    if document["emulated"]:
+        said.append(f"{EMULATED.capitalize()}: steps last as long as on accelerators that are not there")
+    said += [
+        f"{run}: real work took {share:.0%} of its time beyond what it emulates, so its times are this machine's"
+        for run, share in document["overrun"].items()
+    ]
+    said += [str(line) for line in document["dropped"]]
+    said += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
+    if document["resumed"]:
+        said.append(f"resumed {document['resumed']} times; the time between a stop and a resume is not counted")
+    if len(document["code_versions"]) > 1:
+        versions = ", ".join(document["code_versions"])
+        said.append(f"the runs come from different code ({versions}); another --root runs all of them again")
+    return said
+
+
+def markdown(document: Document) -> str:
+    """Table and notes; means over seeds with their standard deviation, ratios with their range."""
+    names = headers(document)
+    table = [names, ["---", *["---:"] * (len(names) - 1)], *rows(document)]
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    caption = f"{seeds_text(document).capitalize()}."
+    if len(document["seeds"]) > 1:
+        caption = f"{caption[:-1]}: mean ± standard deviation; ratios seed by seed, with their range."
+    return "\n".join([*lines, "", caption, *[f"{line}." for line in notes(document)]])
+
+
+def seeds_text(document: Document) -> str:
+    """Example: seeds 0, 1."""
+    seeds = document["seeds"]
+    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds)) or 'none'}"
+
+
+def _row(name: str, entry: Entry) -> list[str]:
+    over = entry.get("over_reference")
+    return [
+        name,
+        _to_target(entry, "time_to_target_seconds", "{:.0f}"),
+        ratio_text(over["time_to_target_seconds"]) if over else "-",
+        _to_target(entry, "samples_to_target", "{:,.0f}"),
+        _mean(entry["samples_per_second"], "{:.0f}".format),
+        _with_std(entry["rollouts_per_second"], "{:.0f}"),
+        _mean(entry["ess_mean"], "{:.3f}".format),
+        _mean(entry["lag_mean"], "{:.2f}".format),
+        _largest(entry["lag_max"]),
+        _mean(entry["trainer_idle_fraction"], "{:.1%}".format),
+        _mean(entry["actor_idle_fraction"], "{:.1%}".format),
+        "yes" if entry["emulated"] else "no",
+    ]
+
+
+def ratio_text(spread: Entry) -> str:
+    """Example: 1.82 (1.75 to 1.90)."""
+    if spread["mean"] is None:
+        return "-"
+    if spread["std"] is None:
+        return f"{spread['mean']:.2f}"
+    return f"{spread['mean']:.2f} ({spread['low']:.2f} to {spread['high']:.2f})"
+
+
+def _to_target(entry: Entry, figure: str, form: str) -> str:
+    """Mean over the seeds that reached the target, and how many those are unless all."""
+    spread = entry[figure]
+    values = spread["by_seed"].values()
+    num_reached = sum(value is not None for value in values)
+    if not num_reached:
+        best = _mean(entry["best_accuracy"], "{:.3f}".format)
+        return f"not reached ({best})"
+    text = _with_std(spread, form)
+    return text if num_reached == len(values) else f"{text} ({num_reached} of {len(values)} seeds)"
+
+
+def _with_std(spread: Entry, form: str) -> str:
+    if spread["mean"] is None:
+        return "-"
+    text = form.format(spread["mean"])
+    return text if spread["std"] is None else f"{text} ± {form.format(spread['std'])}"
+
+
+def _mean(spread: Entry, form: Callable[[float], str]) -> str:
+    return "-" if spread["mean"] is None else form(spread["mean"])
+
+
+def _largest(spread: Entry) -> str:
+    return "-" if spread["high"] is None else f"{spread['high']:.0f}"

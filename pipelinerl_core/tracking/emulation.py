@@ -1,0 +1,58 @@
+"""What a report says about emulated speeds (testing/emulation.py): which, and whether real work kept up with them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelinerl_core.records import Commit
+
+# A wait of the trainer ends this late at most.
+_LATE_SECONDS = 0.002
+
+
+def emulation(config: Mapping[str, Any], commits: Sequence[Commit]) -> dict[str, Any] | None:
+    """The `emulation` key of report.json; None for a run at real speed. `note` is the same for people."""
+    section = config.get("emulation", {})
+    accelerators = section.get("accelerators", 0)
+    if not accelerators:
+        return None
+    takes_turns = config.get("schedule", {}).get("kind") != "pipeline"
+    generators = accelerators if takes_turns else section["generators"]
+    facts = {
+        **section,
+        "generators": generators,
+        "trainers": accelerators if takes_turns else accelerators - generators,
+    }
+    # None of these times is real where it was longer than what it stands for.
+    facts["decode_overrun_seconds"] = _decode_overrun(commits)
+    facts["train_overrun_seconds"] = _train_overrun(commits, facts["train_token_seconds"] / facts["trainers"])
+    facts["note"] = _note(facts, takes_turns)
+    return facts
+
+
+def _decode_overrun(commits: Sequence[Commit]) -> float:
+    """Summed over actors; each counts from the start of its epoch."""
+    newest: dict[str, float] = {}
+    for commit in commits:
+        for key, sample in commit.actors.items():
+            newest[key] = sample.counters.get("emulation_overrun_seconds", 0.0)
+    return sum(newest.values())
+
+
+def _train_overrun(commits: Sequence[Commit], token_seconds: float) -> float:
+    beyond = (
+        commit.metrics["time/compute_seconds"] - commit.metrics["train/tokens"] * token_seconds - _LATE_SECONDS
+        for commit in commits
+        if {"time/compute_seconds", "train/tokens"} <= commit.metrics.keys()
+    )
+    return sum(max(0.0, seconds) for seconds in beyond)
+
+
+def _note(facts: Mapping[str, Any], takes_turns: bool) -> str:
+    share = "in turn" if takes_turns else f"{facts['generators']} generate, {facts['trainers']} train"
+    return (
+        f"Speeds are emulated: {facts['accelerators']} accelerators ({share}), "
+        f"{facts['token_seconds'] * 1e3:g} ms per sampled token, full from {facts['saturation']} sequences on, "
+        f"{facts['train_token_seconds'] * 1e3:g} ms per trained token. Real work took "
+        f"{facts['decode_overrun_seconds']:.1f} s longer than that in decoding and "
+        f"{facts['train_overrun_seconds']:.1f} s in training."
+    )

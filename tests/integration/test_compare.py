@@ -1,0 +1,80 @@
+"""Comparisons from the command line: real roles, early stop, Ctrl-C, and runs that are found again."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.follow import RunFollower
+from tests.integration.test_cli_processes import START_SECONDS, children, committed, left_over, start, until
+from tests.integration.test_cli_processes import nothing_is_left as nothing_is_left  # a fixture for every test
+
+# The first test may have to build the model.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain", "--seeds", "0")
+TINY = ("trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=100", "trainer.steps=60")
+# Untrained, the model has 0.2 already: ten steps are enough to be past this target.
+COMPARE = ("compare", *ARMS, *TINY, "--target", "0.1", "--margin", "0")
+
+FIGURES = {
+    "time_to_target_seconds", "samples_to_target", "samples_per_second", "rollouts_per_second", "tokens_per_second",
+    "ess_mean", "lag_mean", "lag_max", "kl_mean", "trainer_idle_fraction", "actor_idle_fraction", "best_accuracy",
+    "steps", "seconds", "emulated", "over_reference",
+}  # fmt: skip
+
+
+def finished(process: "subprocess.Popen[str]", root: Path) -> dict:
+    assert process.wait(600) == 0, (root / "stderr.txt").read_text()[-3000:]
+    return json.loads((root / "stdout.txt").read_text())
+
+
+def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_path):
+    started = start(tmp_path, *COMPARE)
+    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
+    pids = children(started)
+    begun = time.monotonic()
+    started.send_signal(signal.SIGINT)
+    assert started.wait(30) == 130
+    assert time.monotonic() - begun < 12
+    assert left_over(tmp_path, pids) == []
+    assert "go on with the same command" in (tmp_path / "stderr.txt").read_text()
+
+    document = finished(start(tmp_path, *COMPARE), tmp_path)
+    assert document["resumed"] == 1
+    assert [(run["arm"], run["seed"], run["ended"]) for run in document["runs"]] == [
+        ("keep", 0, "past the target"),
+        ("drain", 0, "past the target"),
+    ]
+    for run in document["runs"]:
+        follower = RunFollower(open_store(str(tmp_path / run["run_id"])))
+        follower.refresh()
+        assert 10 <= max(follower.commits) < 60
+        assert list(follower.evals) == [0, 5], "two versions past the target are enough"
+    for arm in ("keep", "drain"):
+        assert document["arms"][arm].keys() == FIGURES
+        assert document["arms"][arm]["time_to_target_seconds"]["mean"] == 0
+
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")}
+    again = finished(start(tmp_path, *COMPARE), tmp_path)
+    assert "2 runs, 2 of them done before" in (tmp_path / "stderr.txt").read_text()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")} == before
+    assert again == document
+    directory = Path(document["url"].removeprefix("file://"))
+    assert json.loads((directory / "comparison.json").read_text()) == document
+    assert "<svg" in (directory / "comparison.html").read_text()
+
+
+def test_the_short_learning_benchmark_shows_that_the_pipeline_is_faster(tmp_path, prepared_model):
+    begun = time.monotonic()
+    document = finished(start(tmp_path, "bench", "learning", "--short"), tmp_path)
+    assert time.monotonic() - begun < 300
+    assert document["emulated"]
+    assert list(document["arms"]) == ["pipeline", "conventional-1"]
+    assert all(entry.keys() == FIGURES for entry in document["arms"].values())
+    assert document["claims"]["rollouts_of_one_step_a_phase"]["mean"] > 1.2
+    assert document["arms"]["conventional-1"]["lag_max"]["mean"] == 0, "every token is of the newest version"

@@ -1,0 +1,60 @@
+"""Arms of a comparison, from the command line and from files."""
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.config.arm import Arm, distinct, parse_arm, read_arms, shipped_arms
+from pipelinerl_core.errors import ConfigError
+
+
+def test_an_arm_on_the_command_line_is_a_name_and_settings():
+    arm = parse_arm("conventional-4: schedule.kind=conventional schedule.steps_per_phase=4")
+    assert arm == Arm("conventional-4", ("schedule.kind=conventional", "schedule.steps_per_phase=4"))
+    assert parse_arm("as-it-is:") == Arm("as-it-is", ())
+
+
+def test_a_value_with_spaces_is_quoted():
+    assert parse_arm("short: 'prompts.lengths=[2, 3]'").overrides == ("prompts.lengths=[2, 3]",)
+
+
+@pytest.mark.parametrize("text", ["pipeline", "a b: x.y=1", "../up: x.y=1", ": x.y=1", "a: 'x.y=1"])
+def test_what_is_no_arm_is_refused(text):
+    with pytest.raises(ConfigError):
+        parse_arm(text)
+
+
+def test_a_file_has_a_table_per_arm_and_its_values_reach_the_configuration(tmp_path):
+    path = tmp_path / "arms.toml"
+    path.write_text(
+        '[one]\nschedule.kind = "april"\nschedule.alpha = 1.5\n\n[two]\nengine.pace = false\n'
+        "prompts.lengths = [2, 3]\n"
+    )
+    one, two = read_arms(str(path))
+    assert (one.name, two.name) == ("one", "two")
+    assert load_config("quickstart", one.overrides).schedule.alpha == 1.5
+    config = load_config("quickstart", two.overrides)
+    assert (config.engine.pace, config.prompts.lengths) == (False, (2, 3))
+
+
+@pytest.mark.parametrize(("text", "word"), [("[one", "TOML"), ("trainer = 3", "no table"), ("['a b']", "name")])
+def test_a_file_without_arms_is_refused(tmp_path, text, word):
+    path = tmp_path / "arms.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        read_arms(str(path))
+
+
+def test_a_comparison_needs_two_arms_of_different_names():
+    one = Arm("one", ())
+    with pytest.raises(ConfigError, match="at least two"):
+        distinct([one])
+    with pytest.raises(ConfigError, match="two arms are named one"):
+        distinct([one, Arm("one", ("seed=1",))])
+
+
+def test_every_shipped_arm_is_a_valid_configuration_with_every_suite():
+    suites = {arm.name: arm.overrides for arm in shipped_arms("suites")}
+    assert suites.keys() == {"emulated", "own-cores", "shared", "short"}
+    for arm in shipped_arms("learning"):
+        for name in ("emulated", "own-cores", "shared"):
+            assert load_config("quickstart", [*suites[name], *suites["short"], *arm.overrides]).schedule.max_lag == 8

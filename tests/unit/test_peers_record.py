@@ -1,0 +1,76 @@
+"""The clock of a peer, what it keeps, and when it stops."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.testing.peers import record
+from pipelinerl_core.testing.peers.record import Recorder, read_points
+
+
+class Clock:
+    """Seconds that only the test, and saving, let pass."""
+
+    def __init__(self):
+        self.now = 50.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(record, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    real = record.serialize
+
+    def slow(weights):
+        clock.now += 100.0
+        return real(weights)
+
+    monkeypatch.setattr(record, "serialize", slow)
+    return clock
+
+
+def recorder(out, steps=100, **changes):
+    config = load_config("quickstart", ["seed=3", f"trainer.steps={steps}"])
+    options = {"every": 5, "target": 0.5, "max_seconds": 1000.0, "settings": {"rows": 8}, **changes}
+    return Recorder("a-peer", config, out, **options)
+
+
+def run(recording, clock, rewards):
+    """Steps of 2 s with these rewards; returns how many were taken before it said stop."""
+    model = torch.nn.Linear(2, 1)
+    recording.start(model)
+    for number, reward in enumerate(rewards, start=1):
+        clock.now += 2.0
+        with torch.no_grad():
+            model.bias.fill_(float(number))
+        if recording.after_step(model, reward):
+            return number
+    return None
+
+
+def test_saving_takes_no_time_and_keeps_the_weights_of_every_fifth_step(tmp_path, clock):
+    assert run(recorder(tmp_path, steps=12), clock, [0.25] * 12) == 12
+    document = read_points(tmp_path)
+    assert (document["name"], document["seed"], document["settings"]) == ("a-peer", 3, {"rows": 8})
+    assert document["config"]["trainer"]["steps"] == 12
+    points = [(point["step"], point["seconds"], point["samples"], point["reward"]) for point in document["points"]]
+    assert points == [(0, 0.0, 0, None), (5, 10.0, 2560, 0.25), (10, 20.0, 5120, 0.25), (12, 24.0, 6144, 0.25)]
+    assert document["step_seconds"] == [2.0] * 12
+    for step in (5, 10, 12):
+        assert load_file(tmp_path / f"{step:06}.safetensors")["bias"].item() == step
+
+
+def test_it_stops_once_ten_steps_are_past_the_target_by_the_margin(tmp_path, clock):
+    assert run(recorder(tmp_path), clock, [0.4] * 7 + [0.56] * 20) == 17
+    assert read_points(tmp_path)["points"][-1]["step"] == 17
+    assert run(recorder(tmp_path / "never"), clock, [0.54] * 30) is None
+
+
+def test_it_stops_when_its_time_is_up(tmp_path, clock):
+    assert run(recorder(tmp_path, max_seconds=7.0), clock, [0.1] * 20) == 4

@@ -1,0 +1,225 @@
+"""The plan of a comparison: its runs, their names, which are done, and what fits into the budget."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl_core.config.arm import Arm
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import make_commit, put_record
+from tasks.budget import Budget, dropped_lines
+from tasks.comparison import Wanted, is_settled, plan_comparison, unsettled
+from tasks.comparison_results import HTML_KEY, JSON_KEY, SVG_KEY, Results
+from tasks.markdown import replace_section
+from tasks.runs import create_run, run_url
+
+ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
+
+
+def plan_of(**changes):
+    wanted = {"source": "quickstart", "arms": ARMS, "overrides": ("trainer.steps=4",), **changes}
+    return plan_comparison(Wanted(**wanted))
+
+
+# ---- plan -----------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_planned_seed_by_seed_with_one_warm_start_per_seed():
+    plan = plan_of(seeds=(0, 2))
+    assert [(run.arm, run.seed) for run in plan.runs] == [("keep", 0), ("drain", 0), ("keep", 2), ("drain", 2)]
+    assert {(run.config.seed, run.config.model.path) for run in plan.runs} == {
+        (0, "builtin:sums?seed=0"), (2, "builtin:sums?seed=2"),
+    }  # fmt: skip
+    assert [run.config.engine.kv for run in plan.runs] == ["keep", "drain"] * 2
+
+
+def test_a_model_of_ones_own_is_the_same_for_every_seed(tmp_path):
+    plan = plan_of(overrides=(f"model.path={tmp_path}",))
+    assert {run.config.model.path for run in plan.runs} == {str(tmp_path)}
+
+
+def test_a_run_is_named_after_arm_seed_and_digest_of_its_configuration():
+    first, again = plan_of().runs[0], plan_of().runs[0]
+    assert first.run_id == again.run_id
+    assert first.run_id.startswith("keep-s0-")
+    assert len(first.run_id.rpartition("-")[2]) == 8
+    changed = plan_of(overrides=("trainer.steps=5",)).runs[0]
+    assert changed.run_id != first.run_id
+
+
+def test_more_seeds_or_time_are_the_same_comparison_and_another_target_is_not():
+    plan = plan_of(seeds=(0,))
+    assert plan_of(seeds=(0, 1, 2), budget_minutes=5.0).key == plan.key
+    assert plan_of(seeds=(0,), target=0.4).key != plan.key
+    assert plan_of(seeds=(0,), overrides=("trainer.steps=5",)).key != plan.key
+    assert plan_of(seeds=(0,), target=0.4).runs == plan.runs, "but its runs are found again"
+
+
+def test_weights_are_kept_often_enough_unless_the_user_says_otherwise():
+    assert plan_of().runs[0].config.weights.durable_every == 5
+    assert plan_of(overrides=("weights.durable_every=7",)).runs[0].config.weights.durable_every == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"arms": ARMS[:1]}, "at least two"),
+        (
+            {"arms": (ARMS[0], Arm("b", ("engine.kvs=keep",)))},
+            "arm b: engine.kvs: no such key; did you mean engine.kv",
+        ),
+        ({"seeds": ()}, "--seeds"),
+        ({"seeds": (1, 1)}, "--seeds 1,1"),
+        ({"seeds": (-1,)}, "--seeds -1"),
+        ({"target": 0.0}, "--target 0"),
+        ({"target": 1.1}, "--target 1.1"),
+        ({"margin": -0.1}, "--margin -0.1"),
+        ({"budget_minutes": 0.0}, "--budget-minutes 0"),
+        ({"reference": "best"}, "--reference best: no such arm; there are keep, drain"),
+        ({"overrides": ("eval.num_prompts=0",)}, "arm keep: eval.num_prompts=0"),
+        ({"overrides": ("model.path=builtin:sum",)}, "arm keep: model.path=builtin:sum: no such built-in model"),
+    ],
+)
+def test_bad_input_is_refused_by_name(changes, word):
+    with pytest.raises(ConfigError, match=word):
+        plan_of(**changes)
+
+
+# ---- which runs are done ----------------------------------------------------------------------------------------
+
+
+def write_run(root, planned, *, rewards, accuracies):
+    """The objects of a run as far as the plan looks at them; every version is durable."""
+    url = run_url(str(root), planned.run_id)
+    create_run(url, planned.config, flow_run_id="f", mlflow=None)
+    store = open_store(url)
+    for step, reward in enumerate([None, *rewards]):
+        commit = make_commit(step)
+        durable = replace(commit.manifest, key=f"weights/{step:08d}.2")
+        metrics = {} if reward is None else {"reward/mean": reward, "progress/samples": 8.0 * step}
+        put_record(store, commit_key(step, 2), commit.model_copy(update={"manifest": durable, "metrics": metrics}))
+    for version, accuracy in accuracies.items():
+        record = EvalRecord(version=version, num_prompts=10, accuracy=accuracy, mean_tokens=5, errors=0, seconds=1)
+        put_record(store, eval_key(version), record)
+    store.put(REPORT_JSON_KEY, json.dumps({"ess_mean": 0.9}).encode())
+    return store
+
+
+def test_a_run_is_done_when_trained_evaluated_and_reported(tmp_path):
+    plan = plan_of(seeds=(0,))
+    planned = plan.runs[0]
+    assert len(unsettled(plan, str(tmp_path))) == 2
+    store = write_run(tmp_path, planned, rewards=[0.1] * 3, accuracies={0: 0.2, 1: 0.2, 2: 0.2, 3: 0.2})
+    assert not is_settled(store, plan, planned), "three steps of four"
+    store = write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={0: 0.2, 1: 0.2})
+    assert not is_settled(store, plan, planned), "versions 3 and 4 are not evaluated"
+    write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={4: 0.3})
+    assert is_settled(store, plan, planned)
+    assert [run.arm for run in unsettled(plan, str(tmp_path))] == ["drain"]
+    store.delete([REPORT_JSON_KEY])
+    assert not is_settled(store, plan, planned)
+
+
+def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tmp_path):
+    settings = {"seeds": (0,), "overrides": ("trainer.steps=50",)}
+    plan = plan_of(**settings, target=0.5)
+    rewards, accuracies = [0.3, *[0.56] * 10], {version: 0.1 * version for version in range(8)}
+    store = write_run(tmp_path, plan.runs[0], rewards=rewards, accuracies=accuracies)
+    assert is_settled(store, plan, plan.runs[0])
+    assert not is_settled(store, plan_of(**settings, target=0.6), plan.runs[0])
+
+
+def test_the_result_is_written_with_what_is_there_and_remembers_how_long_runs_took(tmp_path):
+    plan = plan_of(seeds=(0, 1))
+    accuracies = {0: 0.2, 1: 0.3, 2: 0.4, 3: 0.6, 4: 0.7}
+    for planned in plan.runs[:2]:
+        write_run(tmp_path, planned, rewards=[0.3] * 4, accuracies=accuracies)
+    results = Results(plan, str(tmp_path))
+    results.add_seconds(plan.runs[0], 40.0)
+    document = results.write(list(plan.runs[2:]))
+    # committed 0.8 s apart: 0.5 is half way between versions 2 and 3
+    assert document["arms"]["keep"]["time_to_target_seconds"]["mean"] == pytest.approx(2.0)
+    assert document["arms"]["drain"]["over_reference"]["time_to_target_seconds"]["mean"] == pytest.approx(1.0)
+    assert (document["seeds"], document["dropped"]) == ([0], ["seed 1 dropped: budget"])
+    assert document["runs"][0]["ended"] == "last step"
+    assert json.loads(results.store.get(JSON_KEY)) == document
+    assert results.store.exists(SVG_KEY)
+    assert results.store.exists(HTML_KEY)
+    assert Results(plan, str(tmp_path)).spent() == [("keep", 40.0)]
+
+
+# ---- budget -----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def budget_of(seconds, *, spent=(), begun=(0,)):
+    clock = Clock()
+    return Budget(seconds, spent, begun=begun, clock=clock), clock
+
+
+def test_without_an_earlier_run_everything_is_begun():
+    budget, _ = budget_of(10)
+    runs = list(plan_of(seeds=(0, 1)).runs)
+    assert budget.trim(runs) == runs
+    assert budget.expected_seconds(runs) is None
+
+
+def test_an_arm_is_expected_to_take_what_it_took_and_a_new_one_the_mean_of_all():
+    budget, _ = budget_of(1000, spent=[("keep", 100), ("keep", 120)])
+    keep, drain = plan_of(seeds=(0,)).runs
+    assert budget.expected_seconds([keep, drain]) == 110 + 110
+    budget.note("drain", 20)
+    assert budget.expected_seconds([keep, drain]) == 110 + 20
+
+
+def test_whole_seeds_are_left_out_from_the_last():
+    budget, clock = budget_of(500)
+    runs = list(plan_of(seeds=(0, 1, 2)).runs)
+    _, *pending = budget.trim(runs)
+    clock.now += 100
+    budget.note("keep", 100)  # five runs of 100 s are pending, 400 s are left: seed 2 goes
+    pending = budget.trim(pending)
+    assert [(run.arm, run.seed) for run in pending] == [("drain", 0), ("keep", 1), ("drain", 1)]
+    assert dropped_lines(budget.dropped, 2) == ["seed 2 dropped: budget"]
+    clock.now += 250  # this one took longer: 150 s are left for seed 1's 200
+    assert budget.trim(pending[1:]) == []
+    assert dropped_lines(budget.dropped, 2) == ["seeds 1, 2 dropped: budget"]
+
+
+def test_a_seed_that_is_begun_goes_on_while_its_next_run_fits():
+    budget, clock = budget_of(450, spent=[("keep", 100), ("drain", 100)])
+    runs = list(plan_of(seeds=(0, 1)).runs)
+    kept = budget.trim(runs)
+    assert len(kept) == 4
+    clock.now += 300
+    pending = budget.trim(kept[2:])
+    assert pending == [], "150 s are left for a seed of 200 s"
+    budget, clock = budget_of(450, spent=[("keep", 100), ("drain", 100)], begun=(0, 1))
+    clock.now += 300
+    pending = budget.trim(kept[2:])
+    assert [run.arm for run in pending] == ["keep", "drain"]
+    clock.now += 100
+    assert budget.trim(pending[1:]) == []
+    assert dropped_lines(budget.dropped, 2) == ["seed 1: drain dropped: budget"]
+
+
+# ---- docs/results.md --------------------------------------------------------------------------------------------
+
+
+def test_a_section_is_replaced_between_its_marks_and_added_without_them():
+    page = "# Results\n\n<!-- bench learning -->\nold\n<!-- /bench learning -->\n\nafter\n"
+    replaced = replace_section(page, "bench learning", "new\n")
+    assert replaced == "# Results\n\n<!-- bench learning -->\nnew\n<!-- /bench learning -->\n\nafter\n"
+    added = replace_section("# Results\n", "bench learning", "new")
+    assert added == "# Results\n\n<!-- bench learning -->\nnew\n<!-- /bench learning -->\n"
+    assert replace_section(added, "bench learning", "new") == added
