@@ -162,7 +162,7 @@ def compare(
     arms: Annotated[str, typer.Option(metavar="FILE.toml", help="Arms as tables of settings.")] = "",
     seeds: Annotated[str, typer.Option(help="Every arm runs once with each.")] = "0,1,2",
     target: Annotated[float, typer.Option(help="Held-out accuracy that the arms are timed to.")] = 0.5,
-    margin: Annotated[float, typer.Option(help="A run ends when its training reward is this far above.")] = 0.05,
+    margin: Annotated[float, typer.Option(help="A run ends when its training reward is this far above.")] = 0.07,
     budget_minutes: Annotated[float, typer.Option(help="What does not fit is left out, the last seed first.")] = 50.0,
     reference: Annotated[str, typer.Option(help="Arm that the others are compared with; default the first.")] = "",
     name: Annotated[str, typer.Option(help="Of the comparison; default the name of the preset.")] = "",

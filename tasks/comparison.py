@@ -20,12 +20,12 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import REPORT_JSON_KEY, RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.comparison import has_reached, rewards_of
-from pipelinerl_core.tracking.evaluations import durable_versions, next_to_evaluate
+from pipelinerl_core.tracking.evaluations import durable_versions, has_passed, next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
 from tasks.runs import plain_name, run_url
 
-MARGIN = 0.05
-"""A run is stopped when its training reward is this far above the target."""
+MARGIN = 0.07
+"""A run is stopped when its training reward is this far above the target: held-out accuracy lags behind it."""
 BUDGET_MINUTES = 50.0
 # Weights every few steps, so that accuracy can be measured afterwards; a setting of the user's own comes after it.
 _DEFAULTS = ("weights.durable_every=5",)
@@ -153,11 +153,14 @@ def is_evaluated(follower: RunFollower, target: float) -> bool:
 
 
 def is_settled(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
-    """Whether nothing of a run is left to do: trained, evaluated, reported."""
+    """Whether nothing of a run is left to do: reported, and past the target or trained and evaluated to its end."""
     if not store.exists(RUN_KEY) or not store.exists(REPORT_JSON_KEY):
         return False
     follower = RunFollower(store)
     follower.refresh()
+    accuracies = {step: record.accuracy for step, record in follower.evals.items()}
+    if has_passed(accuracies, plan.wanted.target):
+        return True
     is_done = is_trained(follower, run.config.trainer.steps, plan.enough_reward)
     return is_done and is_evaluated(follower, plan.wanted.target)
 

@@ -7,6 +7,7 @@ long runs take.
 import json
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl_core.errors import MissingObject, PipelineRLError
@@ -16,6 +17,7 @@ from pipelinerl_core.tracking.comparison import ComparedRun, compare, learning_c
 from pipelinerl_core.tracking.comparison_figure import figure
 from pipelinerl_core.tracking.comparison_page import page
 from pipelinerl_core.tracking.follow import RunFollower
+from pipelinerl_core.tracking.peers import read_peer
 from tasks.budget import dropped_lines
 from tasks.comparison import Plan, PlannedRun, is_settled
 from tasks.runs import root_url, run_url
@@ -30,8 +32,10 @@ class RunsFailed(PipelineRLError):
 class Results:
     """The runs of a plan that are done, and where they are compared."""
 
-    def __init__(self, plan: Plan, root: str) -> None:
+    def __init__(self, plan: Plan, root: str, peers: Sequence[str] = ()) -> None:
+        """`peers`: other libraries whose results under <root>/peers are arms too (tracking/peers.py)."""
         self._plan = plan
+        self._peers = peers
         self._root = root_url(root)
         self.store = open_store(self._root).child(plan.key)
         self._spent: dict[str, float] = self._earlier_seconds()
@@ -56,8 +60,11 @@ class Results:
 
     def write(self, dropped: list[PlannedRun]) -> dict[str, Any]:
         """Compare all runs that are done; writes the three objects and returns comparison.json."""
-        runs = [one for one in map(self._compared, self._plan.runs) if one is not None]
+        own = [one for one in map(self._compared, self._plan.runs) if one is not None]
+        peers = self._peer_runs()
+        runs = [*own, *peers]
         wanted = self._plan.wanted
+        names = [*(arm.name for arm in wanted.arms), *dict.fromkeys(peer.arm for peer in peers)]
         document = {
             "name": self._plan.name,
             "digest": self._plan.digest,
@@ -72,14 +79,25 @@ class Results:
             "dropped": dropped_lines(dropped, len(wanted.arms)),
             "dropped_runs": [run.run_id for run in dropped],
             "failed": self.failed,
-            **compare(runs, [arm.name for arm in wanted.arms], self._plan.reference, wanted.target),
-            "runs": [self._entry(run) for run in runs],
+            **compare(runs, names, self._plan.reference, wanted.target),
+            "runs": [self._entry(run) for run in own],
+            "peers": [self._peer_entry(peer) for peer in peers],
         }
         svg = figure(document, runs)
         self.store.put(JSON_KEY, json.dumps(document, indent=2, allow_nan=False).encode())
         self.store.put(SVG_KEY, svg.encode())
         self.store.put(HTML_KEY, page(document, svg).encode())
         return document
+
+    def _peer_runs(self) -> list[ComparedRun]:
+        root = open_store(self._root)
+        found = (read_peer(root, name, seed) for name in self._peers for seed in self._plan.wanted.seeds)
+        return [peer for peer in found if peer is not None]
+
+    def _peer_entry(self, peer: ComparedRun) -> dict[str, Any]:
+        """A peer in comparison.json."""
+        figures = run_figures(peer, self._plan.wanted.target)
+        return {"arm": peer.arm, "seed": peer.seed, "figures": figures, "curve": _curve(peer)}
 
     def _compared(self, planned: PlannedRun) -> ComparedRun | None:
         """A run with all that is known of it; None while something is left to do."""
@@ -115,8 +133,12 @@ class Results:
             "resumes": num_resumes(run.commits),
             "spent_seconds": self._spent.get(run.run_id),
             "figures": figures,
-            "curve": [
-                {"version": one.version, "seconds": one.seconds, "samples": one.samples, "accuracy": one.accuracy}
-                for one in learning_curve(run)
-            ],
+            "curve": _curve(run),
         }
+
+
+def _curve(run: ComparedRun) -> list[dict[str, float]]:
+    return [
+        {"version": one.version, "seconds": one.seconds, "samples": one.samples, "accuracy": one.accuracy}
+        for one in learning_curve(run)
+    ]

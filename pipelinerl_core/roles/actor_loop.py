@@ -105,6 +105,7 @@ class Actor:
         self._sync_seconds = 0.05
         self._errors = ErrorBudget()
         self._pacer = Pacer(config.trainer.groups_per_step)
+        self._paced_at = time.monotonic()
         self._process = psutil.Process()
 
     async def run(self, stop: threading.Event) -> None:
@@ -192,7 +193,9 @@ class Actor:
         self._sync_seconds = reply.sync_seconds
         self._credit = reply.credit
         if self._config.engine.pace and not self._config.takes_turns:
-            self._engine.set_pace(self._pacer.update(reply.ready_groups))
+            now = time.monotonic()
+            self._engine.set_pace(self._pacer.update(reply.ready_groups, now - self._paced_at))
+            self._paced_at = now
         if self._credit > 0:
             self._credit_granted.set()
         self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]

@@ -12,10 +12,14 @@ import math
 # here hardly ever touches zero when the trainer asks.
 _TARGET_STEPS = 0.75
 # The controller is proportional-integral, in the logarithm of the time per decode step. Per step's worth of surplus
-# the time grows by e at once, and every sync (about 20 a second) adds a little more as long as the surplus lasts. By
-# simulation engines of one to six times the trainer's speed settle within half a minute, without hunting.
-_PROPORTIONAL = 1.0
-_INTEGRAL = 0.005
+# the time grows by e^2 at once, and every second adds a little more as long as the surplus lasts. What is added up is
+# capped above and counts twice below the target: shortage cannot be larger than the target, so what a full queue adds
+# in seconds (while the trainer starts) would take a minute to go, with the trainer waiting for a paced engine. By
+# simulation engines of one to eight times the trainer's speed make it wait for under 3 % of the time.
+_PROPORTIONAL = 2.0
+_RISE_PER_SECOND = 0.1
+_FALL_PER_SECOND = 0.2
+_LARGEST_SURPLUS_STEPS = 0.5
 # Pause that doubles the time of a typical decode step of a small model; larger models settle at larger exponents.
 _UNIT_SECONDS = 0.002
 # exp(4) * 2 ms = 0.1 s a token: a sequence must still move, because leases and people's patience end.
@@ -31,10 +35,12 @@ class Pacer:
         self.delay_seconds = 0.0
         """Pause after each decode step."""
 
-    def update(self, ready_groups: int) -> float:
-        """Take in one observation; returns the new delay."""
+    def update(self, ready_groups: int, seconds: float) -> float:
+        """Take in one observation, `seconds` after the last; returns the new delay."""
         surplus_steps = ready_groups / self._groups_per_step - _TARGET_STEPS
-        self._integral = _clamp(self._integral + _INTEGRAL * surplus_steps)
+        lasting = min(surplus_steps, _LARGEST_SURPLUS_STEPS)
+        gain = _RISE_PER_SECOND if lasting > 0 else _FALL_PER_SECOND
+        self._integral = _clamp(self._integral + gain * lasting * seconds)
         exponent = _clamp(self._integral + _PROPORTIONAL * surplus_steps)
         self.delay_seconds = _UNIT_SECONDS * (math.exp(exponent) - 1.0)
         return self.delay_seconds

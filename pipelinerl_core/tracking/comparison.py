@@ -40,6 +40,7 @@ class ComparedRun:
     seed: int
     run_id: str
     code_version: str
+    """Empty for a peer."""
     is_emulated: bool
     commits: Mapping[int, Commit]
     accuracies: Mapping[int, float]
@@ -236,7 +237,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
         "emulated": any(run.is_emulated for run in runs),
         "overrun": {run.run_id: share for run in runs if (share := overrun_share(run)) > HONEST_SHARE},
         "resumed": sum(num_resumes(run.commits) for run in runs),
-        "code_versions": sorted({run.code_version for run in runs}),
+        "code_versions": sorted({run.code_version for run in runs if run.code_version}),
         "arms": table,
     }
 

@@ -21,6 +21,11 @@ def durable_versions(commits: Iterable[Commit]) -> list[int]:
     )
 
 
+def has_passed(accuracies: Mapping[int, float], level: float) -> bool:
+    """Whether PASSES versions are at or above a level."""
+    return sum(accuracy >= level for accuracy in accuracies.values()) >= PASSES
+
+
 def next_to_evaluate(
     versions: Iterable[int], accuracies: Mapping[int, float], enough: float | None = None
 ) -> int | None:

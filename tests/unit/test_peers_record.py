@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.testing.peers import record
-from pipelinerl_core.testing.peers.record import Recorder, read_points
+from pipelinerl_core.testing.peers.record import MARGIN, Recorder, read_points
 
 
 class Clock:
@@ -67,9 +67,11 @@ def test_saving_takes_no_time_and_keeps_the_weights_of_every_fifth_step(tmp_path
 
 
 def test_it_stops_once_ten_steps_are_past_the_target_by_the_margin(tmp_path, clock):
-    assert run(recorder(tmp_path), clock, [0.4] * 7 + [0.56] * 20) == 17
+    level = 0.5 + MARGIN
+    # All ten steps of the window are above it only from step 17 on; one that is far below delays it.
+    assert run(recorder(tmp_path), clock, [0.0] * 7 + [level + 0.001] * 20) == 17
     assert read_points(tmp_path)["points"][-1]["step"] == 17
-    assert run(recorder(tmp_path / "never"), clock, [0.54] * 30) is None
+    assert run(recorder(tmp_path / "never"), clock, [level - 0.01] * 30) is None
 
 
 def test_it_stops_when_its_time_is_up(tmp_path, clock):

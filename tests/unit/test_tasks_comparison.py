@@ -126,10 +126,16 @@ def test_a_run_is_done_when_trained_evaluated_and_reported(tmp_path):
 def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tmp_path):
     settings = {"seeds": (0,), "overrides": ("trainer.steps=50",)}
     plan = plan_of(**settings, target=0.5)
-    rewards, accuracies = [0.3, *[0.56] * 10], {version: 0.1 * version for version in range(8)}
+    rewards, accuracies = [0.3, *[0.61] * 10], {version: 0.1 * version for version in range(7)}
     store = write_run(tmp_path, plan.runs[0], rewards=rewards, accuracies=accuracies)
     assert is_settled(store, plan, plan.runs[0])
     assert not is_settled(store, plan_of(**settings, target=0.6), plan.runs[0])
+
+
+def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_reward(tmp_path):
+    plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
+    store = write_run(tmp_path, plan.runs[0], rewards=[0.3] * 4, accuracies={1: 0.2, 2: 0.5, 3: 0.4, 4: 0.6})
+    assert is_settled(store, plan, plan.runs[0])
 
 
 def test_the_result_is_written_with_what_is_there_and_remembers_how_long_runs_took(tmp_path):

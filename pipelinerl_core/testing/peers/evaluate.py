@@ -1,6 +1,6 @@
 """Held-out accuracy of a peer's saved weights, by our evaluator, into its points.json.
 
-python -m pipelinerl_core.testing.peers.evaluate --out DIR [--prompts 1000]
+python -m pipelinerl_core.testing.peers evaluate --out DIR [--prompts 1000]
 """
 
 import argparse

@@ -17,7 +17,7 @@ from pipelinerl_core.weights.files import serialize
 logger = logging.getLogger(__name__)
 
 POINTS_FILE = "points.json"
-MARGIN = 0.05
+MARGIN = 0.07
 """A peer stops when its training reward is past the target by this much."""
 
 

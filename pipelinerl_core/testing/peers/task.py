@@ -73,7 +73,8 @@ def peer_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="directory for weights and points.json")
     parser.add_argument("--target", type=float, default=0.5, help="accuracy in question")
     parser.add_argument("--max-seconds", type=float, default=600.0)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default all cores")
+    cores_each = len(os.sched_getaffinity(0)) // int(os.environ.get("WORLD_SIZE", "1"))
+    parser.add_argument("--threads", type=int, default=max(1, cores_each), help="of each process, default all cores")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, as for `train`")
     return parser
 

@@ -1,0 +1,47 @@
+"""A peer's points as an arm, with numbers worked out by hand."""
+
+import json
+
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.tracking.comparison import compare, run_figures
+from pipelinerl_core.tracking.peers import peer_key, peer_run, read_peer
+
+DOCUMENT = {
+    "name": "trl",
+    "seed": 1,
+    "settings": {},
+    "config": {},
+    "points": [
+        {"step": 0, "seconds": 0.0, "samples": 0, "reward": None, "accuracy": 0.2},
+        {"step": 2, "seconds": 8.0, "samples": 200, "reward": 0.4, "accuracy": 0.4},
+        {"step": 4, "seconds": 20.0, "samples": 400, "reward": 0.6, "accuracy": 0.6},
+    ],
+    "rewards": [0.3, 0.4, 0.5, 0.6],
+    "step_seconds": [5.0, 3.0, 6.0, 6.0],
+}
+
+
+def test_a_peer_reaches_the_target_between_two_of_its_points():
+    figures = run_figures(peer_run(DOCUMENT), 0.5)
+    assert figures["time_to_target_seconds"] == 14.0
+    assert figures["samples_to_target"] == 300.0
+    assert figures["rollouts_per_second"] == 300.0 / 15.0, "after the first step"
+    assert figures["ess_mean"] is None
+
+
+def test_a_peer_is_an_arm_beside_others_with_the_same_seed():
+    peer = peer_run(DOCUMENT)
+    table = compare([peer], ["trl"], "trl", 0.5)
+    assert table["arms"]["trl"]["time_to_target_seconds"]["by_seed"] == {"1": 14.0}
+
+
+def test_a_peer_that_was_not_evaluated_is_no_arm_yet():
+    store = MemoryStore()
+    assert read_peer(store, "trl", 1) is None
+    raw = {**DOCUMENT, "points": [{"step": 0, "seconds": 0.0, "samples": 0, "reward": None}]}
+    store.put(peer_key("trl", 1), json.dumps(raw).encode())
+    assert read_peer(store, "trl", 1) is None
+    store.put(peer_key("trl", 1), json.dumps(DOCUMENT).encode())
+    found = read_peer(store, "trl", 1)
+    assert found is not None
+    assert found.accuracies == {0: 0.2, 2: 0.4, 4: 0.6}
