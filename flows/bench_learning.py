@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--write: {RESULTS_PAGE} is not there; run it from a checkout")
     wanted = _wanted(options)
     peers = parse_peers(options.peers)
+    if peers and options.suite == "emulated":
+        raise ConfigError("--peers: other libraries run at real speed, --suite emulated does not. Set --suite shared")
     document = carry_out(wanted, options.root)
     if peers:
         run_peers(peers, wanted, options.root)

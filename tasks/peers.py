@@ -52,7 +52,7 @@ def run_peers(names: Sequence[str], wanted: Wanted, root: str) -> None:
 def _run_peer(name: str, seed: int, wanted: Wanted, out: Path) -> None:
     model = seeded_path("builtin:sums", seed)
     arguments = ["--out", str(out), "--seed", str(seed), "--model", model, "--target", str(wanted.target)]
-    _run(name, [name, "--preset", wanted.source, *arguments, "--max-seconds", str(MAX_SECONDS)])
+    _run(name, [name, "--preset", wanted.source, *arguments, "--max-seconds", str(MAX_SECONDS), *wanted.overrides])
     _run(name, ["evaluate", "--out", str(out)])
 
 

@@ -35,7 +35,7 @@ from pipelinerl_core.errors import (
     StaleLease,
 )
 from pipelinerl_core.interfaces import Engine, Scorer, Subscriber
-from pipelinerl_core.messages import Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
+from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.rollouts.pace import Pacer
@@ -242,20 +242,33 @@ class Actor:
 
     async def _send_loop(self) -> None:
         while True:
-            group = await self._unsent.get()
+            groups = [await self._unsent.get()]
             await self._credit_granted.wait()
-            self._spend_credit()
-            message = Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq)
-            answer = await asyncio.to_thread(self._link.request, message, group.rows)
-            group.is_sent = True
-            self._leases.pop(group.lease_id, None)
-            if isinstance(answer, Refused):
-                self._forget_refused(group, answer)
-            elif group.seq is not None:
-                self._finished.pop((group.ref.group_id, group.ref.attempt), None)
+            while len(groups) < self._credit and not self._unsent.empty():
+                groups.append(self._unsent.get_nowait())
+            self._spend_credit(len(groups))
+            # All at once: a turn of this loop lasts as long as a decode step, so a turn per group would be too slow.
+            answers = await asyncio.to_thread(self._send, groups)
+            for group, answer in zip(groups, answers, strict=True):
+                self._note_sent(group, answer)
 
-    def _spend_credit(self) -> None:
-        self._credit -= 1
+    def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
+        """On a thread of its own; the hub's answers in order."""
+        return [
+            self._link.request(Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq), group.rows)
+            for group in groups
+        ]
+
+    def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
+        group.is_sent = True
+        self._leases.pop(group.lease_id, None)
+        if isinstance(answer, Refused):
+            self._forget_refused(group, answer)
+        elif group.seq is not None:
+            self._finished.pop((group.ref.group_id, group.ref.attempt), None)
+
+    def _spend_credit(self, num_groups: int) -> None:
+        self._credit -= num_groups
         if self._credit <= 0:
             self._credit_granted.clear()
 

@@ -167,22 +167,28 @@ def test_overrun_is_logged_once_a_minute_with_its_share(monkeypatch, caplog):
 class Learner:
     version = 6
 
-    def __init__(self, seconds):
-        self._seconds = seconds
+    def __init__(self, work):
+        self._work = work
 
     def step(self, rows):
-        time.sleep(self._seconds)
+        self._work()
         self.version += 1
         zeros = dict.fromkeys(StepStats.__dataclass_fields__, 0)
-        return StepStats(**{**zeros, "num_tokens": 1000, "compute_seconds": self._seconds})
+        return StepStats(**{**zeros, "num_tokens": 1000})
 
 
-def test_an_optimizer_step_waits_only_where_real_work_was_faster(caplog):
-    speeds = EmulatedSpeeds.of(config())  # 1,000 tokens on four accelerators: 0.1 s
-    learner = EmulatedLearner(Learner(0.02), speeds)
-    stats = learner.step([])
-    assert stats.compute_seconds == pytest.approx(0.1, rel=0.03)
+@pytest.mark.parametrize(("real_seconds", "lasts", "overrun"), [(0.02, 0.1, 0.0), (0.25, 0.25, 0.15)])
+def test_an_optimizer_step_waits_only_where_real_work_was_faster(monkeypatch, real_seconds, lasts, overrun):
+    now = [100.0]
+
+    def pass_time(seconds):
+        now[0] += seconds
+
+    fake = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0], sleep=pass_time)
+    monkeypatch.setattr(emulation, "time", fake)
+    learner = EmulatedLearner(Learner(lambda: pass_time(real_seconds)), EmulatedSpeeds.of(config()))
+    stats = learner.step([])  # 1,000 tokens on four accelerators: 0.1 s
+    assert stats.compute_seconds == pytest.approx(lasts)
+    assert now[0] == pytest.approx(100.0 + lasts)
+    assert learner._overrun.seconds == pytest.approx(overrun)
     assert learner.version == 7
-    slow = EmulatedLearner(Learner(0.2), speeds)
-    assert slow.step([]).compute_seconds == pytest.approx(0.2, rel=0.03)
-    assert slow._overrun.seconds == pytest.approx(0.1, rel=0.1)
