@@ -24,7 +24,7 @@ COMPARE = ("compare", *ARMS, *TINY, "--target", "0.1", "--margin", "0")
 FIGURES = {
     "time_to_target_seconds", "samples_to_target", "samples_per_second", "rollouts_per_second", "tokens_per_second",
     "ess_mean", "lag_mean", "lag_max", "kl_mean", "trainer_idle_fraction", "actor_idle_fraction", "best_accuracy",
-    "steps", "seconds", "emulated", "over_reference",
+    "steps", "seconds", "emulated", "over_reference", "step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds",
 }  # fmt: skip
 
 
