@@ -174,7 +174,7 @@ def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> d
         return dict.fromkeys(keys)
     first, end, num_steps = commits[1], commits[last], last - 1
     engines = None
-    if first.actors.keys() == end.actors.keys():
+    if first.actors and first.actors.keys() == end.actors.keys():
         engines = sum(
             end.actors[key].counters.get("cpu_seconds", 0.0) - first.actors[key].counters.get("cpu_seconds", 0.0)
             for key in end.actors

@@ -27,6 +27,7 @@ def test_a_peer_reaches_the_target_between_two_of_its_points():
     assert figures["samples_to_target"] == 300.0
     assert figures["rollouts_per_second"] == 300.0 / 15.0, "after the first step"
     assert figures["ess_mean"] is None
+    assert figures["engine_cpu_seconds"] is None
 
 
 def test_a_peer_is_an_arm_beside_others_with_the_same_seed():
