@@ -14,7 +14,6 @@ def affinity(process):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two roles need two cores of their own")
 def test_trainer_and_actor_run_on_different_cores(tmp_path, prepared_model):
     url = f"file://{tmp_path}/run"
     make_run(url, "placement.cores=own", f"model.path={prepared_model}")

@@ -91,8 +91,14 @@ def test_the_sequential_peer_has_the_gradient_of_our_learner(tmp_path, prepared_
     assert_equal_gradients(gradient_of(task.model), our_gradient(task.config, rollouts))
 
 
+@pytest.fixture(scope="module")
+def trl() -> None:
+    """What only peers need, beside the environment of the tests."""
+    subprocess.run(["make", "bench-peers"], check=True, timeout=300, cwd=ROOT)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not PACKAGES.exists(), reason="make bench-peers")
+@pytest.mark.usefixtures("trl")
 @pytest.mark.parametrize("generation", ["continuous", "plain"])
 def test_trl_has_the_gradient_of_our_learner(tmp_path, prepared_model, generation):
     # In a process of its own: transformers looks only once for accelerate, which is not among our packages.
@@ -127,7 +133,7 @@ def compare_trl(out, model, continuous_batching):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PACKAGES.exists(), reason="make bench-peers")
+@pytest.mark.usefixtures("trl")
 def test_processes_of_trl_share_a_step(tmp_path, prepared_model):
     options = ["--out", str(tmp_path), "--model", str(prepared_model), "--steps", "2", "--every", "1", *SMALL]
     command = [sys.executable, "-m", "pipelinerl_core.testing.peers", "trl", *options]
