@@ -233,6 +233,8 @@ class Reserved(Message):
     """"<actor>/<epoch>" -> ActorSample now."""
     reason: str = ""
     """Why it is not ready, in words for a log line."""
+    ready_groups: int = 0
+    """While it is not ready: how many groups are. A trainer gives up when this does not grow."""
 
 
 class RowsHeader(Message):

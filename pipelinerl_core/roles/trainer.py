@@ -57,7 +57,7 @@ from pipelinerl_core.weights.files import entry_of
 
 logger = logging.getLogger(__name__)
 
-# Nothing moves for this long while the hub answers: every actor is dead or every reward fails.
+# No further group for this long while the hub answers: every actor is dead, or every group fails or is filtered.
 RESERVE_DEADLINE_SECONDS = 600.0
 # Rows that the hub lost come again from their actor within a few syncs.
 ROWS_DEADLINE_SECONDS = 120.0
@@ -214,7 +214,7 @@ class Trainer:
     def _reserve(self, step: int, stop: threading.Event) -> Reserved | None:
         """The groups of a step; None when asked to stop while waiting."""
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
-        reason = ""
+        reason, most_ready = "", 0
         while not stop.is_set():
             answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch))
             if isinstance(answer, Refused):
@@ -222,9 +222,11 @@ class Trainer:
             if isinstance(answer, Reserved) and answer.is_ready:
                 self._reserved_step, self._reserved = step, answer
                 return answer
-            if isinstance(answer, Reserved) and answer.reason != reason:  # something moves
-                deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+            if isinstance(answer, Reserved):
                 reason = answer.reason
+                if answer.ready_groups > most_ready:  # a long phase goes on as long as it fills
+                    most_ready = answer.ready_groups
+                    deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {step}: no {self._config.trainer.groups_per_step} groups within "

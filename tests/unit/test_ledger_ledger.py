@@ -657,3 +657,11 @@ def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
     ledger.committed(2, [(2, 0), (3, 0)], (), manifest(2))
     assert not ledger.reserve(3, epoch=2).is_ready
     assert ledger.num_ready == 0
+
+
+def test_a_reserve_that_is_not_ready_says_how_far_it_is():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    assert ledger.reserve(1, epoch=2).ready_groups == 0
+    deliver(ledger, grants[0])
+    assert ledger.reserve(1, epoch=2).ready_groups == 1
