@@ -16,7 +16,7 @@ from pipelinerl_core.tracking.learning_claims import claim_lines, claims
 from tasks.comparison import BUDGET_MINUTES, Wanted, plan_comparison
 from tasks.comparison_results import SVG_KEY, Results
 from tasks.markdown import replace_section
-from tasks.peers import PEERS, parse_peers, run_peers
+from tasks.peers import PEERS, parse_peers, peer_runs, run_peers
 
 TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5}
 """Held-out accuracy that the arms of a suite are timed to: where the curve is still steep."""
@@ -31,13 +31,13 @@ def main(arguments: Sequence[str]) -> None:
     if options.write and not RESULTS_PAGE.is_file():
         raise ConfigError(f"--write: {RESULTS_PAGE} is not there; run it from a checkout")
     wanted = _wanted(options)
-    peers = parse_peers(options.peers)
+    peers = parse_peers(options.peers, _suite(options), options.overrides)
     if peers and options.suite == "emulated":
         raise ConfigError("--peers: other libraries run at real speed, --suite emulated does not. Set --suite shared")
     document = carry_out(wanted, options.root)
     if peers:
         run_peers(peers, wanted, options.root)
-        document = Results(plan_comparison(wanted), options.root, peers).write([])
+        document = Results(plan_comparison(wanted), options.root, peer_runs(peers, wanted)).write([])
     document = {**document, "suite": options.suite, "claims": claims(document)}
     if options.write:
         _write(document)
@@ -62,13 +62,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _suite(options: argparse.Namespace) -> tuple[str, ...]:
+    """Settings that all arms of the suite share."""
+    suites = {arm.name: arm.overrides for arm in shipped_arms("suites")}
+    return (*suites[options.suite], *(suites[SHORT] if options.short else ()))
+
+
 def _wanted(options: argparse.Namespace) -> Wanted:
-    shared = {arm.name: arm.overrides for arm in shipped_arms("suites")}
     suite = f"learning-{options.suite}" + (f"-{SHORT}" if options.short else "")
     return Wanted(
         source="quickstart",
         arms=_chosen(options),
-        overrides=(*shared[options.suite], *(shared[SHORT] if options.short else ()), *options.overrides),
+        overrides=(*_suite(options), *options.overrides),
         seeds=parse_seeds(options.seeds or ("0" if options.short else "0,1,2")),
         target=TARGETS[options.suite] if options.target is None else options.target,
         budget_minutes=options.budget_minutes,

@@ -103,7 +103,7 @@ def plan_comparison(wanted: Wanted) -> Plan:
         wanted=wanted,
         name=plain_name(wanted.name or wanted.source),
         reference=reference,
-        digest=_digest([resolved, wanted.target, wanted.margin, reference]),
+        digest=digest_of([resolved, wanted.target, wanted.margin, reference]),
         runs=tuple(runs),
     )
 
@@ -133,10 +133,11 @@ def _planned(wanted: Wanted, arm: Arm, seed: int) -> PlannedRun:
 def run_digest(config: RunConfig) -> str:
     """8 hex digits over the resolved configuration and the versions of what computes with it."""
     versions = {"pipelinerl": __version__, **{name: version(name) for name in _LIBRARIES}}
-    return _digest([config.model_dump(mode="json"), versions])
+    return digest_of([config.model_dump(mode="json"), versions])
 
 
-def _digest(values: Any) -> str:
+def digest_of(values: Any) -> str:
+    """8 hex digits over JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -32,7 +32,7 @@ class RunsFailed(PipelineRLError):
 class Results:
     """The runs of a plan that are done, and where they are compared."""
 
-    def __init__(self, plan: Plan, root: str, peers: Sequence[str] = ()) -> None:
+    def __init__(self, plan: Plan, root: str, peers: Sequence[PlannedRun] = ()) -> None:
         """`peers`: other libraries whose results under <root>/peers are arms too (tracking/peers.py)."""
         self._plan = plan
         self._peers = peers
@@ -91,7 +91,7 @@ class Results:
 
     def _peer_runs(self) -> list[ComparedRun]:
         root = open_store(self._root)
-        found = (read_peer(root, name, seed) for name in self._peers for seed in self._plan.wanted.seeds)
+        found = (read_peer(root, run.run_id) for run in self._peers)
         return [peer for peer in found if peer is not None]
 
     def _peer_entry(self, peer: ComparedRun) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Other libraries on the task of a comparison: each with each seed a child process, alone on the machine.
 
-Their results stay under <root>/peers/<name>-s<seed>/, and are found again there (pipelinerl_core/tracking/peers.py).
+Their results stay under <root>/peers/<name>-s<seed>-<digest of the settings>/, and are found again there
+(pipelinerl_core/tracking/peers.py).
 """
 
 import logging
@@ -9,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipelinerl_core.config import load_config
+from pipelinerl_core.config.arm import Arm, shipped_arms
 from pipelinerl_core.config.model_path import seeded_path
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.peers import PEERS_PREFIX, peer_key, read_peer
 from tasks.commands import guarded
-from tasks.comparison import Wanted
+from tasks.comparison import PlannedRun, Wanted, digest_of
 from tasks.runs import local_directory, root_url
 
 logger = logging.getLogger(__name__)
@@ -27,33 +30,48 @@ _START_SECONDS = 300.0
 _MODULE = "pipelinerl_core.testing.peers"
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """Example: "trl,sequential"; ConfigError for a name that is none."""
+def parse_peers(text: str, suite: Sequence[str], user: Sequence[str]) -> tuple[Arm, ...]:
+    """Example: "trl,sequential". Each with all its settings: the suite's, its own, the user's; the last one counts.
+
+    ConfigError for a name that is none.
+    """
+    own = {arm.name: arm.overrides for arm in shipped_arms("peers")}
     names = tuple(name for name in text.split(",") if name)
     for name in names:
         if name not in PEERS:
             raise ConfigError(f"--peers {name}: no such peer; there are {', '.join(PEERS)}")
-    return names
+    return tuple(Arm(name, (*suite, *own.get(name, ()), *user)) for name in names)
 
 
-def run_peers(names: Sequence[str], wanted: Wanted, root: str) -> None:
+def peer_runs(peers: Sequence[Arm], wanted: Wanted) -> list[PlannedRun]:
+    """Seed by seed, what is to be run; a run is named after its settings and its target."""
+    return [_planned(peer, seed, wanted) for seed in wanted.seeds for peer in peers]
+
+
+def run_peers(peers: Sequence[Arm], wanted: Wanted, root: str) -> None:
     """Run and evaluate what is not there yet. Raises PipelineRLError when a peer fails."""
     store = open_store(root_url(root))
     directory = local_directory(store.url)
     if directory is None:
         raise ConfigError(f"--peers writes to a local directory, --root is {store.url}. Give a path")
-    for seed in wanted.seeds:
-        for name in names:
-            if read_peer(store, name, seed) is None:
-                _run_peer(name, seed, wanted, directory / PEERS_PREFIX / f"{name}-s{seed}")
-                assert store.exists(peer_key(name, seed))
+    overrides = {peer.name: peer.overrides for peer in peers}
+    for run in peer_runs(peers, wanted):
+        if read_peer(store, run.run_id) is None:
+            _run_peer(run, overrides[run.arm], wanted, directory / PEERS_PREFIX / run.run_id)
+            assert store.exists(peer_key(run.run_id))
 
 
-def _run_peer(name: str, seed: int, wanted: Wanted, out: Path) -> None:
-    model = seeded_path("builtin:sums", seed)
-    arguments = ["--out", str(out), "--seed", str(seed), "--model", model, "--target", str(wanted.target)]
-    _run(name, [name, "--preset", wanted.source, *arguments, "--max-seconds", str(MAX_SECONDS), *wanted.overrides])
-    _run(name, ["evaluate", "--out", str(out)])
+def _planned(peer: Arm, seed: int, wanted: Wanted) -> PlannedRun:
+    config = load_config(wanted.source, [*peer.overrides, f"seed={seed}"])
+    digest = digest_of([config.model_dump(mode="json"), wanted.target])
+    return PlannedRun(arm=peer.name, seed=seed, config=config, run_id=f"{peer.name}-s{seed}-{digest}")
+
+
+def _run_peer(run: PlannedRun, overrides: Sequence[str], wanted: Wanted, out: Path) -> None:
+    model = seeded_path("builtin:sums", run.seed)
+    arguments = ["--out", str(out), "--seed", str(run.seed), "--model", model, "--target", str(wanted.target)]
+    _run(run.arm, [run.arm, "--preset", wanted.source, *arguments, "--max-seconds", str(MAX_SECONDS), *overrides])
+    _run(run.arm, ["evaluate", "--out", str(out)])
 
 
 def _run(name: str, arguments: Sequence[str]) -> None:

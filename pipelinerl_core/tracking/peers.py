@@ -1,6 +1,6 @@
 """Another library's run on the same task as an arm of a comparison: its points.json read as commits and accuracies.
 
-<root>/peers/<name>-s<seed>/points.json: {name, seed, settings, config, points: [{step, seconds, samples, reward,
+<root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step, seconds, samples, reward,
 accuracy}], rewards: one per step, step_seconds: one per step}, written by `pipelinerl_core.testing.peers`.
 """
 
@@ -17,14 +17,14 @@ PEERS_PREFIX = "peers"
 POINTS_FILE = "points.json"
 
 
-def peer_key(name: str, seed: int) -> str:
-    """Where the points of a peer with one seed are under a root."""
-    return f"{PEERS_PREFIX}/{name}-s{seed}/{POINTS_FILE}"
+def peer_key(run_id: str) -> str:
+    """Where the points of a peer's run are under a root."""
+    return f"{PEERS_PREFIX}/{run_id}/{POINTS_FILE}"
 
 
-def read_peer(root: ObjectStore, name: str, seed: int) -> ComparedRun | None:
+def read_peer(root: ObjectStore, run_id: str) -> ComparedRun | None:
     """A peer's run; None when it was not run or not evaluated."""
-    key = peer_key(name, seed)
+    key = peer_key(run_id)
     if not root.exists(key):
         return None
     document = json.loads(root.get(key))

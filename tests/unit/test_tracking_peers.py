@@ -1,10 +1,16 @@
 """A peer's points as an arm, with numbers worked out by hand."""
 
 import json
+from dataclasses import replace
 
+import pytest
+
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tracking.comparison import compare, run_figures
 from pipelinerl_core.tracking.peers import peer_key, peer_run, read_peer
+from tasks.comparison import Wanted
+from tasks.peers import parse_peers, peer_runs
 
 DOCUMENT = {
     "name": "trl",
@@ -38,11 +44,34 @@ def test_a_peer_is_an_arm_beside_others_with_the_same_seed():
 
 def test_a_peer_that_was_not_evaluated_is_no_arm_yet():
     store = MemoryStore()
-    assert read_peer(store, "trl", 1) is None
+    assert read_peer(store, "trl-s1-0") is None
     raw = {**DOCUMENT, "points": [{"step": 0, "seconds": 0.0, "samples": 0, "reward": None}]}
-    store.put(peer_key("trl", 1), json.dumps(raw).encode())
-    assert read_peer(store, "trl", 1) is None
-    store.put(peer_key("trl", 1), json.dumps(DOCUMENT).encode())
-    found = read_peer(store, "trl", 1)
+    store.put(peer_key("trl-s1-0"), json.dumps(raw).encode())
+    assert read_peer(store, "trl-s1-0") is None
+    store.put(peer_key("trl-s1-0"), json.dumps(DOCUMENT).encode())
+    found = read_peer(store, "trl-s1-0")
     assert found is not None
     assert found.accuracies == {0: 0.2, 2: 0.4, 4: 0.6}
+
+
+def test_a_peer_has_its_own_settings_over_the_suites_and_under_the_users():
+    wanted = Wanted(source="quickstart", arms=(), seeds=(0, 1), target=0.5)
+    peers = parse_peers("trl,sequential", ("learner.lr=1e-4", "trainer.steps=7"), ())
+    runs = peer_runs(peers, wanted)
+    assert [(run.arm, run.seed, run.config.learner.lr) for run in runs] == [
+        ("trl", 0, 2e-4),
+        ("sequential", 0, 1e-4),
+        ("trl", 1, 2e-4),
+        ("sequential", 1, 1e-4),
+    ]
+    assert {run.config.trainer.steps for run in runs} == {7}
+    (mine,) = peer_runs(parse_peers("trl", ("learner.lr=1e-4",), ("learner.lr=3e-4",)), replace(wanted, seeds=(0,)))
+    assert mine.config.learner.lr == 3e-4
+    assert mine.run_id != runs[0].run_id, "other settings are another run"
+    (later,) = peer_runs(peers[:1], replace(wanted, seeds=(0,), target=0.6))
+    assert later.run_id != runs[0].run_id, "another target stops elsewhere"
+
+
+def test_a_name_that_is_no_peer_is_refused():
+    with pytest.raises(ConfigError, match="there are trl, sequential"):
+        parse_peers("verl", (), ())
