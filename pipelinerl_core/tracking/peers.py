@@ -1,7 +1,8 @@
 """Another library's run on the same task as an arm of a comparison: its points.json read as commits and accuracies.
 
-<root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step, seconds, samples, reward,
-accuracy}], rewards: one per step, step_seconds: one per step}, written by `pipelinerl_core.testing.peers`.
+<root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step,
+seconds, samples, reward, accuracy}], rewards: one per step, step_seconds: one per step}, written by
+`pipelinerl_core.testing.peers`.
 """
 
 import json
