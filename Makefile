@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEERS := .bench-packages
+# embedded or vllm
+ENGINE ?= embedded
+VLLM := $(VENV)/.installed-vllm
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
@@ -15,7 +18,12 @@ export OMP_NUM_THREADS ?= 1
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-install: $(STAMP) ## create .venv with the locked packages
+ifeq ($(ENGINE),vllm)
+install: $(VLLM)
+quickstart: override ARGS += engine.kind=vllm
+endif
+
+install: $(STAMP) ## create .venv with the locked packages (ENGINE=vllm: vLLM for CPUs too)
 
 $(STAMP): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or set PYTHON=..." >&2; exit 2; }
@@ -23,6 +31,10 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+$(VLLM): $(STAMP) requirements-vllm.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.lock
+	@touch $@
 
 quickstart: install ## train the quickstart model and print where its report is
 	$(BIN)/pipelinerl train quickstart $(ARGS)

@@ -238,7 +238,10 @@ def bench(
     context: typer.Context,
     name: Annotated[
         str,
-        typer.Argument(help="engine: tokens per second against its peers; learning: schedules against each other."),
+        typer.Argument(
+            help="engine: tokens per second against its peers; vllm: what the adapter costs vLLM; "
+            "learning: schedules against each other."
+        ),
     ],
 ) -> None:
     """Run a benchmark; what follows its name goes to the benchmark.
@@ -247,10 +250,10 @@ def bench(
     """
     if name == "learning":
         _module("flows.bench_learning").main(context.args)
-    elif name == "engine":
-        _run_role("bench_engine", {}, context.args)
+    elif name in ("engine", "vllm"):
+        _run_role(f"bench_{name}", {}, context.args)
     else:
-        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, learning")
+        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, learning, vllm")
 
 
 def _run_role(role: str, arguments: dict[str, str], flags: list[str]) -> None:

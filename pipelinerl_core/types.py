@@ -102,8 +102,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """New tokens of one request, all sampled by one weight version.
+    """New tokens of one request, none of them sampled by weights older than `weight_version`.
 
+    An engine that stamps tokens itself cuts chunks where the version changes, so that it is exact; one that learns
+    the versions with the end gives a lower bound until then. The versions in `completion` are exact.
     Example: 3 tokens under version 7, then 2 under version 8 and the end -> two chunks; the second carries
     `completion`, the whole of it with `finish_reason` set.
     """
@@ -123,6 +125,8 @@ class EngineStats:
     """Sequences that hold a slot."""
     waiting: int
     """Sequences accepted but not started."""
+    slots: int
+    """Sequences that may run at once now: engine.concurrency, or fewer where the KV cache is too small for it."""
     kv_usage: float
     """Share of the KV memory in use, in [0, 1]."""
     num_tokens: int

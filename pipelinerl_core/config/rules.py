@@ -46,7 +46,25 @@ def explain_schedule(config: "RunConfig") -> list[str]:
 
 def first_problem(config: "RunConfig") -> str | None:
     """The first rule that a configuration breaks: what, why, what to set; None when it breaks none."""
-    return _window_problem(config) or _schedule_problem(config) or _arithmetic_problem(config)
+    return (
+        _window_problem(config) or _schedule_problem(config) or _engine_problem(config) or _arithmetic_problem(config)
+    )
+
+
+def _engine_problem(config: "RunConfig") -> str | None:
+    engine = config.engine
+    if engine.kind == "vllm" and engine.deterministic:
+        return (
+            "engine.deterministic=true fixes tensor shapes, which engine.kind=vllm cannot. Set engine.kind=embedded"
+        )
+    if engine.kind == "vllm" and config.emulation.accelerators:
+        return "emulation.accelerators emulates with the embedded engine. Set engine.kind=embedded"
+    if engine.kind == "embedded" and engine.tensor_parallel * engine.data_parallel > 1:
+        return (
+            f"engine.tensor_parallel={engine.tensor_parallel}, engine.data_parallel={engine.data_parallel} are for "
+            "engine.kind=vllm. Set engine.kind=vllm, or both to 1"
+        )
+    return None
 
 
 def _window_problem(config: "RunConfig") -> str | None:

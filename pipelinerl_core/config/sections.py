@@ -103,8 +103,8 @@ class RolloutsConfig(Section):
 class EngineConfig(Section):
     """The engine inside each actor."""
 
-    kind: Literal["embedded"] = "embedded"
-    """embedded: ours, CPU, any decoder of transformers with full attention."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """embedded: ours, CPU, any decoder of transformers with full attention; vllm: vLLM, on GPUs or a CPU."""
     concurrency: int = Field(64, ge=1)
     """Sequences in flight per actor at all times."""
     kv: Literal["keep", "recompute", "drain"] = "keep"
@@ -113,6 +113,16 @@ class EngineConfig(Section):
     """Slow the engine down while more than a step's worth of groups waits for the trainer: full slots, less lag."""
     deterministic: bool = False
     """Fix every tensor shape so that tokens do not depend on what else is in the batch (slower; float32 only)."""
+    tensor_parallel: int = Field(1, ge=1)
+    """vllm: accelerators that share one copy of the model."""
+    data_parallel: int = Field(1, ge=1)
+    """vllm: copies of the model behind one actor."""
+    kv_gigabytes: float = Field(0, ge=0)
+    """vllm: memory of the KV cache in GiB; 0: what vLLM finds free on a GPU, 1 on a CPU."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """vllm: compile the model and capture CUDA graphs, which takes minutes at the start; auto: not on a CPU."""
+    stream_interval: int = Field(16, ge=1)
+    """vllm: tokens of a sequence between two of its outputs: what a crash of the engine core can cost it."""
 
 
 class ScheduleConfig(Section):

@@ -76,6 +76,7 @@ class EmbeddedEngine:
             self._decoder.check_rows_are_alike()
         self._is_eos_V = np.isin(np.arange(self._decoder.vocab_size), list(eos_token_ids))
         self._table = SlotTable(num_rows, max_len, self._is_eos_V, fixed_shape=deterministic)
+        self._num_slots = slots
         self._num_places = slots * max_len
         self._version = weight_version
         self._kv = kv
@@ -166,6 +167,7 @@ class EmbeddedEngine:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
+            slots=self._num_slots,
             kv_usage=float(self._table.num_fed.sum()) / self._num_places,
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,

@@ -1,5 +1,6 @@
-"""The embedded engine of a run, from a model directory."""
+"""The engine of a run, from a model directory."""
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded import EmbeddedEngine
-from pipelinerl_core.errors import EngineError
+from pipelinerl_core.errors import ConfigError, EngineError
+from pipelinerl_core.interfaces import Engine
 
 
 def load_engine(
@@ -38,6 +40,20 @@ def load_engine(
         kv=config.engine.kv,
         deterministic=config.engine.deterministic,
     )
+
+
+async def start_engine(path: str | Path, config: RunConfig, *, max_prompt_tokens: int, name: str) -> Engine:
+    """The engine of a run, whatever its kind; `name` is unique in the run. Raises ConfigError without vLLM."""
+    if config.engine.kind == "embedded":
+        return load_engine(path, config, max_prompt_tokens=max_prompt_tokens)
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
+            "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
+        )
+    from pipelinerl_core.engine.load_vllm import start_vllm_engine
+
+    return await start_vllm_engine(path, config, max_prompt_tokens=max_prompt_tokens, name=name)
 
 
 def _eos_of(model: Any) -> list[int]:

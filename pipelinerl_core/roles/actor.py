@@ -14,7 +14,7 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.inference import build_codec, open_engine
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
@@ -24,17 +24,13 @@ from pipelinerl_core.roles.process import (
     limit_threads,
 )
 from pipelinerl_core.stream.segments import SegmentWriter
-from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
 async def run_actor(context: RunContext, name: str, stop: threading.Event) -> None:
     """Build the parts of an actor and run it."""
     epoch = int(time.time())  # unique per name: an actor takes seconds to start
-    engine = build_engine(context.config)
-    clock = emulated_clock(context.config)
-    if clock is not None:
-        engine.set_clock(clock)
+    engine = await open_engine(context.config, name=f"{name}/{epoch}")
     scorer = build_scorer(context.config)
     segments = SegmentWriter(
         context.store,

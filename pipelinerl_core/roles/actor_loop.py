@@ -33,6 +33,7 @@ from pipelinerl_core.errors import (
     MissingObject,
     RewardError,
     StaleLease,
+    SwapError,
 )
 from pipelinerl_core.interfaces import Engine, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
@@ -45,6 +46,9 @@ from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import GroupRef, Rollout, WeightManifest
 
 logger = logging.getLogger(__name__)
+
+# Swaps that fail one after the other before the actor gives up.
+_SWAP_ATTEMPTS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +162,7 @@ class Actor:
             engine_version=self._engine.weight_version,
             running=stats.running,
             waiting=stats.waiting,
-            concurrency=self._config.engine.concurrency,
+            concurrency=stats.slots,
             want=want,
             leases=tuple(self._leases),
             num_tokens=stats.num_tokens,
@@ -182,9 +186,9 @@ class Actor:
     def _want(self) -> int:
         """Groups to ask for: enough that slots freed until the next answer find a waiting sequence."""
         stats = self._engine.stats()
-        concurrency, group_size = self._config.engine.concurrency, self._config.rollouts.group_size
-        ahead = max(group_size, concurrency // 2)
-        return max(0, math.ceil((concurrency + ahead - stats.running - stats.waiting) / group_size))
+        group_size = self._config.rollouts.group_size
+        ahead = max(group_size, stats.slots // 2)
+        return max(0, math.ceil((stats.slots + ahead - stats.running - stats.waiting) / group_size))
 
     def _is_current(self) -> bool:
         return self._newest is None or self._engine.weight_version > 0 or self._newest.version == 0
@@ -331,6 +335,7 @@ class Actor:
     # ---- weights ---------------------------------------------------------------------------------------------
 
     async def _swap_loop(self) -> None:
+        failures = 0  # in a row
         while True:
             await self._newer.wait()
             self._newer.clear()
@@ -343,7 +348,16 @@ class Actor:
                 logger.warning("weights of version %d not taken: %s", manifest.version, error)
                 await asyncio.sleep(self._sync_seconds)
                 continue
-            report = await self._engine.swap(update)
+            try:
+                report = await self._engine.swap(update)
+            except SwapError as error:
+                # The engine goes on under its last good version; the hub offers the newest again with the next sync.
+                failures += 1
+                if failures == _SWAP_ATTEMPTS:
+                    raise
+                logger.warning("%s", error)
+                continue
+            failures = 0
             self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
             self._swaps.append(
                 SwapRecord(

@@ -23,7 +23,7 @@ from pipelinerl_core.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.inference import build_codec, open_engine
 from pipelinerl_core.roles.process import configure_logging, die_with_parent, limit_threads
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
@@ -155,7 +155,8 @@ class _Evaluation:
 async def _evaluation(config: RunConfig) -> AsyncIterator[_Evaluation]:
     """Build it on the starting model, close it at the end. As fast as this machine is: nothing is emulated."""
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
-    engine = build_engine(config.model_copy(update={"engine": wide, "emulation": EmulationConfig()}))
+    as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
+    engine = await open_engine(as_it_is, name="evaluator")
     scorer = build_scorer(config)
     try:
         prompts = build_source(config).held_out(config.eval.num_prompts)

@@ -8,10 +8,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.engine.embedded import EmbeddedEngine
-from pipelinerl_core.engine.load import load_engine
+from pipelinerl_core.engine.load import load_engine, start_engine
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.rollouts.runner import TextCodec
+from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.types import Int32Array, Prompt
 
 
@@ -24,8 +26,20 @@ def model_directory(config: RunConfig) -> Path:
 
 
 def build_engine(config: RunConfig) -> EmbeddedEngine:
-    """The engine with the starting weights, version 0."""
+    """The embedded engine with the starting weights, version 0."""
     return load_engine(model_directory(config), config, max_prompt_tokens=config.rollouts.max_prompt_tokens)
+
+
+async def open_engine(config: RunConfig, *, name: str) -> Engine:
+    """The engine that a run is configured for, with the starting weights; `name` is unique in the run."""
+    if config.engine.kind == "vllm":
+        limit = config.rollouts.max_prompt_tokens
+        return await start_engine(model_directory(config), config, max_prompt_tokens=limit, name=name)
+    engine = build_engine(config)
+    clock = emulated_clock(config)
+    if clock is not None:
+        engine.set_clock(clock)
+    return engine
 
 
 def build_codec(config: RunConfig) -> TextCodec:

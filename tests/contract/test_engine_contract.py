@@ -1,48 +1,29 @@
-"""What every engine must do. A new engine joins by a builder in ENGINES."""
+"""What every engine must do; conftest.py builds the engines.
+
+`build` is every engine; `seeded` those that draw the noise of a token from the seed of its request alone.
+"""
 
 import asyncio
 import dataclasses
 import itertools
+import time
 
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import build_config
-from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.testing.emulation import emulated_clock
-from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, tiny_model, weights_of
+from pipelinerl_core.testing import models as testing_models
+from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Sampler, WeightSpan
 
 EOS = 3
 PROMPT = [5, 6, 7, 13, 8]
-DEADLINE_SECONDS = 60
-
-ENGINES = {
-    "embedded": lambda model, **options: EmbeddedEngine(model, **options),
-    "embedded-deterministic": lambda model, **options: EmbeddedEngine(model, deterministic=True, **options),
-    "embedded-emulated": lambda model, **options: _emulated(EmbeddedEngine(model, **options)),
-}
 
 
-def _emulated(engine):
-    """With the clock of an accelerator that is hardly slower than this machine."""
-    emulation = {"accelerators": 2, "token_seconds": 2e-5, "saturation": 10}
-    engine.set_clock(emulated_clock(build_config({"emulation": emulation})))
-    return engine
-
-
-@pytest.fixture(params=sorted(ENGINES))
-def build(request):
-    """Builds an engine of one kind: build(model, slots=..., max_len=..., eos_token_ids=..., kv=...)."""
-
-    def _build(model, *, slots=4, max_len=96, eos_token_ids=(), kv="keep", weight_version=0):
-        return ENGINES[request.param](
-            model, slots=slots, max_len=max_len, eos_token_ids=eos_token_ids, kv=kv, weight_version=weight_version
-        )
-
-    return _build
+def tiny_model(*arguments, **settings):
+    """With heads of 32, the smallest that vLLM knows on a CPU."""
+    return testing_models.tiny_model(*arguments, **({"hidden_size": 128} | settings))
 
 
 def ask(name="a", *, prompt=PROMPT, max_tokens=24, temperature=1.0, top_p=1.0, seed=0, prior=None):
@@ -70,7 +51,8 @@ async def finish(engine, request):
     assert np.concatenate([c.token_ids for c in chunks]).tolist() == completion.token_ids[num_prior:].tolist()
     sent_logprobs = np.concatenate([c.rollout_logprobs for c in chunks])
     assert sent_logprobs.tolist() == completion.rollout_logprobs[num_prior:].tolist()
-    assert [c.weight_version for c in chunks for _ in c.token_ids] == versions[num_prior:]
+    bounds = [chunk.weight_version for chunk in chunks for _ in chunk.token_ids]
+    assert all(bound <= version for bound, version in zip(bounds, versions[num_prior:], strict=True))
     assert completion.token_ids.dtype == np.int32
     assert completion.rollout_logprobs.dtype == np.float32
     assert len(completion.rollout_logprobs) == len(completion.token_ids)
@@ -86,15 +68,10 @@ def assert_spans_cover(completion):
 
 
 async def until(condition, what):
-    for _ in range(20_000):
-        if condition():
-            return
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
         await asyncio.sleep(0)
-    raise AssertionError(f"never came: {what}")
-
-
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_SECONDS))
 
 
 # ---- tokens and log-probabilities --------------------------------------------------------------------------------
@@ -108,21 +85,21 @@ def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_t
         ask(
             f"r{i}",
             prompt=rng.integers(0, VOCAB_SIZE, rng.integers(1, 30)).tolist(),
-            max_tokens=int(rng.integers(1, 40)),
+            max_tokens=int(rng.integers(1, 40)) if i % 2 else 1,
             temperature=float(rng.choice([0.5, 1.0, 1.7])),
             seed=i,
         )
-        for i in range(14)
+        for i in range(20)
     ]
 
     async def main():
-        engine = build(model, slots=5, eos_token_ids=[EOS])
+        engine = await build(model, slots=5, eos_token_ids=[EOS])
         completions = await asyncio.gather(*(finish(engine, request) for request in requests))
         assert engine.stats().num_tokens == sum(len(c.token_ids) for c in completions)
         await engine.close()
         return completions
 
-    completions = run(main())
+    completions = build.run(main())
     for request, completion in zip(requests, completions, strict=True):
         expected = reference_logprobs(
             reference, request.prompt_token_ids, completion, temperature=request.sampler.temperature
@@ -135,24 +112,24 @@ def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_t
     assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
-def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(build):
+def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(seeded):
     async def main():
-        engine = build(tiny_model())
+        engine = await seeded(tiny_model())
         return [await finish(engine, ask(seed=seed)) for seed in (1, 1, 2)]
 
-    first, second, third = run(main())
+    first, second, third = seeded.run(main())
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.token_ids.tolist() != third.token_ids.tolist()
 
 
 def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
     async def main():
-        engine = build(tiny_model())
+        engine = await build(tiny_model())
         return await asyncio.gather(
             finish(engine, ask("narrow", top_p=1e-6, seed=5)), finish(engine, ask("full", seed=5))
         )
 
-    narrow, full = run(main())
+    narrow, full = build.run(main())
     assert narrow.rollout_logprobs.tolist() == [0.0] * 24  # a nucleus of one token has probability 1
     np.testing.assert_allclose(full.rollout_logprobs, reference_logprobs({0: tiny_model()}, PROMPT, full), atol=1e-4)
 
@@ -166,14 +143,14 @@ def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build
     models[4].load_state_dict(forcing_weights(models[4], forced))
 
     async def main():
-        engine = build(tiny_model(tied=False), slots=3)
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
+        engine = await build(tiny_model(tied=False), slots=3)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80 + i, seed=i))) for i in range(3)]
         await until(lambda: engine.stats().num_tokens >= 27, "27 tokens")
         report = await engine.swap(update_of(forcing_weights(models[4], forced), 4))
         assert engine.weight_version == 4
         return report, await asyncio.gather(*tasks)
 
-    report, completions = run(main())
+    report, completions = build.run(main())
     assert (report.version, report.num_running) == (4, 3)
     assert 0 < report.pause_seconds < 5
     assert report.num_bytes > 0
@@ -191,9 +168,9 @@ def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv
     models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
 
     async def main():
-        engine = build(tiny_model(seed=0), slots=6, kv=kv)
+        engine = await build(tiny_model(seed=0), slots=6, kv=kv)
         tasks = [
-            asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=40 + i, seed=i)))
+            asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=85 + i, seed=i)))
             for i in range(6)
         ]
         for version, num_tokens in ((1, 70), (2, 150)):
@@ -201,7 +178,7 @@ def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv
             await engine.swap(update_of(weights_of(models[version]), version))
         return await asyncio.gather(*tasks)
 
-    for index, completion in enumerate(run(main())):
+    for index, completion in enumerate(build.run(main())):
         prompt = PROMPT[: 1 + index % 5]
         assert [span.version for span in completion.weight_spans] == [0, 1, 2]
         same = reference_logprobs(models, prompt, completion, recompute=kv == "recompute")
@@ -212,14 +189,14 @@ def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv
 
 def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):
     async def main():
-        engine = build(tiny_model(), slots=2, kv="drain")
+        engine = await build(tiny_model(), slots=2, kv="drain")
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]
         await until(lambda: engine.stats().num_tokens >= 4, "4 tokens")
         report = await engine.swap(update_of(weights_of(tiny_model(seed=1)), 1))
         assert report.num_running == 0
         return await asyncio.gather(*tasks)
 
-    versions = [[span.version for span in completion.weight_spans] for completion in run(main())]
+    versions = [[span.version for span in completion.weight_spans] for completion in build.run(main())]
     assert versions == [[0], [0], [1], [1]]
 
 
@@ -234,29 +211,29 @@ def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_
     ],
 )
 def test_a_refused_swap_leaves_the_version_and_the_weights_of_running_sequences(build, damage, message):
-    async def main(swap):
-        engine = build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(seed=3)))
+    async def main():
+        engine = await build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(seed=3, max_tokens=60)))
         await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
-        if swap:
-            with pytest.raises(SwapError, match=message):
-                await engine.swap(update_of(damage(weights_of(tiny_model(seed=1))), 7))
+        with pytest.raises(SwapError, match=message):
+            await engine.swap(update_of(damage(weights_of(tiny_model(seed=1))), 7))
         assert engine.weight_version == 0
         return await task
 
-    undisturbed, refused = run(main(False)), run(main(True))
-    assert refused.token_ids.tolist() == undisturbed.token_ids.tolist()
-    assert refused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
-    assert refused.weight_spans == (WeightSpan(0, 0, 24),)
+    completion = build.run(main())
+    np.testing.assert_allclose(
+        completion.rollout_logprobs, reference_logprobs({0: tiny_model()}, PROMPT, completion), atol=1e-4
+    )
+    assert completion.weight_spans == (WeightSpan(0, 0, 60),)
 
 
 def test_versions_never_decrease(build):
     async def main():
-        engine = build(tiny_model(), weight_version=5)
+        engine = await build(tiny_model(), weight_version=5)
         with pytest.raises(SwapError, match="version 4, the engine has 5"):
             await engine.swap(update_of(weights_of(tiny_model()), 4))
 
-    run(main())
+    build.run(main())
 
 
 @pytest.mark.parametrize("with_head", [True, False])
@@ -266,11 +243,11 @@ def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_hea
         del weights["lm_head.weight"]
 
     async def main():
-        engine = build(tiny_model())
+        engine = await build(tiny_model())
         await engine.swap(update_of(weights, 1))
         return await finish(engine, ask())
 
-    completion = run(main())
+    completion = build.run(main())
     expected = reference_logprobs({1: tiny_model(seed=1)}, PROMPT, completion)
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
@@ -278,23 +255,46 @@ def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_hea
 # ---- abort and continuation --------------------------------------------------------------------------------------
 
 
-def test_abort_and_continuation_draw_exactly_what_an_uninterrupted_run_draws(build):
+def test_what_was_sampled_is_taken_back_and_continues_under_the_weights_of_its_place(build):
+    models = {version: tiny_model(seed=version) for version in (0, 1)}
+
+    async def main():
+        engine = await build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(max_tokens=60, seed=9)))
+        await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
+        partial = (await engine.abort(["a", "unknown"]))["a"]
+        assert (await task) is partial
+        await engine.swap(update_of(weights_of(models[1]), 1))
+        return partial, await finish(engine, ask(max_tokens=60, seed=9, prior=partial))
+
+    partial, whole = build.run(main())
+    num_prior = len(partial.token_ids)
+    assert (partial.finish_reason, whole.finish_reason) == (FinishReason.ABORT, FinishReason.LENGTH)
+    assert 13 <= num_prior < 60
+    assert whole.token_ids[:num_prior].tolist() == partial.token_ids.tolist()
+    assert whole.rollout_logprobs[:num_prior].tolist() == partial.rollout_logprobs.tolist()
+    assert whole.weight_spans == (WeightSpan(0, 0, num_prior), WeightSpan(1, num_prior, 60))
+    expected = reference_logprobs(models, PROMPT, whole, recompute=True)  # another stay has another cache
+    np.testing.assert_allclose(whole.rollout_logprobs, expected, atol=1e-4)
+
+
+def test_abort_and_continuation_draw_exactly_what_an_uninterrupted_run_draws(seeded):
     async def uninterrupted():
-        engine = build(tiny_model())
+        engine = await seeded(tiny_model())
         return await finish(engine, ask(max_tokens=40, seed=9))
 
     async def interrupted():
-        engine = build(tiny_model(), slots=2)
+        engine = await seeded(tiny_model(), slots=2)
         task = asyncio.create_task(finish(engine, ask(max_tokens=40, seed=9)))
         await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
         partial = (await engine.abort(["a", "unknown"]))["a"]
         assert (await task) is partial
-        other = build(tiny_model(), slots=3)
+        other = await seeded(tiny_model(), slots=3)
         others = [finish(other, ask(f"o{i}", seed=20 + i)) for i in range(2)]
         whole, *_ = await asyncio.gather(finish(other, ask(max_tokens=40, seed=9, prior=partial)), *others)
         return partial, whole
 
-    expected, (partial, whole) = run(uninterrupted()), run(interrupted())
+    expected, (partial, whole) = seeded.run(uninterrupted()), seeded.run(interrupted())
     assert partial.finish_reason is FinishReason.ABORT
     assert 13 <= len(partial.token_ids) < 40
     assert whole.token_ids.tolist() == expected.token_ids.tolist()
@@ -313,14 +313,14 @@ def test_a_continuation_keeps_the_versions_of_its_prior_and_waits_for_weights_th
     )
 
     async def main():
-        engine = build(tiny_model(), weight_version=5)
+        engine = await build(tiny_model(), weight_version=5)
         task = asyncio.create_task(finish(engine, ask(max_tokens=6, prior=prior)))
         await finish(engine, ask("other"))  # does not wait behind it
         assert (engine.stats().running, engine.stats().waiting) == (0, 1)
         await engine.swap(update_of(weights_of(tiny_model()), 6))
         return await task
 
-    completion = run(main())
+    completion = build.run(main())
     assert completion.token_ids[:3].tolist() == [1, 2, 4]
     assert completion.rollout_logprobs[:3].tolist() == [-1, -2, -3]
     assert completion.weight_spans == (WeightSpan(2, 0, 1), WeightSpan(6, 1, 6))
@@ -334,7 +334,7 @@ def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
     )
 
     async def main():
-        engine = build(tiny_model(), slots=1)
+        engine = await build(tiny_model(), slots=1)
         running = asyncio.create_task(finish(engine, ask("running", max_tokens=60)))
         await until(lambda: engine.stats().running == 1, "the first")
         waiting = [
@@ -348,7 +348,7 @@ def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
         await running
         return aborted
 
-    aborted = run(main())
+    aborted = build.run(main())
     assert aborted["empty"].weight_spans == ()
     assert len(aborted["empty"].token_ids) == 0
     assert aborted["prior"].token_ids.tolist() == [1, 2]
@@ -359,11 +359,14 @@ def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
 # ---- pauses ------------------------------------------------------------------------------------------------------
 
 
-async def turns():
-    """Long enough for an engine that does not stand still to sample something."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.02)
+async def quiet(engine):
+    """Returns once an engine that was told to pause has come to rest; fails if it does not within a second."""
+    for _ in range(50):
+        before = engine.stats()
+        await asyncio.sleep(0.02)
+        if engine.stats() == before:  # tokens, steps, KV and running_seconds among it
+            return before
+    raise AssertionError("never came to rest")
 
 
 async def paused_after(engine, num_tokens):
@@ -372,66 +375,99 @@ async def paused_after(engine, num_tokens):
 
 
 def test_a_pause_samples_nothing_and_changes_nothing(build):
-    async def main(pauses):
-        engine = build(tiny_model(), slots=2)
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
-        for num_tokens in pauses:
-            await paused_after(engine, num_tokens)
-            before = engine.stats()
-            await turns()
+    async def main():
+        engine = await build(tiny_model(), slots=2)
+        requests = [ask(f"r{i}", max_tokens=60 + i, seed=i) for i in range(3)]
+        tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
+        num_before = engine.stats().num_tokens
+        for num_tokens in (5, 6, 20):
+            await paused_after(engine, num_before + num_tokens)
+            before = await quiet(engine)
             engine.set_paused(True)  # said again and again
-            assert engine.stats() == before  # tokens, steps, KV and running_seconds among it
+            await asyncio.sleep(0.05)
+            assert engine.stats() == before
             assert (before.running, before.waiting) == (2, 1)
             engine.set_paused(False)
             engine.set_paused(False)
         return await asyncio.gather(*tasks)
 
-    for undisturbed, paused in zip(run(main([])), run(main([5, 6, 20])), strict=True):
+    for completion in build.run(main()):
+        expected = reference_logprobs({0: tiny_model()}, PROMPT, completion)
+        np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
+        assert completion.weight_spans == (WeightSpan(0, 0, len(completion.token_ids)),)
+
+
+def test_a_pause_happens_at_once_and_leaves_the_tokens_what_they_were(seeded):
+    async def main(pauses):
+        engine = await seeded(tiny_model(), slots=2)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=30 + i, seed=i))) for i in range(3)]
+        for num_tokens in pauses:
+            await paused_after(engine, num_tokens)
+            before = engine.stats()
+            assert await quiet(engine) == before
+            engine.set_paused(False)
+        return await asyncio.gather(*tasks)
+
+    for undisturbed, paused in zip(seeded.run(main([])), seeded.run(main([5, 6, 20])), strict=True):
         assert paused.token_ids.tolist() == undisturbed.token_ids.tolist()
         assert paused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
-        assert paused.weight_spans == undisturbed.weight_spans == (WeightSpan(0, 0, len(paused.token_ids)),)
 
 
 def test_a_request_that_comes_in_a_pause_starts_after_it(build):
     async def main():
-        engine = build(tiny_model())
+        engine = await build(tiny_model())
         engine.set_paused(True)
+        before = await quiet(engine)
         task = asyncio.create_task(finish(engine, ask()))
-        await turns()
-        assert (engine.stats().running, engine.stats().waiting, engine.stats().num_steps) == (0, 1, 0)
+        await asyncio.sleep(0.05)
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.num_steps) == (0, 1, before.num_steps)
         engine.set_paused(False)
         return await task
 
-    assert len(run(main()).token_ids) == 24
+    assert len(build.run(main()).token_ids) == 24
 
 
 def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
     models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
 
-    async def main(is_paused):
-        engine = build(tiny_model(seed=0))
-        task = asyncio.create_task(finish(engine, ask(max_tokens=40)))
+    async def main():
+        engine = await build(tiny_model(seed=0))
+        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
         for version, num_tokens in ((1, 9), (2, 18)):
-            await until(lambda n=num_tokens: engine.stats().num_tokens >= n, f"{num_tokens} tokens")
-            if is_paused:
-                engine.set_paused(True)
+            await paused_after(engine, num_tokens)
             report = await engine.swap(update_of(weights_of(models[version]), version))
             assert (report.version, report.num_running) == (version, 1)
-            if is_paused:
-                await turns()
-                assert engine.stats().num_tokens == num_tokens
-                engine.set_paused(False)
+            before = await quiet(engine)  # a swap does not end the pause
+            await asyncio.sleep(0.05)
+            assert engine.stats() == before
+            engine.set_paused(False)
         return await task
 
-    completion, same = run(main(True)), run(main(False))
-    assert completion.weight_spans == (WeightSpan(0, 0, 9), WeightSpan(1, 9, 18), WeightSpan(2, 18, 40))
-    assert completion.token_ids.tolist() == same.token_ids.tolist()
+    completion = build.run(main())
+    assert [span.version for span in completion.weight_spans] == [0, 1, 2]
     np.testing.assert_allclose(completion.rollout_logprobs, reference_logprobs(models, PROMPT, completion), atol=1e-4)
 
 
-def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(build):
+def test_a_swap_happens_at_once_whether_paused_or_not(seeded):
+    async def main(is_paused):
+        engine = await seeded(tiny_model(seed=0))
+        task = asyncio.create_task(finish(engine, ask(max_tokens=40)))
+        for version, num_tokens in ((1, 9), (2, 18)):
+            await until(lambda n=num_tokens: engine.stats().num_tokens >= n, f"{num_tokens} tokens")
+            engine.set_paused(is_paused)
+            await engine.swap(update_of(weights_of(tiny_model(seed=version)), version))
+            engine.set_paused(False)
+        return await task
+
+    completion, same = seeded.run(main(True)), seeded.run(main(False))
+    assert completion.weight_spans == (WeightSpan(0, 0, 9), WeightSpan(1, 9, 18), WeightSpan(2, 18, 40))
+    assert completion.token_ids.tolist() == same.token_ids.tolist()
+
+
+def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(seeded):
     async def main():
-        engine, other = build(tiny_model()), build(tiny_model())
+        engine, other = await seeded(tiny_model()), await seeded(tiny_model())
         task = asyncio.create_task(finish(engine, ask(seed=9)))
         await paused_after(engine, 7)
         partial = (await engine.abort(["a"]))["a"]
@@ -441,28 +477,46 @@ def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(build):
         engine.set_paused(False)
         return whole, await finish(engine, ask(seed=9))
 
-    whole, fresh = run(main())
+    whole, fresh = seeded.run(main())
     assert whole.token_ids.tolist() == fresh.token_ids.tolist()
 
 
 def test_a_paused_engine_can_be_closed(build):
     async def main():
-        engine = build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask()))
+        engine = await build(tiny_model())
+        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
         await paused_after(engine, 3)
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await task
 
-    run(main())
+    build.run(main())
 
 
 # ---- slots -------------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_refilled_at_once_and_in_order_of_arrival(build):
+def test_no_more_run_than_there_are_slots_and_all_come_to_their_end(build):
     async def main():
-        engine = build(tiny_model(), slots=3)
+        engine = await build(tiny_model(), slots=3)
+        most = 0
+
+        async def one(index):
+            nonlocal most
+            async for _ in engine.generate(ask(f"r{index}", prompt=[1], max_tokens=8, seed=index)):
+                most = max(most, engine.stats().running)
+
+        await asyncio.gather(*(one(index) for index in range(12)))
+        return most, engine.stats()
+
+    most, stats = build.run(main())
+    assert most <= 3
+    assert (stats.num_tokens, stats.running, stats.waiting, stats.slots) == (96, 0, 0, 3)
+
+
+def test_slots_are_refilled_at_once_and_in_order_of_arrival(seeded):
+    async def main():
+        engine = await seeded(tiny_model(), slots=3)
         order = []
 
         async def one(index):
@@ -472,7 +526,7 @@ def test_slots_are_refilled_at_once_and_in_order_of_arrival(build):
         await asyncio.gather(*(one(index) for index in range(12)))
         return order, engine.stats()
 
-    order, stats = run(main())
+    order, stats = seeded.run(main())
     assert order == list(range(12))
     # 12 sequences of 8 tokens in 3 slots: 32 steps when no slot ever stands empty.
     assert stats.num_steps == 32
@@ -481,19 +535,19 @@ def test_slots_are_refilled_at_once_and_in_order_of_arrival(build):
 
 def test_short_requests_do_not_starve_beside_a_long_one(build):
     async def main():
-        engine = build(tiny_model(), slots=2)
-        long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=90)))
+        engine = await build(tiny_model(), slots=2, max_len=250)
+        long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=240)))
         shorts = [finish(engine, ask(f"s{i}", prompt=[1], max_tokens=4)) for i in range(10)]
         await asyncio.gather(*shorts)
         assert not long.done()
         await long
 
-    run(main())
+    build.run(main())
 
 
 def test_closing_a_generator_early_frees_its_slot(build):
     async def main():
-        engine = build(tiny_model(), slots=1)
+        engine = await build(tiny_model(), slots=1)
         closed = engine.generate(ask("closed", max_tokens=80))
         first = asyncio.ensure_future(anext(closed))
         await until(lambda: engine.stats().num_tokens >= 2, "2 tokens")
@@ -503,12 +557,12 @@ def test_closing_a_generator_early_frees_its_slot(build):
         assert (engine.stats().running, engine.stats().waiting) == (0, 0)
         return await finish(engine, ask("next"))
 
-    assert len(run(main()).token_ids) == 24
+    assert len(build.run(main()).token_ids) == 24
 
 
 def test_running_seconds_integrate_running_over_time(build):
     async def main():
-        engine = build(tiny_model(), slots=2)
+        engine = await build(tiny_model(), slots=2)
         loop = asyncio.get_running_loop()
         start = loop.time()
         await asyncio.gather(*(finish(engine, ask(f"r{i}", max_tokens=60)) for i in range(2)))
@@ -516,7 +570,7 @@ def test_running_seconds_integrate_running_over_time(build):
         await asyncio.sleep(0.05)
         return busy_seconds, busy, engine.stats().running_seconds
 
-    busy_seconds, busy, later = run(main())
+    busy_seconds, busy, later = build.run(main())
     assert 0.8 * 2 * busy_seconds < busy <= 2 * busy_seconds
     assert later == busy  # nothing runs while idle
 
@@ -547,7 +601,7 @@ EOS_PRIOR = Completion(
 )
 def test_a_request_that_cannot_be_served_is_refused_at_once_and_harms_nobody(build, request_, message):
     async def main():
-        engine = build(tiny_model(), eos_token_ids=[EOS])
+        engine = await build(tiny_model(), eos_token_ids=[EOS])
         task = asyncio.create_task(finish(engine, ask("good", seed=1)))
         await until(lambda: engine.stats().running == 1, "the good request")
         with pytest.raises(EngineError, match=message):
@@ -556,19 +610,19 @@ def test_a_request_that_cannot_be_served_is_refused_at_once_and_harms_nobody(bui
             engine.generate(ask("good"))
         await task
 
-    run(main())
+    build.run(main())
 
 
 def test_the_longest_request_that_fits_is_served(build):
     async def main():
-        return await finish(build(tiny_model()), ask(max_tokens=91))
+        return await finish(await build(tiny_model()), ask(max_tokens=91))
 
-    assert len(run(main()).token_ids) == 91
+    assert len(build.run(main()).token_ids) == 91
 
 
 def test_closing_the_engine_ends_running_and_waiting_generators(build):
     async def main():
-        engine = build(tiny_model(), slots=1)
+        engine = await build(tiny_model(), slots=1)
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80))) for i in range(2)]
         await until(lambda: engine.stats().running == 1, "the first")
         await engine.close()
@@ -580,7 +634,7 @@ def test_closing_the_engine_ends_running_and_waiting_generators(build):
         with pytest.raises(SwapError, match="closed"):
             await engine.swap(update_of(weights_of(tiny_model()), 1))
 
-    run(main())
+    build.run(main())
 
 
 def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
@@ -588,7 +642,7 @@ def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
     weights["model.norm.weight"][0] = float("nan")
 
     async def main():
-        engine = build(tiny_model())
+        engine = await build(tiny_model())
         task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
         await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
         await engine.swap(update_of(weights, 8))
@@ -597,4 +651,4 @@ def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
         with pytest.raises(EngineError, match="weight version 8"):
             engine.generate(ask("late"))
 
-    run(main())
+    build.run(main())

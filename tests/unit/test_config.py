@@ -46,6 +46,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("trainer.steps=abc", "trainer.steps='abc'"),
         ("trainer.steps=0", "greater than or equal to 1"),
         ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
+        ("engine.tensor_parallel=2", "Set engine.kind=vllm"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
         ("engine.kind=vlm", "'embedded'"),

@@ -1,0 +1,170 @@
+"""Keeps an engine core alive, paused or going on, under weights that are known at all times.
+
+An engine core that fails an update is of unknown weights, and one that died has none: both are started again on the
+last good version. Nothing is resumed after an error.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.engine.vllm_core import VLLMCore
+from pipelinerl_core.engine.vllm_weights import StagedWeights
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+
+# More deaths than this within the window are no accident.
+_RESTARTS = 3
+_RESTART_WINDOW_SECONDS = 600.0
+
+
+class CoreKeeper:
+    """One engine core and its weights.
+
+    on_open is called whenever requests may be sent again; on_failure once, with the reason, when it is given up.
+    """
+
+    def __init__(
+        self,
+        core: VLLMCore,
+        staged: StagedWeights,
+        *,
+        version: int,
+        on_open: Callable[[], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.core = core
+        self.version = version
+        """Version that samples the next token."""
+        self.is_paused = False
+        self.num_deaths = 0
+        self._staged = staged
+        self._on_open = on_open
+        self._on_failure = on_failure
+        self._closed_for = {"start"}
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._revival: asyncio.Task[None] | None = None
+        self._deaths: deque[float] = deque()
+        self._has_failed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be sent: no pause, no swap, and an engine core that is up."""
+        return not self._closed_for
+
+    async def open(self) -> None:
+        """Stamp the weights of a started core and begin."""
+        await self.core.set_version(self.version)
+        self._open("start")
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Stand still between two steps, or go on."""
+        if is_paused == self.is_paused:
+            return
+        self.is_paused = is_paused
+        if is_paused:
+            self._closed_for.add("pause")
+        self._spawn(self._follow_pause(), "vllm-pause")
+
+    async def swap(
+        self, update: WeightUpdate, *, clear_cache: bool, in_pause: Callable[[], Awaitable[None]]
+    ) -> float:
+        """Load a checked update; returns the seconds of the pause. SwapError: the core starts again, unchanged.
+
+        in_pause is awaited in the pause, before the weights change.
+        """
+        path = await asyncio.to_thread(self._staged.stage, update)
+        if self._revival is not None:
+            await self._revival
+        self._closed_for.add("swap")
+        try:
+            async with self._lock:
+                start = time.perf_counter()
+                await self.core.pause(clear_cache=clear_cache)
+                await in_pause()
+                await self._load(path, update.version)
+                if not self.is_paused:
+                    await self.core.resume()
+                return time.perf_counter() - start
+        except EngineError as error:
+            self.revive(str(error))
+            raise SwapError(f"no swap to version {update.version}, vLLM starts again: {error}") from error
+        finally:
+            self._open("swap")
+
+    def revive(self, cause: str) -> None:
+        """Start the engine core again, unless that is under way or has been tried too often."""
+        if self._has_failed or (self._revival is not None and not self._revival.done()):
+            return
+        now = time.monotonic()
+        self.num_deaths += 1
+        self._deaths.append(now)
+        while self._deaths[0] < now - _RESTART_WINDOW_SECONDS:
+            self._deaths.popleft()
+        if len(self._deaths) > _RESTARTS:
+            self._fail(f"vLLM's engine core died {len(self._deaths)} times within 10 minutes; last: {cause}")
+            return
+        self._closed_for.add("revival")
+        self._revival = self._spawn(self._start_again(), "vllm-revival")
+
+    async def close(self) -> None:
+        """End the engine core; closing twice is harmless."""
+        self._has_failed = True
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.core.close()
+        self._staged.close()
+
+    async def _load(self, path: Path, version: int) -> None:
+        await self.core.load_weights(str(path), version)
+        self.version = version
+        self._staged.take(path)
+
+    async def _follow_pause(self) -> None:
+        """Bring the core to the state that was last asked for."""
+        async with self._lock:
+            try:
+                if self.is_paused:
+                    await self.core.pause(clear_cache=False)
+                    return
+                await self.core.resume()
+            except EngineError as error:
+                self.revive(str(error))
+            if not self.is_paused:
+                self._open("pause")
+
+    async def _start_again(self) -> None:
+        try:
+            async with self._lock:
+                await self.core.start()
+                if self._staged.current is None:
+                    await self.core.set_version(self.version)
+                else:
+                    await self.core.load_weights(str(self._staged.current), self.version)
+                if self.is_paused:
+                    await self.core.pause(clear_cache=False)
+        except EngineError as error:
+            self._fail(f"vLLM's engine core could not be started again: {error}")
+            return
+        self._open("revival")
+
+    def _open(self, reason: str) -> None:
+        self._closed_for.discard(reason)
+        if self.is_open:
+            self._on_open()
+
+    def _fail(self, message: str) -> None:
+        self._has_failed = True
+        self._on_failure(message)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

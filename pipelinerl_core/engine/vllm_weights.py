@@ -1,0 +1,97 @@
+"""Weights on their way into vLLM: checked against the model, and staged in a file that its workers can read.
+
+A failed update kills an engine core, so everything that can be known before it is asked here.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+
+_SHARED_MEMORY = Path("/dev/shm")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StagedWeights:
+    """Files of the weights that are loaded and of those that are about to be, in shared memory if there is any."""
+
+    def __init__(self, model: str) -> None:
+        """`model`: directory with config.json and safetensors. Raises EngineError."""
+        self._shapes = _shapes(Path(model))
+        self._tied = _tied_names(Path(model), self._shapes)
+        self._directory = Path(
+            tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        )
+        self.current: Path | None = None
+        """What the engine core is started with again; None: the model directory itself."""
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise SwapError unless `tensors` are the weights of this model; touches nothing.
+
+        Of tied weights (an embedding that is also the head) one name is enough.
+        """
+        for name, tensor in tensors.items():
+            if name not in self._shapes and name not in self._tied:
+                unknown = sorted(set(tensors) - set(self._shapes) - set(self._tied))
+                raise SwapError(
+                    f"the update names {unknown[0]!r} ({len(unknown)} such), which is no weight of this model"
+                )
+            shape = self._shapes.get(name) or self._shapes[self._tied[name]]
+            if tuple(tensor.shape) != shape or tensor.dtype not in _DTYPES:
+                raise SwapError(
+                    f"{name}: the update is {tensor.dtype} {tuple(tensor.shape)}, the model has {shape} in float32, "
+                    "bfloat16 or float16"
+                )
+        given = {self._tied.get(name, name) for name in tensors}
+        lacking = sorted(set(self._shapes) - given)
+        if lacking:
+            raise SwapError(f"the update lacks {lacking[0]!r}; it has {len(given)} of {len(self._shapes)} weights")
+        for alias, name in self._tied.items():
+            if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name]):
+                raise SwapError(f"{name!r} and {alias!r} are tied in this model but differ in the update")
+
+    def stage(self, update: WeightUpdate) -> Path:
+        """Write an update where every worker of this host can read it; returns the file."""
+        path = self._directory / f"{update.version:08d}.safetensors"
+        tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
+        safetensors.save_file(tensors, path)
+        return path
+
+    def take(self, path: Path) -> None:
+        """The engine core holds the weights of `path` now; older files are of no use any more."""
+        self.current = path
+        for other in self._directory.iterdir():
+            if other != path:
+                other.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove all files."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every weight of a model directory, from the headers of its files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise EngineError(f"{model}: no weights in safetensors files")
+    return shapes
+
+
+def _tied_names(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Name of a head that is the embedding -> name of the embedding, where the model ties them."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    embeddings = [name for name in shapes if name.endswith("embed_tokens.weight")]
+    is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in shapes
+    return {"lm_head.weight": embeddings[0]} if is_tied and embeddings else {}

@@ -1,0 +1,307 @@
+"""What is vLLM's own: stale prefixes, engine cores that die, processes that must not stay behind. Real vLLM."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import numpy as np
+import psutil
+import pytest
+
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
+from pipelinerl_core.types import EngineRequest, FinishReason, Sampler
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make install ENGINE=vllm", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    ),  # vLLM leaves its ZeroMQ context open
+]
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB_SIZE, 70)]
+
+
+def model(seed=0):
+    return tiny_model("qwen2", seed, hidden_size=128)
+
+
+def ask(name, *, prompt=PROMPT, max_tokens=24, prior=None):
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=np.array(prompt, np.int32),
+        max_tokens=max_tokens,
+        sampler=Sampler(),
+        prior=prior,
+    )
+
+
+def update(seed, version):
+    tensors = weights_of(model(seed))
+    return WeightUpdate(version=version, tensors=tensors, num_bytes=1)
+
+
+async def finish(engine, request):
+    async for chunk in engine.generate(request):
+        if chunk.completion is not None:
+            return chunk.completion
+    raise AssertionError("no completion")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts an engine on a core of its own; `await start(slots=..., ...)`. All are closed at the end."""
+    from pipelinerl_core.engine.vllm import VLLMEngine
+    from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
+    from pipelinerl_core.engine.vllm_weights import StagedWeights
+
+    model().save_pretrained(tmp_path / "model")
+
+    async def _start(*, slots=8, kv_bytes=2**26, stream_interval=4, max_len=256):
+        settings = CoreSettings(
+            model=str(tmp_path / "model"),
+            dtype="float32",
+            max_len=max_len,
+            max_sequences=slots,
+            seed=0,
+            kv_bytes=kv_bytes,
+            block_size=32,
+            stream_interval=stream_interval,
+        )
+        core = VLLMCore(settings)
+        await core.start()
+        engine = VLLMEngine(
+            core,
+            StagedWeights(settings.model),
+            slots=slots,
+            max_len=max_len,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+        )
+        await engine.open()
+        return engine
+
+    return _start
+
+
+def engine_cores():
+    """Processes of vLLM below this one."""
+    return [child for child in psutil.Process().children(recursive=True) if _is_vllm(child)]
+
+
+def _is_vllm(process):
+    try:
+        return process.name().startswith("VLLM") or "spawn_main" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+async def sampled(engine, num_tokens):
+    deadline = time.monotonic() + 30
+    while engine.stats().num_tokens < num_tokens:
+        assert time.monotonic() < deadline, f"never sampled {num_tokens} tokens"
+        await asyncio.sleep(0.001)
+
+
+def kill_engine_core():
+    for process in engine_cores():
+        process.send_signal(signal.SIGKILL)
+
+
+def check(completion, models, prompt=PROMPT):
+    """Its log-probabilities are those of its versions; each stay in an engine core prefills anew."""
+    expected = reference_logprobs(models, prompt, completion)
+    np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-3)
+
+
+def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_it(start):
+    async def main():
+        engine = await start()
+        core = engine._keeper.core
+        await finish(engine, ask("fill", max_tokens=2))
+        await engine.swap(update(1, 1))
+
+        async def first_logprob(name, salt):
+            stay = core.generate(
+                name, PROMPT, max_tokens=1, sampler=Sampler(temperature=1.0, top_p=1e-6), stop_token_ids=[], salt=salt
+            )
+            stay_full = core.generate(
+                name + "f", PROMPT, max_tokens=1, sampler=Sampler(), stop_token_ids=[], salt=salt
+            )
+            _ = [output async for output in stay]
+            return [output async for output in stay_full][-1]
+
+        stale = await first_logprob("stale", "w0")
+        fresh = await finish(engine, ask("fresh", max_tokens=1))
+        await engine.close()
+        return stale, fresh
+
+    stale, fresh = asyncio.run(main())
+    check(fresh, {1: model(1)})
+    row = _first_row(model(1))
+    assert abs(stale.logprobs[0] - row[stale.token_ids[0]]) > 0.01
+
+
+def _first_row(of):
+    import torch
+
+    with torch.no_grad():
+        return torch.log_softmax(of(torch.tensor([PROMPT])).logits[0, -1].float(), dim=-1).tolist()
+
+
+def test_thousands_of_short_requests(start):
+    async def main():
+        engine = await start(slots=64)
+        rng = np.random.default_rng(1)
+        requests = [
+            ask(f"r{i}", prompt=rng.integers(0, VOCAB_SIZE, 3).tolist(), max_tokens=int(rng.integers(1, 6)))
+            for i in range(3000)
+        ]
+        completions = await asyncio.gather(*(finish(engine, request) for request in requests))
+        stats = engine.stats()
+        await engine.close()
+        return requests, completions, stats
+
+    requests, completions, stats = asyncio.run(main())
+    assert [len(c.token_ids) for c in completions] == [r.max_tokens for r in requests]
+    assert stats.num_tokens == sum(r.max_tokens for r in requests)
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):
+    async def main():
+        engine = await start(slots=4)
+        await engine.swap(update(1, 1))
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
+        await sampled(engine, 60)
+        before = engine.stats()
+        kill_engine_core()
+        completions = await asyncio.gather(*tasks)
+        report = await engine.swap(update(2, 2))
+        after = engine.stats()
+        await engine.close()
+        return before, completions, report, after
+
+    before, completions, report, after = asyncio.run(main())
+    assert before.running == 4
+    assert [c.finish_reason for c in completions] == [FinishReason.LENGTH] * 6
+    assert [len(c.token_ids) for c in completions] == [180] * 6
+    for completion in completions:
+        assert {span.version for span in completion.weight_spans} == {1}  # the new core has the last good weights
+        check(completion, {1: model(1)})
+    assert after.num_tokens == 6 * 180  # nothing that had arrived was sampled again
+    assert report.version == 2
+
+
+def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_new_ones_next_time(start):
+    async def main():
+        engine = await start(slots=4)
+        await engine.swap(update(1, 1))
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(4)]
+        await sampled(engine, 40)
+        core = engine._keeper.core
+        pause = core.pause
+
+        async def die_after_pause(*, clear_cache):
+            await pause(clear_cache=clear_cache)
+            core.pause = pause
+            kill_engine_core()
+
+        core.pause = die_after_pause
+        with pytest.raises(SwapError, match="no swap to version 2"):
+            await engine.swap(update(2, 2))
+        assert engine.weight_version == 1
+        await engine.swap(update(2, 2))
+        completions = await asyncio.gather(*tasks)
+        await engine.close()
+        return completions
+
+    models = {1: model(1), 2: model(2)}
+    for completion in asyncio.run(main()):
+        assert [span.version for span in completion.weight_spans][-1] == 2
+        expected = reference_logprobs(models, PROMPT, completion)
+        assert len(completion.token_ids) == 180
+        settled = completion.weight_spans[0].end
+        np.testing.assert_allclose(completion.rollout_logprobs[:settled], expected[:settled], atol=1e-3)
+
+
+def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(start):
+    async def main():
+        engine = await start(slots=2)
+
+        async def no_start():
+            raise EngineError("no memory")
+
+        engine._keeper.core.start = no_start
+        task = asyncio.create_task(finish(engine, ask("a", max_tokens=180)))
+        await sampled(engine, 8)
+        kill_engine_core()
+        with pytest.raises(EngineError, match="could not be started again: no memory"):
+            await task
+        with pytest.raises(EngineError, match="could not be started again"):
+            engine.generate(ask("b"))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_cache_that_is_too_small_for_all_slots_takes_fewer_and_loses_nothing(start):
+    async def main():
+        engine = await start(slots=16, kv_bytes=2**20, stream_interval=4)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(32)]
+        fewest = 16
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.05)
+            fewest = min(fewest, engine.stats().slots)
+        completions = [task.result() for task in tasks]
+        await engine.close()
+        return fewest, completions
+
+    fewest, completions = asyncio.run(main())
+    assert fewest < 16
+    assert [len(c.token_ids) for c in completions] == [180] * 32
+    for completion in completions[:4]:
+        check(completion, {0: model()})
+
+
+_ORPHAN = """
+import asyncio, sys
+from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
+
+async def main():
+    settings = CoreSettings(
+        model=sys.argv[1], dtype="float32", max_len=64, max_sequences=2, seed=0, kv_bytes=2**24
+    )
+    core = VLLMCore(settings)
+    await core.start()
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
+    model().save_pretrained(tmp_path / "model")
+    script = tmp_path / "orphan.py"
+    script.write_text(_ORPHAN)
+    parent = subprocess.Popen([sys.executable, script, tmp_path / "model"], stdout=subprocess.PIPE, env=os.environ)
+    assert parent.stdout.readline() == b"up\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len([child for child in children if _is_vllm(child)]) >= 2  # the engine core and its worker
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+        assert time.monotonic() < deadline, [child.cmdline() for child in children if child.is_running()]
+        time.sleep(0.1)

@@ -1,0 +1,94 @@
+"""A whole run whose engine is vLLM, and what becomes of it when engine cores are killed on the way. Real vLLM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.pipeline import ROOT, committed_steps, trained_groups, wait_for
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make install ENGINE=vllm", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+STEPS = 12
+GROUPS = 16
+SETTINGS = [
+    "engine.kind=vllm",
+    "engine.kv_gigabytes=0.25",
+    f"trainer.steps={STEPS}",
+    f"trainer.groups_per_step={GROUPS}",
+    "engine.concurrency=64",
+    "eval.num_prompts=40",
+    "placement.lease_seconds=20",
+]
+
+
+def train(root: Path, *overrides: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    arguments = ["train", "quickstart", *SETTINGS, *overrides, "--root", str(root), "--json"]
+    with (root / "stderr.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+
+
+def finished(command: subprocess.Popen[str], root: Path) -> dict[str, object]:
+    """The report of a run that ended well."""
+    try:
+        output, _ = command.communicate(timeout=400)
+    finally:
+        if command.poll() is None:
+            command.kill()
+        command.wait(timeout=30)
+    assert command.returncode == 0, (root / "stderr.log").read_text()[-3000:]
+    return json.loads(output)
+
+
+def check_report(report, run):
+    assert report["steps"] == STEPS
+    groups = trained_groups(str(run))
+    assert len(groups) == len(set(groups)) == STEPS * GROUPS
+    ledger = report["ledger"]
+    assert ledger["generated"] == sum(tokens for name, tokens in ledger.items() if name != "generated")
+    assert ledger["failed"] == 0
+
+
+def vllm_processes():
+    """Of anybody: nothing of vLLM may be left."""
+    return [p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("VLLM")]
+
+
+def test_a_run_on_vllm_swaps_weights_in_the_middle_of_sequences(tmp_path, prepared_model):
+    report = finished(train(tmp_path), tmp_path)
+    (run,) = tmp_path.glob("quickstart-*")
+    check_report(report, run)
+    assert report["multi_version_fraction"] > 0
+    assert report["num_swaps"] >= STEPS // 2  # an actor that is behind takes the newest, and the last come too late
+    assert vllm_processes() == []
+
+
+def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
+    command = train(tmp_path)
+    try:
+        wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=150)
+        run = next(tmp_path.glob("quickstart-*"))
+        for step in (3, 6):
+            wait_for(lambda at=step: committed_steps(str(run)) >= at, f"step {step}", seconds=150)
+            killed = [p for p in vllm_processes() if "EngineCore" in p.name()]
+            assert killed
+            for process in killed:
+                process.send_signal(signal.SIGKILL)
+    except BaseException:
+        command.kill()
+        raise
+    check_report(finished(command, tmp_path), run)
+    assert vllm_processes() == []
