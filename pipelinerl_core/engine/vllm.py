@@ -193,7 +193,8 @@ class VLLMEngine:
         while reason is None:
             await sequence.may_start.wait()
             try:
-                reason = await self._stay(sequence)
+                if self._keeper.is_open and not sequence.is_taken_back:
+                    reason = await self._stay(sequence)
             except CoreDied as error:
                 self._keeper.revive(str(error))
             except EngineError as error:
@@ -217,11 +218,11 @@ class VLLMEngine:
             stop_token_ids=self._eos_token_ids,
             salt=f"w{self.weight_version}",
         )
-        async for output in outputs:
+        said = None
+        async for output in outputs:  # to its own end: one that is left half-way aborts a request that has ended
             self._take(sequence, output)
-            if output.finish_reason is not None:
-                return self._reason(sequence, output.finish_reason)
-        return None
+            said = output.finish_reason
+        return None if said is None else self._reason(sequence, said)
 
     def _reason(self, sequence: VLLMSequence, said: FinishReason) -> FinishReason | None:
         """Why a stay ended, None where it is to continue; vLLM calls an end token in the last place a length."""
@@ -320,7 +321,7 @@ class VLLMEngine:
         await self._abort_in_core(sequence for sequence in self._running.values() if sequence.num_new == 0)
 
     async def _abort_in_core(self, sequences: Iterable[VLLMSequence]) -> None:
-        core_ids = [sequence.core_id for sequence in sequences]
+        core_ids = [sequence.core_id for sequence in sequences if sequence.core_id]
         if core_ids and not self._keeper.core.is_dead:
             await self._keeper.core.abort(core_ids)
 

@@ -91,6 +91,7 @@ class VLLMCore:
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
         self.load = CoreLoad()
+        self._num_submitting = 0
         self.llm: Any = None
         """The AsyncLLM; None before the start and after the end."""
         # Linux ends a child that asked to die with its parent when the thread that started it ends: keep one thread.
@@ -145,15 +146,44 @@ class VLLMCore:
             output_kind=RequestOutputKind.DELTA,
         )
         try:
-            async for output in self.llm.generate(tokens_input(token_ids, cache_salt=salt), params, request_id):
-                yield _core_output(output.outputs[0], output.finished)
+            self._num_submitting += 1
+            try:
+                queue = await self.llm.add_request(request_id, tokens_input(token_ids, cache_salt=salt), params)
+            finally:
+                self._num_submitting -= 1
+            async for output in self._outputs(queue):
+                yield output
+        except EngineError:
+            raise
         except Exception as error:
             if self.is_dead:
                 raise CoreDied(f"vLLM's engine core died: {error}") from None
             raise EngineError(f"vLLM: {type(error).__name__}: {error}") from error
 
+    async def _outputs(self, queue: Any) -> AsyncIterator[CoreOutput]:
+        """AsyncLLM.generate after its first line, which does not say when the core has been told of a request."""
+        is_finished = False
+        try:
+            while not is_finished:
+                output = queue.get_nowait() or await queue.get()
+                is_finished = output.finished
+                yield _core_output(output.outputs[0], is_finished)
+        finally:
+            if not is_finished and not self.is_dead:
+                await self.llm.abort(queue.request_id, internal=True)
+            queue.close()
+
+    async def _submitted(self) -> None:
+        """Returns when the core has been told of every request: it is told in the order of what is asked."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while self._num_submitting and not self.is_dead:
+            if time.monotonic() > deadline:
+                raise EngineError(f"vLLM: {self._num_submitting} requests not taken within {_ANSWER_SECONDS:g} s")
+            await asyncio.sleep(0.001)
+
     async def abort(self, request_ids: Iterable[str]) -> None:
         """Take requests back; each ends with an output of reason ABORT."""
+        await self._submitted()
         await self._ask(self.llm.abort(list(request_ids)))
 
     async def pause(self, *, clear_cache: bool) -> None:
@@ -162,6 +192,7 @@ class VLLMCore:
         AsyncLLM.pause_generation would add a sleep of 20 ms "for more intuitive ordering"; the call beneath it
         returns when the engine core is idle, which is all that a swap needs.
         """
+        await self._submitted()
         await self._ask(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
     async def resume(self) -> None:
