@@ -43,9 +43,7 @@ def load_engine(
 
 
 async def start_engine(path: str | Path, config: RunConfig, *, max_prompt_tokens: int, name: str) -> Engine:
-    """The engine of a run, whatever its kind; `name` is unique in the run. Raises ConfigError without vLLM."""
-    if config.engine.kind == "embedded":
-        return load_engine(path, config, max_prompt_tokens=max_prompt_tokens)
+    """The engine of a run on vLLM; `name` is unique in the run. Raises ConfigError where vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
