@@ -44,6 +44,8 @@ class WeightUpdate:
     tensors: "Mapping[str, torch.Tensor]"
     """Parameter name of the model -> tensor of the model's shape and dtype."""
     num_bytes: int
+    path: str | None = None
+    """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
 
 
 class Engine(Protocol):

@@ -42,8 +42,10 @@ def load_engine(
     )
 
 
-async def start_engine(path: str | Path, config: RunConfig, *, max_prompt_tokens: int, name: str) -> Engine:
-    """The engine of a run on vLLM; `name` is unique in the run. Raises ConfigError where vLLM is missing."""
+async def start_engine(
+    path: str | Path, config: RunConfig, *, max_prompt_tokens: int, name: str, staging: Path | None
+) -> Engine:
+    """The engine of a run on vLLM; see `load_vllm.start_vllm_engine`. Raises ConfigError where vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
@@ -51,7 +53,7 @@ async def start_engine(path: str | Path, config: RunConfig, *, max_prompt_tokens
         )
     from pipelinerl_core.engine.load_vllm import start_vllm_engine
 
-    return await start_vllm_engine(path, config, max_prompt_tokens=max_prompt_tokens, name=name)
+    return await start_vllm_engine(path, config, max_prompt_tokens=max_prompt_tokens, name=name, staging=staging)
 
 
 def _eos_of(model: Any) -> list[int]:

@@ -24,12 +24,13 @@ async def start_vllm_engine(
     *,
     max_prompt_tokens: int,
     name: str,
+    staging: Path | None = None,
     eos_token_ids: Iterable[int] | None = None,
     weight_version: int = 0,
 ) -> VLLMEngine:
     """The engine of a run on vLLM, started (20 to 30 s); the counterpart of `load.load_engine`. Raises EngineError.
 
-    name: of the actor and its epoch: no two of a run may draw the same noise.
+    name: of the actor and its epoch: no two of a run may draw the same noise. staging: see `StagedWeights`.
     """
     directory = Path(path)
     model = model_config(directory)
@@ -38,7 +39,7 @@ async def start_vllm_engine(
     await core.start()
     engine = VLLMEngine(
         core,
-        StagedWeights(str(directory)),
+        StagedWeights(str(directory), staging),
         slots=config.engine.concurrency,
         max_len=max_len,
         vocab_size=int(model["vocab_size"]),

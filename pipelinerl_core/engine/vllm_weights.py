@@ -3,7 +3,9 @@
 A failed update kills an engine core, so everything that can be known before it is asked here.
 """
 
+import contextlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -24,13 +26,20 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class StagedWeights:
     """Files of the weights that are loaded and of those that are about to be, in shared memory if there is any."""
 
-    def __init__(self, model: str) -> None:
-        """`model`: directory with config.json and safetensors. Raises EngineError."""
+    def __init__(self, model: str, directory: Path | None = None) -> None:
+        """Raises EngineError.
+
+        model: directory with config.json and safetensors. directory: where to stage, made if need be; on the file
+        system of the published files a file needs no second copy. None: a new directory in shared memory.
+        """
         self._shapes = _shapes(Path(model))
         self._tied = _tied_names(Path(model), self._shapes)
-        self._directory = Path(
-            tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
-        )
+        if directory is None:
+            memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            directory = Path(tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=memory))
+        self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
         self.current: Path | None = None
         """What the engine core is started with again; None: the model directory itself."""
 
@@ -60,8 +69,16 @@ class StagedWeights:
                 raise SwapError(f"{name!r} and {alias!r} are tied in this model but differ in the update")
 
     def stage(self, update: WeightUpdate) -> Path:
-        """Write an update where every worker of this host can read it; returns the file."""
+        """Put an update where every worker of this host can read it; returns the file.
+
+        The file that it was read from is linked: it stays whole when its publisher removes it.
+        """
         path = self._directory / f"{update.version:08d}.safetensors"
+        path.unlink(missing_ok=True)
+        if update.path is not None and not self._tied.keys() & update.tensors.keys():
+            with contextlib.suppress(OSError):  # gone, or on another file system
+                os.link(update.path, path)
+                return path
         tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
         safetensors.save_file(tensors, path)
         return path
@@ -74,8 +91,11 @@ class StagedWeights:
                 other.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove all files."""
+        """Remove all files, and the directories that were made for them."""
         shutil.rmtree(self._directory, ignore_errors=True)
+        for path in self._made:
+            with contextlib.suppress(OSError):  # somebody else's things are in it
+                path.rmdir()
 
 
 def _shapes(model: Path) -> dict[str, tuple[int, ...]]:

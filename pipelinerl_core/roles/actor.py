@@ -30,7 +30,7 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 async def run_actor(context: RunContext, name: str, stop: threading.Event) -> None:
     """Build the parts of an actor and run it."""
     epoch = int(time.time())  # unique per name: an actor takes seconds to start
-    engine = await open_engine(context.config, name=f"{name}/{epoch}")
+    engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     scorer = build_scorer(context.config)
     segments = SegmentWriter(
         context.store,

@@ -119,7 +119,7 @@ async def run(context: RunContext, version: str, enough: float | None = None) ->
     commits = {commit.step: commit for commit in find_commits(context, version)}
     known = _known_accuracies(context) if names_several(version) else {}
     records: list[EvalRecord] = []
-    async with _evaluation(context.config) as evaluation:
+    async with _evaluation(context.config, context.run_id) as evaluation:
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             record = await evaluation.measure(context, commits[step])
             context.store.put(eval_key(record.version), record.model_dump_json().encode())
@@ -152,11 +152,11 @@ class _Evaluation:
 
 
 @asynccontextmanager
-async def _evaluation(config: RunConfig) -> AsyncIterator[_Evaluation]:
+async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluation]:
     """Build it on the starting model, close it at the end. As fast as this machine is: nothing is emulated."""
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
-    engine = await open_engine(as_it_is, name="evaluator")
+    engine = await open_engine(as_it_is, run_id=run_id, name="evaluator")
     scorer = build_scorer(config)
     try:
         prompts = build_source(config).held_out(config.eval.num_prompts)

@@ -15,6 +15,7 @@ from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.rollouts.runner import TextCodec
 from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.types import Int32Array, Prompt
+from pipelinerl_core.weights.staging import staging_directory
 
 
 def model_directory(config: RunConfig) -> Path:
@@ -30,11 +31,19 @@ def build_engine(config: RunConfig) -> EmbeddedEngine:
     return load_engine(model_directory(config), config, max_prompt_tokens=config.rollouts.max_prompt_tokens)
 
 
-async def open_engine(config: RunConfig, *, name: str) -> Engine:
-    """The engine that a run is configured for, with the starting weights; `name` is unique in the run."""
+async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int = 0) -> Engine:
+    """The engine that a run is configured for, with the starting weights.
+
+    name and epoch: of the role and its start; no two engines of a run that sample for training share both.
+    """
     if config.engine.kind == "vllm":
-        limit = config.rollouts.max_prompt_tokens
-        return await start_engine(model_directory(config), config, max_prompt_tokens=limit, name=name)
+        return await start_engine(
+            model_directory(config),
+            config,
+            max_prompt_tokens=config.rollouts.max_prompt_tokens,
+            name=f"{name}/{epoch}",
+            staging=staging_directory(run_id, name),
+        )
     engine = build_engine(config)
     clock = emulated_clock(config)
     if clock is not None:

@@ -22,22 +22,32 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version; MissingObject if it is gone, ChecksumMismatch if it is damaged."""
         entry = next(entry for entry in manifest.files if entry.name == WEIGHTS_FILE)
-        data = self._from_shm(manifest, entry)
+        path = self._path(manifest, entry)
+        data = self._from_shm(path, manifest, entry) if path is not None else None
         if data is None:
-            data = self._from_store(manifest, entry)
+            path, data = None, self._from_store(manifest, entry)
         try:
             tensors = safetensors.load(data)
         except SafetensorError as error:
             raise ChecksumMismatch(f"version {manifest.version}: not a safetensors file: {error}") from None
-        return WeightUpdate(version=manifest.version, tensors=tensors, num_bytes=len(data))
+        return WeightUpdate(
+            version=manifest.version,
+            tensors=tensors,
+            num_bytes=len(data),
+            path=None if path is None else str(path),
+        )
 
-    def _from_shm(self, manifest: WeightManifest, entry: FileEntry) -> bytes | None:
-        """The copy in this host's shared memory; None when the durable copy must serve."""
+    def _path(self, manifest: WeightManifest, entry: FileEntry) -> Path | None:
+        """The file in this host's shared memory, if the version was put there."""
         if manifest.shm is None or manifest.host != self._host:
             return None
+        return Path(manifest.shm) / entry.name
+
+    def _from_shm(self, path: Path, manifest: WeightManifest, entry: FileEntry) -> bytes | None:
+        """The copy in shared memory; None when the durable copy must serve."""
         try:
-            data = (Path(manifest.shm) / entry.name).read_bytes()
-            verify(data, entry, manifest.shm)
+            data = path.read_bytes()
+            verify(data, entry, str(path.parent))
         except FileNotFoundError:
             return None  # pruned: a newer version exists
         except ChecksumMismatch:

@@ -1,0 +1,130 @@
+"""Weights staged for vLLM: checked against the model, linked where they can be, gone when they are not needed."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipelinerl_core.engine.vllm_weights import StagedWeights
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.weights import staging
+from pipelinerl_core.weights.publish import WeightPublisher
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Directory of a model with tied weights."""
+    tiny_model("qwen2", 0).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def weights(seed=1):
+    """By parameter name, as a learner publishes them."""
+    return {name: tensor.detach().clone() for name, tensor in tiny_model("qwen2", seed).named_parameters()}
+
+
+def update(tensors, version=1, path=None):
+    return WeightUpdate(version=version, tensors=tensors, num_bytes=1, path=path)
+
+
+@pytest.fixture
+def shm(monkeypatch, tmp_path):
+    (tmp_path / "shm").mkdir()
+    for module in ("publish", "staging"):
+        monkeypatch.setattr(f"pipelinerl_core.weights.{module}.SHM_ROOT", tmp_path / "shm")
+    return tmp_path / "shm"
+
+
+def test_a_published_file_is_linked_and_outlives_its_publisher(model, shm):
+    store = open_store("memory://staged-1")
+    manifest = WeightPublisher(store, run_id="run", epoch=1, use_shm=True).publish(1, weights(), durable=False)
+    staged = StagedWeights(model, staging.staging_directory("run", "actor-0"))
+    fetched = WeightSubscriber(store).fetch(manifest)
+    path = staged.stage(fetched)
+    assert path.is_relative_to(shm / "pipelinerl-run")
+    assert os.path.samefile(path, fetched.path)
+    os.unlink(fetched.path)
+    torch.testing.assert_close(load_file(path), weights(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("published", ["gone", None])
+def test_without_a_file_the_tensors_are_written(model, tmp_path, published):
+    staged = StagedWeights(model, tmp_path / "staged")
+    path = staged.stage(update(weights(), path=published and str(tmp_path / published)))
+    torch.testing.assert_close(load_file(path), weights(), rtol=0, atol=0)
+
+
+def test_a_file_that_names_the_head_of_tied_weights_is_written_under_the_name_vllm_knows(model, tmp_path):
+    tensors = weights()
+    head = {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+    from safetensors.torch import save_file
+
+    save_file(tensors | head, tmp_path / "published")
+    staged = StagedWeights(model, tmp_path / "staged")
+    given = update(tensors | head, path=str(tmp_path / "published"))
+    staged.check(given.tensors)
+    torch.testing.assert_close(load_file(staged.stage(given)), weights(), rtol=0, atol=0)
+
+
+def test_only_the_loaded_version_is_kept_and_nothing_after_the_end(model, tmp_path):
+    staged = StagedWeights(model, tmp_path / "run" / "staged" / "actor-0")
+    paths = [staged.stage(update(weights(), version)) for version in (1, 2)]
+    staged.take(paths[1])
+    assert staged.current == paths[1]
+    assert [path.exists() for path in paths] == [False, True]
+    assert staged.stage(update(weights(2), 2)) == paths[1]  # the same version once more replaces the file
+    torch.testing.assert_close(load_file(paths[1]), weights(2), rtol=0, atol=0)
+    staged.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_end_leaves_what_others_put_beside_it(model, tmp_path):
+    staged = StagedWeights(model, tmp_path / "run" / "staged" / "actor-0")
+    (tmp_path / "run" / "00000001.1").mkdir()
+    staged.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["00000001.1"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"x": torch.zeros(1)}, "names 'x'"),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(3)},
+            r"model.norm.weight: the update is torch.float32 \(3,\)",
+        ),
+        (lambda w: w | {"model.norm.weight": w["model.norm.weight"].long()}, "torch.int64"),
+        (lambda w: {name: t for name, t in w.items() if name != "model.norm.weight"}, "lacks 'model.norm.weight'"),
+        (lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1}, "differ in the update"),
+    ],
+)
+def test_an_update_that_is_not_of_this_model_is_refused(model, tmp_path, change, message):
+    staged = StagedWeights(model, tmp_path / "staged")
+    with pytest.raises(SwapError, match=message):
+        staged.check(change(weights()))
+
+
+def test_a_directory_without_weights_is_no_model(tmp_path):
+    with pytest.raises(EngineError, match="no weights in safetensors files"):
+        StagedWeights(str(tmp_path))
+
+
+def test_what_a_killed_predecessor_staged_is_removed(shm):
+    staged = shm / "pipelinerl-run" / "staged"
+    dead, alive, other = (
+        staged / name for name in ("actor-0.999999999", f"actor-0.{os.getppid()}", "actor-1.999999999")
+    )
+    for directory in (dead, alive, other):
+        directory.mkdir(parents=True)
+    assert staging.staging_directory("run", "actor-0") == staged / f"actor-0.{os.getpid()}"
+    assert [path.exists() for path in (dead, alive, other)] == [False, True, True]
+
+
+def test_without_shared_memory_there_is_no_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr("pipelinerl_core.weights.staging.SHM_ROOT", tmp_path / "none")
+    assert staging.staging_directory("run", "actor-0") is None
