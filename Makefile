@@ -42,7 +42,7 @@ quickstart: install ## train the quickstart model and print where its report is
 test: install ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-slow: install ## whole runs: crashes, Prefect workers, S3
+test-slow: install $(VLLM) ## whole runs, with real vLLM, Prefect workers, S3, crashes
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
 
 check: install ## lint, types, import rules

@@ -151,7 +151,6 @@ class VLLMBuilder:
 @pytest.fixture(scope="session")
 def vllm_cores(tmp_path_factory):
     """Ended with the session."""
-    pytest.importorskip("vllm", reason="make install ENGINE=vllm")
     cores = VLLMCores(tmp_path_factory.mktemp("vllm"))
     yield cores
     cores.close()

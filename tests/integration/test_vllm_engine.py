@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 
 import numpy as np
 import psutil
@@ -16,9 +15,6 @@ from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler
-
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: make install ENGINE=vllm", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.slow,

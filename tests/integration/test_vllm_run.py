@@ -5,16 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.integration.pipeline import ROOT, committed_steps, trained_groups, wait_for
-
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: make install ENGINE=vllm", allow_module_level=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
