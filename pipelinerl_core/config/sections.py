@@ -21,6 +21,9 @@ class ModelConfig(Section):
     builtin:sums?seed=1 is the same with other initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in engine and trainer; the head is computed in float32 on both sides."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner and the embedded engine compute; auto: on a GPU if engine.kind=vllm and there is one. vLLM
+    itself takes what it was built for."""
     chat_template: bool = False
     """Wrap each prompt as a user message with the tokenizer's chat template."""
 

@@ -4,6 +4,7 @@ Shape suffixes: S slots, R decoded slots, P prefilled sequences, T padded prefil
 K attended keys, C hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,10 +43,12 @@ class SlotDecoder:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._base = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self._dtype: torch.dtype = next(model.parameters()).dtype
-        self._key_range_K = torch.arange(max_len)
-        self._slot_range_S = torch.arange(slots)
-        self._nothing = torch.empty(0, dtype=torch.int64)
+        weight = next(model.parameters())
+        self._dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
+        self._key_range_K = torch.arange(max_len, device=self.device)
+        self._slot_range_S = torch.arange(slots, device=self.device)
+        self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         self._refresh_head()
         with torch.inference_mode():
             # One pass allocates the memory and meets every unsupported argument before the first request does.
@@ -69,14 +72,14 @@ class SlotDecoder:
         num_keys (> every position) is how much of the memory is attended. `prefill` = (slots_P, token_ids_PT) stores
         those sequences, from position 0, in the same pass.
         """
-        tokens_R, positions = torch.from_numpy(token_ids_R), torch.from_numpy(positions_R)
+        tokens_R, positions = self._put(token_ids_R), self._put(positions_R)
         is_hidden_RK = self._key_range_K[:num_keys] > positions[:, None]
-        mask_RK = torch.zeros(is_hidden_RK.shape, dtype=self._dtype).masked_fill_(is_hidden_RK, float("-inf"))
+        mask_RK = is_hidden_RK.new_zeros(is_hidden_RK.shape, dtype=self._dtype).masked_fill_(is_hidden_RK, -math.inf)
         layout = Layout(
             slots_R=self._slot_range_S[: len(token_ids_R)],
             positions_R=positions,
             mask_RK=mask_RK,
-            prefill_slots_P=None if prefill is None else torch.from_numpy(prefill[0]),
+            prefill_slots_P=None if prefill is None else self._put(prefill[0]),
             prefill_length=0 if prefill is None else prefill[1].shape[1],
         )
         hidden_RC = self._forward(tokens_R, layout, prefill)[: len(token_ids_R)]
@@ -88,7 +91,7 @@ class SlotDecoder:
             slots_R=self._nothing,
             positions_R=self._nothing,
             mask_RK=self._nothing,
-            prefill_slots_P=torch.from_numpy(slots_P),
+            prefill_slots_P=self._put(slots_P),
             prefill_length=token_ids_PT.shape[1],
         )
         self._forward(self._nothing, layout, (slots_P, token_ids_PT))
@@ -137,6 +140,10 @@ class SlotDecoder:
                 if not torch.equal(tensors[given[0]], tensors[name]):
                     raise SwapError(f"{given[0]!r} and {name!r} are tied in this model but differ in the update")
 
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The same weights where the model is, so that the pause holds a copy within its memory."""
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy checked weights into the model."""
         with torch.inference_mode():
@@ -144,6 +151,9 @@ class SlotDecoder:
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
             self._refresh_head()
+
+    def _put(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _targets(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
@@ -157,7 +167,7 @@ class SlotDecoder:
     def _forward(self, tokens_R: Tensor, layout: Layout, prefill: "tuple[IntArray, IntArray] | None") -> Tensor:
         tokens_N, positions_N = tokens_R, layout.positions_R
         if prefill is not None:
-            tokens_PT = torch.from_numpy(prefill[1])
+            tokens_PT = self._put(prefill[1])
             tokens_N = torch.cat((tokens_N, tokens_PT.flatten()))
             positions_N = torch.cat((positions_N, self._key_range_K[: tokens_PT.shape[1]].repeat(len(tokens_PT))))
         self.memory.layout = layout

@@ -8,7 +8,7 @@ protocol, it just happens. An engine with nothing to do has no task at all.
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -41,7 +41,7 @@ _ROW_STEP = 32
 class EmbeddedEngine:
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
 
-    model: a transformers causal LM on the CPU, this engine's own object; full attention only.
+    model: a transformers causal LM, this engine's own object, on whatever device it is; full attention only.
     eos_token_ids: tokens that end a completion and belong to it.
     weight_version: version of the weights the model holds now.
     kv: at a swap, keep the KV cache of running sequences (they go on at once, attending to keys of older weights);
@@ -122,11 +122,14 @@ class EmbeddedEngine:
             start = time.perf_counter()
             self._check_update(update)
             checked_seconds = time.perf_counter() - start
+            tensors = update.tensors
+            if self._decoder.device.type != "cpu":
+                tensors = await asyncio.to_thread(self._decoder.stage, tensors)
             if self._kv == "drain":
                 await self._drain()
             start = time.perf_counter()
             num_running = len(self._running)
-            self._replace_weights(update)
+            self._replace_weights(update.version, tensors)
             self._wake()
             pause_seconds = checked_seconds + time.perf_counter() - start
             if self._clock is not None:
@@ -252,13 +255,7 @@ class EmbeddedEngine:
                 num_keys=step.num_keys,
                 prefill=batches[-1] if batches else None,
             )
-            temperature, top_p, uniform = self._table.sampler_inputs(len(step.token_ids_R))
-            token_ids_R, logprobs_R = sample(
-                logits_RV,
-                torch.from_numpy(temperature),
-                None if top_p is None else torch.from_numpy(top_p),
-                torch.from_numpy(uniform),
-            )
+            token_ids_R, logprobs_R = sample(logits_RV, *self._table.sampler_inputs(len(step.token_ids_R)))
         outcome = self._table.advance(token_ids_R, logprobs_R)
         self._num_steps += 1
         self._num_tokens += outcome.num_sampled
@@ -368,15 +365,15 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise SwapError(f"the engine ended while it was drained: {self._failure}")
 
-    def _replace_weights(self, update: WeightUpdate) -> None:
+    def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here are of the old version
         try:
-            self._decoder.load(update.tensors)
+            self._decoder.load(tensors)
         except Exception as error:
-            self._fail(f"the swap to version {update.version} broke off half-way: {type(error).__name__}: {error}")
+            self._fail(f"the swap to version {version} broke off half-way: {type(error).__name__}: {error}")
             raise SwapError(self._failure) from error
-        self._version = update.version
+        self._version = version
         if self._kv == "recompute":
             self._recompute()
 

@@ -21,6 +21,7 @@ def load_engine(
     max_prompt_tokens: int,
     eos_token_ids: Iterable[int] | None = None,
     weight_version: int = 0,
+    device: torch.device | str = "cpu",
 ) -> EmbeddedEngine:
     """The engine of a run from a model directory (config.json and safetensors; the network is never asked).
 
@@ -30,9 +31,9 @@ def load_engine(
     if not Path(path).is_dir():
         raise EngineError(f"{path}: no such model directory")
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     return EmbeddedEngine(
-        model,
+        model.to(device),
         slots=config.engine.concurrency,
         max_len=max_prompt_tokens + config.rollouts.max_tokens,
         eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,

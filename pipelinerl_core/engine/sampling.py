@@ -39,8 +39,25 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(
-    logits_RV: Tensor, temperature_R: Tensor, top_p_R: Tensor | None, uniform_R: Tensor
+    logits_RV: Tensor,
+    temperature_R: NDArray[np.float32],
+    top_p_R: NDArray[np.float32] | None,
+    uniform_R: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """`draw`, from arrays to arrays."""
+    device = logits_RV.device
+    token_ids_R, logprobs_R = draw(
+        logits_RV,
+        torch.from_numpy(temperature_R).to(device),
+        None if top_p_R is None else torch.from_numpy(top_p_R).to(device),
+        torch.from_numpy(uniform_R).to(device),
+    )
+    return token_ids_R.cpu().numpy(), logprobs_R.cpu().numpy()
+
+
+def draw(
+    logits_RV: Tensor, temperature_R: Tensor, top_p_R: Tensor | None, uniform_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row: its id [R], and its log-probability [R] under the distribution it was drawn from.
 
     That distribution is softmax(logits / temperature), truncated to the nucleus and renormalised where top_p < 1
@@ -55,7 +72,7 @@ def sample(
     threshold = uniform_R[:, None] * cumulative_RV[:, -1:]
     # The clamp matters for rows of NaN only, which the engine finds by their log-probability.
     token_ids = torch.searchsorted(cumulative_RV, threshold, right=True).clamp_(max=logits_RV.shape[1] - 1)
-    return token_ids[:, 0].numpy(), logprobs_RV.gather(1, token_ids)[:, 0].numpy()
+    return token_ids[:, 0], logprobs_RV.gather(1, token_ids)[:, 0]
 
 
 def _nucleus(logprobs_RV: Tensor, top_p_R: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from pipelinerl_core.engine.load import load_engine, start_engine
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
+from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.rollouts.runner import TextCodec
 from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.types import Int32Array, Prompt
@@ -28,7 +29,12 @@ def model_directory(config: RunConfig) -> Path:
 
 def build_engine(config: RunConfig) -> EmbeddedEngine:
     """The embedded engine with the starting weights, version 0."""
-    return load_engine(model_directory(config), config, max_prompt_tokens=config.rollouts.max_prompt_tokens)
+    return load_engine(
+        model_directory(config),
+        config,
+        max_prompt_tokens=config.rollouts.max_prompt_tokens,
+        device=model_device(config),
+    )
 
 
 async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int = 0) -> Engine:

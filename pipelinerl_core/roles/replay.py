@@ -21,6 +21,7 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject,
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit
 from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.process import configure_logging, limit_threads
 from pipelinerl_core.stream.codec import decode_batch, from_segment
@@ -48,8 +49,10 @@ def build_learner(config: RunConfig, *, version: int = 0) -> TorchLearner:
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
-    model = load_model(Path(path), config.model.dtype)
+    device = model_device(config)
+    model = load_model(Path(path), config.model.dtype, device)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
+    threads = threads if device.type == "cpu" else 1
     batcher = PackBatcher(config.trainer.pack_tokens)
     return TorchLearner(model, config, batcher=batcher, version=version, threads=threads)
 

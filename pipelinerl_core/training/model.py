@@ -37,8 +37,8 @@ class ModelDimensions:
     """Longest sequence the model was made for."""
 
 
-def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"]) -> Any:
-    """The causal language model in a directory, on the CPU, ready for `hidden_states`.
+def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"], device: torch.device | str = "cpu") -> Any:
+    """The causal language model in a directory, on a device, ready for `hidden_states`.
 
     Dropout is off for good (eval mode): the ratio compares the policy that sampled with the one that is trained, and
     dropout would make them differ at equal weights.
@@ -47,8 +47,8 @@ def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"]) -> Any:
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json there. Give the directory of a Hugging Face model")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return prepare_model(model)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return prepare_model(model.to(device))
 
 
 def prepare_model(model: Any) -> Any:

@@ -8,9 +8,9 @@ def draw(logits, *, temperature=1.0, top_p=None, uniform=0.5):
     rows = len(logits)
     token_ids, logprobs = sample(
         torch.tensor(logits),
-        torch.full((rows,), temperature),
-        None if top_p is None else torch.tensor(top_p),
-        torch.as_tensor(uniform, dtype=torch.float64).expand(rows).clone(),
+        np.full(rows, temperature, np.float32),
+        None if top_p is None else np.array(top_p, np.float32),
+        np.broadcast_to(np.array(uniform, np.float64), rows).copy(),
     )
     return token_ids.tolist(), logprobs
 
