@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow check bench bench-peers format
+.PHONY: help install quickstart test test-slow check bench bench-gpu bench-peers format
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -61,6 +61,9 @@ $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
 		-r requirements-bench.lock
 	@touch $@
+
+bench-gpu: ## measure engines on a GPU, write docs/results-gpu.md; torch and transformers are enough
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.roles.bench_gpu --out docs/results-gpu.md $(ARGS)
 
 bench: install ## measure the engine against its peers (NAME=engine)
 	$(BIN)/pipelinerl bench $(or $(NAME),engine)

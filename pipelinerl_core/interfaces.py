@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pipelinerl_core.messages import Answer, Request
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -34,6 +33,8 @@ from pipelinerl_core.types import (
 if TYPE_CHECKING:
     import pyarrow as pa
     import torch
+
+    from pipelinerl_core.messages import Answer, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -203,7 +204,7 @@ class HubService(Protocol):
     """What the hub does with a request; the Flight server is its carrier and knows nothing of ledgers."""
 
     def handle(
-        self, peer: str, request: Request, rows: "pa.RecordBatch | None"
+        self, peer: str, request: "Request", rows: "pa.RecordBatch | None"
     ) -> "Iterator[tuple[Answer, pa.RecordBatch | None]]":
         """Answers in order. May block up to the wait the request names; called from one thread per peer."""
         ...

@@ -151,6 +151,8 @@ class SlotDecoder:
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
             self._refresh_head()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a pause that has not copied yet is no pause
 
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

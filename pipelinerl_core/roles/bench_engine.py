@@ -20,15 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
 from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
-from pipelinerl_core.types import EngineRequest, Int32Array, Sampler
+from pipelinerl_core.roles.bench_load import count_tokens, random_model, random_prompts
+from pipelinerl_core.types import Int32Array
 
 SLOTS = (8, 64, 256)
 PROMPT_TOKENS = 12
@@ -98,11 +98,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
     embedded_model = _model(model_directory)
     vocab_size = embedded_model.get_output_embeddings().weight.shape[0]
     num_requests = slots * REQUESTS_PER_SLOT[slots]
-    prompts = rng.integers(0, vocab_size, (num_requests, PROMPT_TOKENS), dtype=np.int32)
+    prompts = random_prompts(num_requests, PROMPT_TOKENS, vocab_size)
     embedded = _Embedded(embedded_model, slots)
     peer = _ContinuousBatching(_model(model_directory), slots)
     contestants: dict[str, Contestant] = {"embedded": embedded, "continuous_batching": peer}
@@ -136,20 +135,7 @@ def _model(model_directory: Path | None) -> Any:
             model_directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
         return model.eval()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=19,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    config._attn_implementation = "sdpa"
-    model_class: Any = Qwen2ForCausalLM
-    return model_class(config).eval()
+    return random_model("tiny")
 
 
 class _Embedded:
@@ -159,19 +145,8 @@ class _Embedded:
         self._engine = EmbeddedEngine(model, slots=slots, max_len=PROMPT_TOKENS + MAX_TOKENS, eos_token_ids=())
 
     def __call__(self, prompts: Int32Array) -> int:
-        return asyncio.run(asyncio.wait_for(self._generate(prompts), DEADLINE_SECONDS))
-
-    async def _generate(self, prompts: Int32Array) -> int:
-        return sum(await asyncio.gather(*(self._one(index, prompt) for index, prompt in enumerate(prompts))))
-
-    async def _one(self, index: int, prompt: Int32Array) -> int:
-        request = EngineRequest(
-            request_id=str(index), prompt_token_ids=prompt, max_tokens=MAX_TOKENS, sampler=Sampler(seed=index)
-        )
-        num_tokens = 0
-        async for chunk in self._engine.generate(request):
-            num_tokens += len(chunk.token_ids)
-        return num_tokens
+        generated = count_tokens(self._engine, prompts, max_tokens=MAX_TOKENS)
+        return asyncio.run(asyncio.wait_for(generated, DEADLINE_SECONDS))
 
 
 class _ContinuousBatching:

@@ -15,20 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.engine.vllm import VLLMEngine
 from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.types import EngineRequest, Int32Array, Sampler
+from pipelinerl_core.roles.bench_load import complete_endlessly, count_tokens, random_model, random_prompts, update_of
+from pipelinerl_core.types import Int32Array
 
 try:
     from vllm import SamplingParams
@@ -57,7 +54,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = options.model or _random_model(Path(scratch))
+        directory = options.model or Path(scratch)
+        if options.model is None:
+            random_model("tiny").save_pretrained(scratch)
         try:
             result = asyncio.run(asyncio.wait_for(measure(directory), DEADLINE_SECONDS))
         except PipelineRLError as error:
@@ -90,12 +89,12 @@ async def measure(directory: Path) -> dict[str, Any]:
     )
     await engine.open()
     try:
-        prompts = np.random.default_rng(0).integers(0, vocab_size, (NUM_REQUESTS, PROMPT_TOKENS), dtype=np.int32)
+        prompts = random_prompts(NUM_REQUESTS, PROMPT_TOKENS, vocab_size)
         started = time.perf_counter()
-        await _ours(engine, prompts[:8])
+        await count_tokens(engine, prompts[:8], max_tokens=MAX_TOKENS)
         first_seconds = time.perf_counter() - started
         speed = await _speeds(core, engine, prompts)
-        pauses = await _pauses(core, engine, staged, prompts, _update(directory))
+        pauses = await _pauses(core, engine, staged, prompts, update_of(directory, 0))
         return {
             "start_seconds": start_seconds,
             "first_tokens_seconds": first_seconds,
@@ -133,7 +132,7 @@ async def _speeds(core: VLLMCore, engine: VLLMEngine, prompts: Int32Array) -> di
     best = {"bare": 0.0, "adapter": 0.0}
     contestants: dict[str, Generate] = {
         "bare": lambda part: _bare(core, part),
-        "adapter": lambda part: _ours(engine, part),
+        "adapter": lambda part: count_tokens(engine, part, max_tokens=MAX_TOKENS),
     }
     for generate in contestants.values():
         await generate(prompts)  # warm up
@@ -152,17 +151,17 @@ async def _pauses(
     path = str(staged.stage(update))
     ours: list[float] = []
     bare: list[float] = []
-    load = asyncio.create_task(_endless(engine, prompts))
+    load = asyncio.create_task(complete_endlessly(engine, prompts, max_tokens=MAX_TOKENS))
     for version in range(1, SWAPS + 1):
         await asyncio.sleep(0.2)
-        ours.append((await engine.swap(_as(update, version))).pause_seconds)
+        ours.append((await engine.swap(replace(update, version=version))).pause_seconds)
         path = str(staged.current)
         await asyncio.sleep(0.2)
         bare.append(await _bare_swap(core, path, version))
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
     plain = await _tokens_per_second(engine, prompts, None)
-    swapping = await _tokens_per_second(engine, prompts, _as(update, SWAPS + 1))
+    swapping = await _tokens_per_second(engine, prompts, replace(update, version=SWAPS + 1))
     return {
         "pause_ms": statistics.median(ours) * 1e3,
         "bare_pause_ms": statistics.median(bare) * 1e3,
@@ -181,31 +180,18 @@ async def _tokens_per_second(engine: VLLMEngine, prompts: Int32Array, update: We
         assert update is not None
         for version in range(update.version, update.version + 1000):
             await asyncio.sleep(SWAP_EVERY_SECONDS)
-            paused_seconds += (await engine.swap(_as(update, version))).pause_seconds
+            paused_seconds += (await engine.swap(replace(update, version=version))).pause_seconds
 
     swapping = asyncio.create_task(swap_on_and_on()) if update is not None else None
     started = time.perf_counter()
-    num_tokens = sum([await _ours(engine, prompts, name=f"{round_}.") for round_ in range(ROUNDS)])
+    num_tokens = 0
+    for round_ in range(ROUNDS):
+        num_tokens += await count_tokens(engine, prompts, max_tokens=MAX_TOKENS, name=f"{round_}.")
     seconds = time.perf_counter() - started - paused_seconds
     if swapping is not None:
         swapping.cancel()
         await asyncio.gather(swapping, return_exceptions=True)
     return num_tokens / seconds
-
-
-async def _endless(engine: VLLMEngine, prompts: Int32Array) -> None:
-    for round_ in range(1000):
-        await _ours(engine, prompts, name=f"load.{round_}.")
-
-
-async def _ours(engine: VLLMEngine, prompts: Int32Array, name: str = "") -> int:
-    async def one(index: int, prompt: Int32Array) -> int:
-        request = EngineRequest(
-            request_id=f"{name}{index}", prompt_token_ids=prompt, max_tokens=MAX_TOKENS, sampler=Sampler()
-        )
-        return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
-
-    return sum(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
 
 
 async def _bare(core: VLLMCore, prompts: Int32Array) -> int:
@@ -236,34 +222,6 @@ async def _bare_swap(core: VLLMCore, path: str, version: int) -> float:
     await core.llm.finish_weight_update(str(version))
     await core.llm.resume_generation()
     return time.perf_counter() - started
-
-
-def _update(directory: Path) -> WeightUpdate:
-    tensors = {
-        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-    return WeightUpdate(version=0, tensors=tensors, num_bytes=sum(tensor.nbytes for tensor in tensors.values()))
-
-
-def _as(update: WeightUpdate, version: int) -> WeightUpdate:
-    return WeightUpdate(version=version, tensors=update.tensors, num_bytes=update.num_bytes)
-
-
-def _random_model(directory: Path) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=19,
-        hidden_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=384,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model_class: Any = Qwen2ForCausalLM
-    model_class(config).save_pretrained(directory)
-    return directory
 
 
 if __name__ == "__main__":

@@ -1,0 +1,85 @@
+"""What benchmarks of engines share: random models, requests without an end token, updates of their own weights."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl_core.interfaces import Engine, WeightUpdate
+from pipelinerl_core.types import Completion, EngineRequest, Int32Array, Sampler
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 19,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+        "max_position_embeddings": 512,
+    },
+    "0.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 4096,
+    },
+}
+"""Shapes of random Qwen2 models with tied embeddings: the quickstart's (0.8 M parameters), and Qwen2.5-0.5B's."""
+
+
+def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of random weights, always the same ones."""
+    torch.manual_seed(0)
+    model_class: Any = Qwen2ForCausalLM
+    with torch.device("cpu"):
+        return model_class(Qwen2Config(**SIZES[size], tie_word_embeddings=True)).to(dtype).eval()
+
+
+def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
+    """[num, num_tokens], always the same ones."""
+    return np.random.default_rng(0).integers(0, vocab_size, (num, num_tokens), dtype=np.int32)
+
+
+async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> list[Completion]:
+    """A completion of each prompt, all requests sent at once."""
+
+    async def one(index: int, prompt: Int32Array) -> Completion:
+        request = EngineRequest(
+            request_id=f"{name}{index}", prompt_token_ids=prompt, max_tokens=max_tokens, sampler=Sampler(seed=index)
+        )
+        completion: Completion | None = None
+        async for chunk in engine.generate(request):
+            completion = chunk.completion
+        assert completion is not None
+        return completion
+
+    return list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+
+
+async def count_tokens(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> int:
+    """`complete`, of which only the number of tokens is wanted."""
+    completions = await complete(engine, prompts, max_tokens=max_tokens, name=name)
+    return sum(len(completion.token_ids) for completion in completions)
+
+
+async def complete_endlessly(engine: Engine, prompts: Int32Array, *, max_tokens: int) -> None:
+    """Keep the engine busy until cancelled."""
+    for round_ in range(1_000_000):
+        await complete(engine, prompts, max_tokens=max_tokens, name=f"load.{round_}.")
+
+
+def update_of(weights: Mapping[str, torch.Tensor] | Path, version: int) -> WeightUpdate:
+    """The weights of a model, or of a model directory, as version `version`."""
+    if isinstance(weights, Path):
+        files = sorted(weights.glob("*.safetensors"))
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return WeightUpdate(version=version, tensors=weights, num_bytes=sum(t.nbytes for t in weights.values()))
