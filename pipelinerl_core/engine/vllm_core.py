@@ -7,6 +7,7 @@ updates, watches and ends.
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -108,6 +109,7 @@ class VLLMCore:
         await loop.run_in_executor(self._starter, self._stop)
         self.load = CoreLoad(num_preemptions=self.load.num_preemptions, num_steps=self.load.num_steps)
         try:
+            await loop.run_in_executor(self._starter, _import_vllm)
             self.llm = await loop.run_in_executor(self._starter, self._build)
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
@@ -230,14 +232,11 @@ class VLLMCore:
             raise EngineError(f"vLLM: {name}: {type(error).__name__}: {error}") from error
 
     def _build(self) -> Any:
-        from pipelinerl_core.engine.vllm_plugin import BACKEND, DIE_WITH_PARENT
-
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ[DIE_WITH_PARENT] = str(os.getpid())
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
+
+        from pipelinerl_core.engine.vllm_plugin import BACKEND
 
         settings = self.settings
         arguments = AsyncEngineArgs(
@@ -304,6 +303,20 @@ class VLLMCore:
                 pass
 
         return LoadRecorder
+
+
+def _import_vllm() -> None:
+    """Import it with its environment set.
+
+    By a call of its own: an import within vLLM fails and is caught, but the traceback is kept, and with it every
+    frame up to here. An AsyncLLM in one of them would live until the interpreter ends and fail to close then.
+    """
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    importlib.import_module("vllm.v1.engine.async_llm")
+    from pipelinerl_core.engine.vllm_plugin import DIE_WITH_PARENT
+
+    os.environ[DIE_WITH_PARENT] = str(os.getpid())
 
 
 def _core_output(output: Any, is_finished: bool) -> CoreOutput:

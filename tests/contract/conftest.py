@@ -1,7 +1,9 @@
 """Engines for the contract suite. vLLM's engine cores take 20 s to start, so the tests of a session share them."""
 
 import asyncio
+import gc
 import threading
+import warnings
 
 import pytest
 
@@ -103,8 +105,11 @@ class VLLMCores:
     def close(self):
         from pipelinerl_core.engine.vllm_core import VLLMCore
 
-        for core, _ in self._cores.values():
-            self.run(VLLMCore.close(core))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of the ZeroMQ contexts
+            for core, _ in self._cores.values():
+                self.run(VLLMCore.close(core))
+            gc.collect()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
 

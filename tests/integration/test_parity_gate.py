@@ -10,7 +10,7 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.inference import build_codec, build_engine, open_engine
 from pipelinerl_core.roles.replay import build_learner
 from pipelinerl_core.roles.trainer import check_parity
 from pipelinerl_core.testing.rollout_rows import build_rollout
@@ -22,13 +22,19 @@ pytestmark = pytest.mark.slow
 TEMPERATURE = 0.7
 
 
-def sample(config, perturbation: float) -> list[Rollout]:
-    """Rollouts of an engine whose head is scaled by 1 + perturbation."""
+async def perturbed(config, perturbation: float):
+    """The embedded engine, its head scaled by 1 + perturbation."""
+    engine = build_engine(config)
+    with torch.no_grad():
+        engine._decoder.model.get_output_embeddings().weight.mul_(1.0 + perturbation)
+    return engine
+
+
+def sample(config, start) -> list[Rollout]:
+    """Rollouts of the engine that `await start()` gives."""
 
     async def generate() -> list[Rollout]:
-        engine, codec = build_engine(config), build_codec(config)
-        with torch.no_grad():
-            engine._decoder.model.get_output_embeddings().weight.mul_(1.0 + perturbation)
+        engine, codec = await start(), build_codec(config)
 
         async def one(index: int) -> Rollout:
             prompt = codec.encode(build_source(config).prompt(index))
@@ -68,13 +74,31 @@ def test_the_gate_prints_both_figures_and_refuses_a_perturbed_head(prepared_mode
     config = load_config("quickstart", [f"rollouts.temperature={TEMPERATURE}"])
     learner = build_learner(config)
     with caplog.at_level("INFO"):
-        report = check_parity(learner, sample(config, 0.0), config)
+        report = check_parity(learner, sample(config, lambda: perturbed(config, 0.0)), config)
     assert report.num_tokens > 100
     assert report.mean <= 1e-5
     assert report.max <= 1e-3
     assert re.search(r"parity gate: .*mean .* max ", caplog.text)
     with pytest.raises(ParityError, match=r"mean .* max "):
-        check_parity(learner, sample(config, 0.01), config)
+        check_parity(learner, sample(config, lambda: perturbed(config, 0.01)), config)
+
+
+VLLM_MARKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see tests/contract
+# Half of each bound: what was measured is below a fifth of it.
+EXPECTED = {"float32": (5e-5, 5e-3), "bfloat16": (0.01, 0.25)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=VLLM_MARKS)])
+def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path, kind, dtype):
+    overrides = [f"engine.kind={kind}", f"model.dtype={dtype}", f"rollouts.temperature={TEMPERATURE}"]
+    config = load_config("quickstart", [*overrides, "engine.kv_gigabytes=0.25"])
+    rollouts = sample(config, lambda: open_engine(config, run_id=tmp_path.name, name="actor-0"))
+    report = check_parity(build_learner(config), rollouts, config)
+    print(f"{kind} {dtype}: mean {report.mean:.2g} max {report.max:.2g} over {report.num_tokens} tokens")  # noqa: T201
+    mean, largest = EXPECTED[dtype]
+    assert 0 < report.mean <= mean
+    assert report.max <= largest
 
 
 def test_equal_learners_publish_equal_bytes(prepared_model):
