@@ -62,7 +62,7 @@ def start(tmp_path):
 
     model().save_pretrained(tmp_path / "model")
 
-    async def _start(*, slots=8, kv_bytes=2**26, stream_interval=4, max_len=256):
+    async def _start(*, slots=8, kv_bytes=2**26, stream_interval=4, max_len=256, **parallel):
         settings = CoreSettings(
             model=str(tmp_path / "model"),
             dtype="float32",
@@ -72,6 +72,7 @@ def start(tmp_path):
             kv_bytes=kv_bytes,
             block_size=32,
             stream_interval=stream_interval,
+            **parallel,
         )
         core = VLLMCore(settings)
         await core.start()
@@ -171,6 +172,23 @@ def test_thousands_of_short_requests(start):
     assert [len(c.token_ids) for c in completions] == [r.max_tokens for r in requests]
     assert stats.num_tokens == sum(r.max_tokens for r in requests)
     assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("parallel", ["tensor_parallel", "data_parallel"])
+def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
+    async def main():
+        engine = await start(slots=8, **{parallel: 2})
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(8)]
+        await sampled(engine, 80)
+        await engine.swap(update(1, 1))
+        completions = await asyncio.gather(*tasks)
+        await engine.close()
+        return completions
+
+    models = {0: model(0), 1: model(1)}
+    for completion in asyncio.run(main()):
+        assert [span.version for span in completion.weight_spans] == [0, 1]
+        check(completion, models)
 
 
 def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):
