@@ -63,6 +63,10 @@ class SwapError(EngineError):
     """A weight swap failed; the engine keeps its last good version or is dead."""
 
 
+class BroadcastError(PipelineRLError):
+    """Weights could not be sent from memory to memory; the store serves instead."""
+
+
 class RewardError(PipelineRLError):
     """A verifier failed to give a reward."""
 

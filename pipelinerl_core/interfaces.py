@@ -14,9 +14,10 @@ report  = await engine.swap(update)              # between two decode steps
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipelinerl_core.types import (
+    BroadcastGroup,
     Chunk,
     Completion,
     EngineRequest,
@@ -47,6 +48,8 @@ class WeightUpdate:
     num_bytes: int
     path: str | None = None
     """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
+    group: int = 0
+    """Broadcast group that the engine receives the tensors from, which are then empty here; 0: none."""
 
 
 class Engine(Protocol):
@@ -93,6 +96,25 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop generating and release memory; running generators end with EngineError."""
+        ...
+
+
+@runtime_checkable
+class BroadcastReceiver(Protocol):
+    """An engine that can receive weights from the trainer's memory, without a file between them."""
+
+    async def join(self, group: BroadcastGroup, first_rank: int) -> None:
+        """Meet the other members; returns when all are there. Raises EngineError, and is in no group then."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Number of the group it is in, 0 for none: a failed broadcast or a restart leaves a group."""
+        ...
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it stands still, with its sequences, until a swap brings weights of `weight_version` or newer."""
         ...
 
 

@@ -8,6 +8,7 @@
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
   batches/<step>.<k>/<rank>.arrow        the rows as trained
   weights/<version>.<k>/                 data first, manifest.json last
+  broadcasts/<number>.json               who receives weights from the trainer's memory, and how they meet
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
   commits/<step>.<k>.json                the truth about a step
   evals/<version>.json                   held-out accuracy of a version
@@ -51,6 +52,11 @@ def batch_key(step: int, epoch: int, rank: int) -> str:
 def weights_prefix(version: int, epoch: int) -> str:
     """Files of one durable weight version."""
     return f"weights/{version:08d}.{epoch}"
+
+
+def broadcast_key(number: int) -> str:
+    """A broadcast group."""
+    return f"broadcasts/{number}.json"
 
 
 def checkpoint_prefix(step: int, epoch: int) -> str:

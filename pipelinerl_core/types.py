@@ -265,11 +265,42 @@ class WeightManifest:
     host: str
     published_at: float
     """Unix seconds."""
+    group: int = 0
+    """Broadcast group that actors named in it are to join; 0: none."""
+    is_broadcast: bool = False
+    """Its members receive this version from the trainer, right after it is announced."""
 
     @property
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(entry.size for entry in self.files)
+
+
+class TensorMeta(NamedTuple):
+    """One weight on its way."""
+
+    name: str
+    dtype: str
+    """As torch calls it, without "torch."."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastGroup:
+    """A trainer and the engine workers that receive weights from it, in one collective."""
+
+    number: int
+    """Unique within a run, never 0."""
+    ticket: str
+    """What a member needs to meet the others: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
+    world_size: int
+    """Members: the trainer, rank 0, and every worker of every actor."""
+    first_ranks: dict[str, int]
+    """Actor -> rank of the first of its workers."""
+    deadline_seconds: float
+    """Of every wait for the others."""
+    layout: tuple[TensorMeta, ...]
+    """What every broadcast holds, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,11 @@ def _engine_problem(config: "RunConfig") -> str | None:
         )
     if engine.kind == "vllm" and config.emulation.accelerators:
         return "emulation.accelerators emulates with the embedded engine. Set engine.kind=embedded"
+    if engine.kind == "embedded" and config.weights.transport == "nccl":
+        return (
+            "weights.transport=nccl broadcasts to vLLM's workers, engine.kind=embedded has none. "
+            "Set weights.transport=shm, or engine.kind=vllm"
+        )
     if engine.kind == "embedded" and engine.tensor_parallel * engine.data_parallel > 1:
         return (
             f"engine.tensor_parallel={engine.tensor_parallel}, engine.data_parallel={engine.data_parallel} are for "

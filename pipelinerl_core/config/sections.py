@@ -113,7 +113,7 @@ class EngineConfig(Section):
     kv: Literal["keep", "recompute", "drain"] = "keep"
     """KV cache of running sequences at a swap: keep it, recompute it under the new weights, or finish them first."""
     pace: bool = True
-    """Slow the engine down while more than a step's worth of groups waits for the trainer: full slots, less lag."""
+    """embedded: slow down while more than a step's worth of groups waits for the trainer: full slots, less lag."""
     deterministic: bool = False
     """Fix every tensor shape so that tokens do not depend on what else is in the batch (slower; float32 only)."""
     tensor_parallel: int = Field(1, ge=1)
@@ -195,8 +195,13 @@ class LossConfig(Section):
 class WeightsConfig(Section):
     """How weight versions reach the actors."""
 
-    transport: Literal["shm", "object_store"] = "shm"
-    """shm: shared memory of one host; object_store: through the run's store, any number of hosts."""
+    transport: Literal["shm", "object_store", "nccl"] = "shm"
+    """shm: shared memory of one host; object_store: through the run's store, any number of hosts; nccl: from the
+    trainer's memory to the workers of vLLM in one broadcast (over gloo where there is no GPU)."""
+    broadcast_seconds: float = Field(60.0, gt=0)
+    """nccl: longest wait for the members of a broadcast; beyond it the version goes through the store."""
+    broadcast_host: str = ""
+    """nccl: address at which actors reach the trainer; empty: loopback, or the host's name with work pools."""
     publish_every: int = Field(1, ge=1)
     """Publish every k-th version; versions keep their step numbers."""
     durable_every: int = Field(1, ge=1)
@@ -306,6 +311,11 @@ class RunConfig(Section):
     def takes_turns(self) -> bool:
         """Whether engines stand still while the trainer steps."""
         return self.schedule.kind != "pipeline"
+
+    @property
+    def paces_engines(self) -> bool:
+        """Whether engines slow down for the trainer; vLLM cannot."""
+        return self.engine.pace and self.engine.kind == "embedded" and not self.takes_turns
 
     @property
     def trainer_threads(self) -> int:

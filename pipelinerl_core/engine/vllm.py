@@ -25,7 +25,15 @@ from pipelinerl_core.engine.vllm_sequence import VLLMSequence
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.types import Chunk, Completion, EngineRequest, EngineStats, FinishReason, SwapReport
+from pipelinerl_core.types import (
+    BroadcastGroup,
+    Chunk,
+    Completion,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    SwapReport,
+)
 
 
 class VLLMEngine:
@@ -74,6 +82,20 @@ class VLLMEngine:
     def weight_version(self) -> int:
         """Version that samples the next token."""
         return self._keeper.version
+
+    @property
+    def group(self) -> int:
+        """See `interfaces.BroadcastReceiver`."""
+        return self._keeper.group.number if self._keeper.group is not None else 0
+
+    @property
+    def needs_weights(self) -> bool:
+        """See `interfaces.BroadcastReceiver`."""
+        return self._keeper.needs_weights
+
+    async def join(self, group: BroadcastGroup, first_rank: int) -> None:
+        """See `interfaces.BroadcastReceiver`; sampling stands still until all members have met."""
+        await self._keeper.join(group, first_rank)
 
     async def open(self) -> None:
         """Stamp the core's weights and begin; the core must have been started."""
@@ -302,7 +324,12 @@ class VLLMEngine:
                 f"the update is version {update.version}, the engine has {self.weight_version}: "
                 "versions never decrease"
             )
-        self._staged.check(update.tensors)
+        if update.group == 0:
+            self._staged.check(update.tensors)
+        elif update.group != self.group:
+            raise SwapError(
+                f"version {update.version} is broadcast to group {update.group}, the engine is in {self.group}"
+            )
 
     async def _drain(self) -> None:
         """Admit nothing until nothing runs; at most the longest rest of a running sequence."""

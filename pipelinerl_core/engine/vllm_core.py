@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.errors import EngineError
-from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
+from pipelinerl_core.types import BroadcastGroup, FinishReason, Sampler, TensorMeta, WeightSpan
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 # Read by vLLM when it is imported, or by the processes it starts.
@@ -201,12 +201,36 @@ class VLLMCore:
         """Go on after a pause."""
         await self._ask(self.llm.resume_generation())
 
+    async def join(self, group: BroadcastGroup, first_rank: int) -> None:
+        """Let every worker meet the other members of a broadcast group; generation stands still until they have."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = {
+            "ticket": group.ticket,
+            "first_rank": first_rank,
+            "world_size": group.world_size,
+            "deadline_seconds": group.deadline_seconds,
+        }
+        await self._ask(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+
     async def load_weights(self, path: str, version: int) -> None:
         """Inside a pause: load a verified safetensors file, and stamp what follows with `version`."""
+        await self._update({"path": path}, version)
+
+    async def receive_weights(self, layout: Sequence[TensorMeta], version: int) -> None:
+        """Inside a pause: load what the trainer broadcasts, and stamp what follows with `version`."""
+        info = {
+            "names": [meta.name for meta in layout],
+            "dtype_names": [meta.dtype for meta in layout],
+            "shapes": [list(meta.shape) for meta in layout],
+        }
+        await self._update(info, version)
+
+    async def _update(self, info: dict[str, Any], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._ask(self.llm.start_weight_update())
-        await self._ask(self.llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path})))
+        await self._ask(self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
         await self._ask(self.llm.finish_weight_update(str(version)))
 
     async def set_version(self, version: int) -> None:

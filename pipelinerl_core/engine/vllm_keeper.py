@@ -11,14 +11,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_core.engine.vllm_core import VLLMCore
+from pipelinerl_core.engine.vllm_core import CoreDied, VLLMCore
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.types import BroadcastGroup
 
 # More deaths than this within the window are no accident.
 _RESTARTS = 3
 _RESTART_WINDOW_SECONDS = 600.0
+# A reason to be closed: nobody has the weights that the core should have.
+_WEIGHTS = "weights"
 
 
 class CoreKeeper:
@@ -41,6 +44,9 @@ class CoreKeeper:
         """Version that samples the next token."""
         self.is_paused = False
         self.num_deaths = 0
+        self.group: BroadcastGroup | None = None
+        """The broadcast group that the core's workers are in."""
+        self._is_on_disk = True
         self._staged = staged
         self._on_open = on_open
         self._on_failure = on_failure
@@ -55,6 +61,22 @@ class CoreKeeper:
     def is_open(self) -> bool:
         """Whether requests may be sent: no pause, no swap, and an engine core that is up."""
         return not self._closed_for
+
+    @property
+    def needs_weights(self) -> bool:
+        """The core started again, but its weights had come by broadcast: it waits for a file of them, or newer."""
+        return _WEIGHTS in self._closed_for
+
+    async def join(self, group: BroadcastGroup, first_rank: int) -> None:
+        """Join a broadcast group, outside of swaps. Raises EngineError, and is in none then."""
+        async with self._lock:
+            self.group = None
+            try:
+                await self.core.join(group, first_rank)
+            except CoreDied as error:
+                self.revive(str(error))
+                raise
+            self.group = group
 
     async def open(self) -> None:
         """Stamp the weights of a started core and begin."""
@@ -77,7 +99,7 @@ class CoreKeeper:
 
         in_pause is awaited in the pause, before the weights change.
         """
-        path = await asyncio.to_thread(self._staged.stage, update)
+        path = None if update.group else await asyncio.to_thread(self._staged.stage, update)
         if self._revival is not None:
             await self._revival
         self._closed_for.add("swap")
@@ -87,6 +109,7 @@ class CoreKeeper:
                 await self.core.pause(clear_cache=clear_cache)
                 await in_pause()
                 await self._load(path, update.version)
+                self._closed_for.discard(_WEIGHTS)
                 if not self.is_paused:
                     await self.core.resume()
                 return time.perf_counter() - start
@@ -109,6 +132,7 @@ class CoreKeeper:
             self._fail(f"vLLM's engine core died {len(self._deaths)} times within 10 minutes; last: {cause}")
             return
         self._closed_for.add("revival")
+        self.group = None
         self._revival = self._spawn(self._start_again(), "vllm-revival")
 
     async def close(self) -> None:
@@ -121,9 +145,16 @@ class CoreKeeper:
         await self.core.close()
         self._staged.close()
 
-    async def _load(self, path: Path, version: int) -> None:
-        await self.core.load_weights(str(path), version)
+    async def _load(self, path: Path | None, version: int) -> None:
+        """From a file, or without one from the broadcast that is under way."""
+        if path is not None:
+            await self.core.load_weights(str(path), version)
+        elif self.group is not None:
+            await self.core.receive_weights(self.group.layout, version)
+        else:
+            raise EngineError("it has left the broadcast group")
         self.version = version
+        self._is_on_disk = path is not None
         self._staged.take(path)
 
     async def _follow_pause(self) -> None:
@@ -143,6 +174,8 @@ class CoreKeeper:
         try:
             async with self._lock:
                 await self.core.start()
+                if not self._is_on_disk:
+                    self._closed_for.add(_WEIGHTS)
                 if self._staged.current is None:
                     await self.core.set_version(self.version)
                 else:

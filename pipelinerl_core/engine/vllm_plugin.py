@@ -1,4 +1,4 @@
-"""What runs inside vLLM's processes: a weight-transfer engine that loads a staged, verified file.
+"""What runs inside vLLM's processes: a weight-transfer engine that loads a staged, verified file or a broadcast.
 
 Registered by the entry point `vllm.general_plugins`, which vLLM calls in its engine core and in every worker. Nothing
 is verified here: an update that fails half-way leaves an engine core of unknown weights, so whoever calls it has
@@ -9,16 +9,21 @@ import ctypes
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import distributed as dist
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -30,29 +35,75 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
-class FileInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on: every update names its file."""
+class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """A broadcast group to join (types.BroadcastGroup); files need no agreement."""
+
+    ticket: str
+    first_rank: int
+    """Rank of the first worker of this engine."""
+    world_size: int
+    deadline_seconds: float
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One update: a safetensors file that every worker can read."""
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One update: a safetensors file that every worker can read, or, without a path, what a broadcast will hold."""
 
-    path: str
+    path: str = ""
+    names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
 
 
-class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):  # type: ignore[misc]
-    """Loads a file in checkpoint format, layer by layer.
+class GlooReceiver:
+    """The counterpart of weights.broadcast.GlooSender."""
+
+    def __init__(self, init: GroupInit, rank: int) -> None:
+        host, _, port = init.ticket.removeprefix("gloo:").rpartition(":")
+        deadline = timedelta(seconds=init.deadline_seconds)
+        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), init.world_size, is_master=False, timeout=deadline
+        )
+        self._group: Any = dist.ProcessGroupGloo(self._store, rank, init.world_size, deadline)
+
+    def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor as it arrives."""
+        for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype_name))
+            self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            yield name, tensor
+
+
+class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[misc]
+    """Loads weights in checkpoint format, layer by layer: from a file, from gloo, or by vLLM's own NCCL engine.
 
     `model.load_weights` alone fails on the CPU backend, which repacks weights once they are loaded and frees the
     originals; the layerwise reload restores the parameters of one layer at a time, loads and repacks it.
     """
 
-    init_info_cls = FileInit
-    update_info_cls = FileUpdate
+    init_info_cls = GroupInit
+    update_info_cls = Update
+    _gloo: GlooReceiver | None = None
+    _nccl: Any = None
 
-    def init_transfer_engine(self, init_info: FileInit) -> None:
-        """Nothing to set up."""
+    def init_transfer_engine(self, init_info: GroupInit) -> None:
+        """Join a broadcast group, and leave the last one."""
+        self.shutdown()
+        if init_info.ticket.startswith("gloo:"):
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._gloo = GlooReceiver(init_info, init_info.first_rank + worker)
+            return
+        nccl = NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
+        nccl.init_transfer_engine(
+            NCCLWeightTransferInitInfo(
+                nccl_unique_id_b64=init_info.ticket.removeprefix("nccl:"),
+                rank_offset=init_info.first_rank,
+                world_size=init_info.world_size,
+                packed=True,
+            )
+        )
+        self._nccl = nccl
 
     def start_weight_update(self) -> None:
         """Make every layer ready to be loaded anew."""
@@ -64,9 +115,17 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):  # type: i
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: FileUpdate) -> None:
-        """Feed the tensors of the file to the model's own loader, which shards, fuses and casts them."""
-        self.model.load_weights(_tensors(update_info.path, self.device))
+    def receive_weights(self, update_info: Update) -> None:
+        """Feed the tensors to the model's own loader, which shards, fuses and casts them."""
+        if update_info.path:
+            self.model.load_weights(_tensors(update_info.path, self.device))
+        elif self._gloo is not None:
+            self.model.load_weights(self._gloo.tensors(update_info))
+        elif self._nccl is not None:
+            names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
+            self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=shapes))
+        else:
+            raise RuntimeError("a broadcast was announced to a worker that is in no group")
 
     def finish_weight_update(self) -> None:
         """Finish the layers that wait for others."""
@@ -75,7 +134,11 @@ class FileTransferEngine(WeightTransferEngine[FileInit, FileUpdate]):  # type: i
             _repack_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Leave the broadcast group."""
+        self._gloo = None
+        nccl, self._nccl = self._nccl, None
+        if nccl is not None:
+            nccl.shutdown()
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
@@ -99,7 +162,7 @@ def _tensors(path: str, device: torch.device) -> Iterator[tuple[str, torch.Tenso
 def register() -> None:
     """Entry point; vLLM calls it once in each of its processes, and may call it twice in one."""
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, FileTransferEngine)
+        WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
     parent = os.environ.get(DIE_WITH_PARENT)
     if parent is not None and parent != str(os.getpid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -83,8 +83,8 @@ class StagedWeights:
         safetensors.save_file(tensors, path)
         return path
 
-    def take(self, path: Path) -> None:
-        """The engine core holds the weights of `path` now; older files are of no use any more."""
+    def take(self, path: Path | None) -> None:
+        """The engine core holds the weights of `path` now, or such as are in no file; older files are of no use."""
         self.current = path
         for other in self._directory.iterdir():
             if other != path:

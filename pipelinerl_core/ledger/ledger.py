@@ -210,7 +210,8 @@ class Ledger(LedgerView):
         reason = too_few or self._waits_for_old_groups(step)
         if reason:
             self.waits.trainer_waits(self._clock(), is_held_back=not too_few)
-            return Reserved(re=0, is_ready=False, reason=reason, ready_groups=self.num_ready)
+            actors = {str(actor): sample.model_dump() for actor, sample in self.book.samples.items()}
+            return Reserved(re=0, is_ready=False, reason=reason, ready_groups=self.num_ready, actors=actors)
         self.waits.trainer_goes_on(self._clock())
         summaries = {group_id: self._pool.ready.pop(group_id) for group_id in chosen}
         return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_told=True)

@@ -9,10 +9,12 @@ from collections.abc import Callable
 
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.interfaces import BroadcastReceiver, Engine
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import build_codec, open_engine
 from pipelinerl_core.roles.process import (
@@ -46,6 +48,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event) -> No
         codec=build_codec(context.config),
         subscriber=WeightSubscriber(context.store),
         segments=segments,
+        member=_group_member(context, engine, name),
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
@@ -57,6 +60,13 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event) -> No
     finally:
         await scorer.close()
         await engine.close()
+
+
+def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember | None:
+    if context.config.weights.transport != "nccl":
+        return None
+    assert isinstance(engine, BroadcastReceiver)  # the configuration allows no other engine
+    return GroupMember(engine, context.store, name=name)
 
 
 def main() -> int:

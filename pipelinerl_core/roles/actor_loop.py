@@ -38,12 +38,14 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.interfaces import Engine, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
 from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
 from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import GroupRef, Rollout, WeightManifest
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,8 @@ class ActorParts:
     codec: TextCodec
     subscriber: Subscriber
     segments: SegmentWriter
+    member: GroupMember | None = None
+    """With weights.transport=nccl."""
 
 
 class Actor:
@@ -89,6 +93,7 @@ class Actor:
         self._config = config
         self._engine = parts.engine
         self._subscriber = parts.subscriber
+        self._member = parts.member
         self._segments = parts.segments
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
         self._run_id = run_id
@@ -126,6 +131,8 @@ class Actor:
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
+            if self._member is not None:
+                await self._member.close()
             await self._seal(everything=True)
             await asyncio.to_thread(self._link.close)
 
@@ -175,6 +182,7 @@ class Actor:
                 "unsent_groups": float(self._unsent.qsize()),
                 "step_delay_seconds": self._pacer.delay_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
+                **({} if self._member is None else {GROUP_COUNTER: float(self._member.number)}),
             },
         )
 
@@ -196,17 +204,23 @@ class Actor:
     def _take_versions(self, reply: SyncReply) -> None:
         self._sync_seconds = reply.sync_seconds
         self._credit = reply.credit
-        if self._config.engine.pace and not self._config.takes_turns:
+        if self._config.paces_engines:
             now = time.monotonic()
             self._engine.set_pace(self._pacer.update(reply.ready_groups, now - self._paced_at))
             self._paced_at = now
         if self._credit > 0:
             self._credit_granted.set()
         self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]
-        manifest = reply.manifest
-        if manifest is not None and manifest.version > self._engine.weight_version:
-            self._newest = manifest
+        if reply.manifest is not None and self._is_wanted(reply.manifest):
+            self._newest = reply.manifest
             self._newer.set()
+        if reply.manifest is not None and self._member is not None:
+            self._member.attend(reply.manifest)
+
+    def _is_wanted(self, manifest: WeightManifest) -> bool:
+        if self._member is not None:
+            return self._member.wants(manifest, self._engine.weight_version)
+        return manifest.version > self._engine.weight_version
 
     def _take_leases(self, reply: SyncReply, tasks: asyncio.TaskGroup) -> None:
         for lease_id in reply.stop_leases:
@@ -340,10 +354,12 @@ class Actor:
             await self._newer.wait()
             self._newer.clear()
             manifest = self._newest
-            if manifest is None or manifest.version <= self._engine.weight_version:
+            if manifest is None or not self._is_wanted(manifest):
                 continue
             try:
-                update = await asyncio.to_thread(self._subscriber.fetch, manifest)
+                update = self._member.update(manifest) if self._member is not None else None
+                if update is None:
+                    update = await asyncio.to_thread(self._subscriber.fetch, manifest)
             except (MissingObject, ChecksumMismatch) as error:
                 logger.warning("weights of version %d not taken: %s", manifest.version, error)
                 await asyncio.sleep(self._sync_seconds)

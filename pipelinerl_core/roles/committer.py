@@ -8,7 +8,7 @@ A version is announced only after its commit is written.
 import hashlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,11 @@ from pipelinerl_core.errors import DeadlineExceeded
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
 from pipelinerl_core.records import ActorSample, CheckpointRef, Commit, EpochRecord, SwapRecord, commit_key
+from pipelinerl_core.roles.broadcasting import BroadcastPublisher
 from pipelinerl_core.roles.history import check_not_fenced
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
-from pipelinerl_core.types import FileEntry
+from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 
@@ -67,6 +68,10 @@ class Committer:
         self._publisher = WeightPublisher(
             store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm"
         )
+        self._broadcasts: BroadcastPublisher | None = None
+        if config.weights.transport == "nccl":
+            self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
+        self._rescue: Future[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: list[Future[Commit]] = []
         self._checkpoint: CheckpointRef | None = None
@@ -96,9 +101,36 @@ class Committer:
         while self._pending:
             self._pending.pop(0).result()
 
+    def attend(self, actors: Mapping[str, Mapping[str, Any]]) -> None:
+        """While the trainer waits: see to actors that cannot read the newest version. They may be what it waits for.
+
+        actors: as in a reservation.
+        """
+        if self._broadcasts is not None and (self._rescue is None or self._rescue.done()):
+            self._rescue = self._thread.submit(self._announce_instead, lambda b: b.rescue(actors))
+
     def close(self) -> None:
         """Stop the thread; steps that were not committed are orphans."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._broadcasts is not None:
+            self._broadcasts.close()
+
+    def _publish(self, computed: ComputedStep, data: bytes, *, is_last: bool) -> WeightManifest:
+        durable = self._config.keeps(computed.step) or computed.state is not None
+        if self._broadcasts is None:
+            return self._publisher.publish_bytes(computed.step, data, durable=durable)
+        # Nobody takes the last version: its announcement lets the actors go.
+        actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
+        return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
+
+    def _announce_instead(self, find: Callable[[BroadcastPublisher], WeightManifest | None]) -> None:
+        """Announce the newest version once more, if it is somewhere else now."""
+        if self._broadcasts is None or self.newest is None:
+            return
+        manifest = find(self._broadcasts)
+        if manifest is not None:
+            self.newest = self.newest.model_copy(update={"manifest": manifest})
+            self._announce(self.newest, None, is_last=False)
 
     def _commit(self, computed: ComputedStep) -> Commit:
         started = time.time()
@@ -106,8 +138,7 @@ class Committer:
         data = serialize(computed.weights)
         manifest = None
         if self._config.publishes(step):
-            durable = self._config.keeps(step) or computed.state is not None
-            manifest = self._publisher.publish_bytes(step, data, durable=durable)
+            manifest = self._publish(computed, data, is_last=is_last)
         published = time.time()
         if computed.state is not None:
             save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
@@ -129,6 +160,8 @@ class Committer:
         self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
+        if manifest is not None and manifest.is_broadcast:
+            self._announce_instead(BroadcastPublisher.deliver)
         if computed.state is not None:
             prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
         return commit

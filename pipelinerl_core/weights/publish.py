@@ -39,12 +39,14 @@ class WeightPublisher:
         """Write the weights, then the manifest; without shared memory every version goes to the object store."""
         return self.publish_bytes(version, serialize(tensors), durable=durable)
 
-    def publish_bytes(self, version: int, data: bytes, *, durable: bool) -> WeightManifest:
-        """`publish` of weights that are serialized already."""
+    def publish_bytes(
+        self, version: int, data: bytes, *, durable: bool, group: int = 0, is_broadcast: bool = False
+    ) -> WeightManifest:
+        """`publish` of weights that are serialized already; what is broadcast needs no copy anywhere."""
         entry = entry_of(WEIGHTS_FILE, data)
         prefix = weights_prefix(version, self._epoch)
         directory = self._shm / f"{version:08d}.{self._epoch}" if self._shm else None
-        in_store = durable or directory is None
+        in_store = durable or (directory is None and not is_broadcast)
         manifest = WeightManifest(
             version=version,
             epoch=self._epoch,
@@ -53,6 +55,8 @@ class WeightPublisher:
             shm=str(directory) if directory else None,
             host=self._host,
             published_at=time.time(),
+            group=group,
+            is_broadcast=is_broadcast,
         )
         if directory:
             self._write_shm(directory, entry, data, manifest)

@@ -1,6 +1,7 @@
 """What is vLLM's own: stale prefixes, engine cores that die, processes that must not stay behind. Real vLLM."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler
+from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
 
 pytestmark = [
     pytest.mark.slow,
@@ -189,6 +192,55 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     for completion in asyncio.run(main()):
         assert [span.version for span in completion.weight_spans] == [0, 1]
         check(completion, models)
+
+
+def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(start, tmp_path):
+    """weights.transport=nccl, over gloo: join, a broadcast in mid-sequence, the death of what received it."""
+    store = open_store(f"file://{tmp_path}/run")
+    broadcaster = WeightBroadcaster(
+        store, epoch=1, workers_per_actor=1, host="127.0.0.1", deadline_seconds=20, on_gpu=False
+    )
+    tensors = {name: parameter.detach() for name, parameter in model(1).named_parameters()}
+
+    async def main():
+        engine = await start(slots=4)
+        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
+        assert broadcaster.attend({"actor-0": engine.group}, tensors) is False
+        group = read_group(store, broadcaster.number)
+        with pytest.raises(EngineError, match="init_weight_transfer_engine"):
+            await engine.join(dataclasses.replace(group, ticket="gloo:127.0.0.1:1", deadline_seconds=2), 1)
+        await engine.join(group, group.first_ranks["actor-0"])
+        assert broadcaster.attend({"actor-0": engine.group}, tensors) is True
+        await sampled(engine, 60)
+        sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, tensors))
+        report = await engine.swap(WeightUpdate(version=1, tensors={}, num_bytes=1, group=group.number))
+        await sending
+        await sampled(engine, 100)
+        kill_engine_core()
+        deadline = time.monotonic() + 60
+        while not engine.needs_weights:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        assert (engine.group, engine.weight_version) == (0, 1)
+        assert not any(task.done() for task in tasks)  # nothing is sampled by the weights of the model directory
+        with pytest.raises(SwapError, match="the engine is in 0"):
+            await engine.swap(WeightUpdate(version=2, tensors={}, num_bytes=1, group=group.number))
+        await engine.swap(update(1, 1))
+        completions = await asyncio.gather(*tasks)
+        await engine.close()
+        return report, completions
+
+    report, completions = asyncio.run(main())
+    broadcaster.close()
+    assert (report.version, report.num_running) == (1, 4)
+    models = {0: model(0), 1: model(1)}
+    for completion in completions:
+        assert len(completion.token_ids) == 180
+        assert {span.version for span in completion.weight_spans} <= {0, 1}
+        settled = completion.weight_spans[0].end
+        expected = reference_logprobs(models, PROMPT, completion)
+        np.testing.assert_allclose(completion.rollout_logprobs[:settled], expected[:settled], atol=1e-3)
+    assert [span.version for span in completions[0].weight_spans] == [0, 1]
 
 
 def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):

@@ -72,6 +72,30 @@ def test_a_run_on_vllm_swaps_weights_in_the_middle_of_sequences(tmp_path, prepar
     assert vllm_processes() == []
 
 
+def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_its_way_back(
+    tmp_path, prepared_model
+):
+    settings = ["weights.transport=nccl", "weights.durable_every=1000", "weights.broadcast_seconds=15"]
+    command = train(tmp_path, *settings, "checkpoint.every_seconds=1000")
+    try:
+        wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=150)
+        run = next(tmp_path.glob("quickstart-*"))
+        wait_for(lambda: committed_steps(str(run)) >= 5, "step 5", seconds=150)
+        (core,) = [p for p in vllm_processes() if "EngineCore" in p.name()]
+        core.send_signal(signal.SIGKILL)
+    except BaseException:
+        command.kill()
+        raise
+    check_report(finished(command, tmp_path), run)
+    manifests = [json.loads(path.read_text())["manifest"] for path in sorted(run.glob("commits/*.json"))]
+    broadcast = [manifest["version"] for manifest in manifests if manifest["is_broadcast"]]
+    assert broadcast
+    assert {manifest["key"] for manifest in manifests if manifest["is_broadcast"]} == {None}
+    groups = {manifest["group"] for manifest in manifests if manifest["group"]}
+    assert len(groups) >= 2  # the killed core was in one, the new one is in another
+    assert vllm_processes() == []
+
+
 def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
     command = train(tmp_path)
     try:

@@ -1,0 +1,60 @@
+"""weights.transport=nccl, on the actor's side: join the group that a manifest names, receive what it broadcasts."""
+
+import asyncio
+import logging
+
+from pipelinerl_core.errors import EngineError, MissingObject
+from pipelinerl_core.interfaces import BroadcastReceiver, ObjectStore, WeightUpdate
+from pipelinerl_core.types import WeightManifest
+from pipelinerl_core.weights.broadcast import read_group
+
+logger = logging.getLogger(__name__)
+
+
+class GroupMember:
+    """One actor's engine in broadcast groups."""
+
+    def __init__(self, receiver: BroadcastReceiver, store: ObjectStore, *, name: str) -> None:
+        self._receiver = receiver
+        self._store = store
+        self._name = name
+        self._tried = 0
+        self._joining: asyncio.Task[None] | None = None
+
+    @property
+    def number(self) -> int:
+        """The group it is in, 0 for none."""
+        return self._receiver.group
+
+    def wants(self, manifest: WeightManifest, version: int) -> bool:
+        """Whether to swap a version in, with `version` in the engine: newer, or what it lost; and within reach."""
+        is_newer = manifest.version > version or (self._receiver.needs_weights and manifest.version == version)
+        is_received = manifest.is_broadcast and manifest.group == self._receiver.group
+        return is_newer and (is_received or not manifest.is_broadcast or manifest.key is not None)
+
+    def attend(self, manifest: WeightManifest) -> None:
+        """Join the group that a manifest names, in the background, once."""
+        if manifest.group not in (0, self._tried) and (self._joining is None or self._joining.done()):
+            self._tried = manifest.group
+            self._joining = asyncio.create_task(self._join(manifest.group), name="join-group")
+
+    def update(self, manifest: WeightManifest) -> WeightUpdate | None:
+        """The update that receives a version by broadcast; None: it is to be fetched."""
+        if not manifest.is_broadcast or manifest.group != self._receiver.group:
+            return None
+        return WeightUpdate(version=manifest.version, tensors={}, num_bytes=manifest.num_bytes, group=manifest.group)
+
+    async def close(self) -> None:
+        """Stop joining."""
+        if self._joining is not None:
+            self._joining.cancel()
+            await asyncio.gather(self._joining, return_exceptions=True)
+
+    async def _join(self, number: int) -> None:
+        try:
+            group = await asyncio.to_thread(read_group, self._store, number)
+            if self._name in group.first_ranks:
+                await self._receiver.join(group, group.first_ranks[self._name])
+                logger.info("joined broadcast group %d", number)
+        except (EngineError, MissingObject) as error:
+            logger.warning("broadcast group %d not joined: %s", number, error)

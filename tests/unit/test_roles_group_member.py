@@ -1,0 +1,104 @@
+"""An actor's engine in broadcast groups: what it joins, and which versions reach it how."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from pipelinerl_core.errors import EngineError
+from pipelinerl_core.interfaces import BroadcastReceiver
+from pipelinerl_core.roles.group_member import GroupMember
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.types import WeightManifest
+from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
+
+MANIFEST = WeightManifest(version=5, epoch=1, files=(), key="weights/5.1", shm=None, host="here", published_at=0.0)
+
+
+class Receiver:
+    """Joins at once, or fails to."""
+
+    def __init__(self, error=None):
+        self.group = 0
+        self.needs_weights = False
+        self.joined = []
+        self._error = error
+
+    async def join(self, group, first_rank):
+        if self._error is not None:
+            raise self._error
+        self.joined.append((group.number, first_rank))
+        self.group = group.number
+
+
+@pytest.fixture
+def store(request):
+    return open_store(f"memory://{request.node.name}")
+
+
+@pytest.fixture
+def group(store):
+    broadcaster = WeightBroadcaster(
+        store, epoch=1, workers_per_actor=2, host="127.0.0.1", deadline_seconds=1, on_gpu=False
+    )
+    broadcaster.attend({"actor-0": 0, "actor-1": 0}, {})
+    yield read_group(store, broadcaster.number)
+    broadcaster.close()
+
+
+def attend(receiver, store, manifests, name="actor-1"):
+    assert isinstance(receiver, BroadcastReceiver)
+
+    async def main():
+        member = GroupMember(receiver, store, name=name)
+        for manifest in manifests:
+            member.attend(manifest)
+            if member._joining is not None:
+                await member._joining
+        await member.close()
+        return member
+
+    return asyncio.run(main())
+
+
+def test_a_group_is_joined_once_with_the_ranks_it_gives(store, group):
+    receiver = Receiver()
+    offered = replace(MANIFEST, group=group.number)
+    member = attend(receiver, store, [MANIFEST, offered, offered])
+    assert receiver.joined == [(group.number, 3)]
+    assert member.number == group.number
+
+
+def test_a_group_without_this_actor_is_not_joined(store, group):
+    receiver = Receiver()
+    attend(receiver, store, [replace(MANIFEST, group=group.number)], name="actor-7")
+    assert receiver.joined == []
+
+
+@pytest.mark.parametrize("number", [None, 77])
+def test_a_group_that_cannot_be_joined_is_left_alone(store, group, number, caplog):
+    receiver = Receiver(EngineError("nobody there"))
+    member = attend(receiver, store, [replace(MANIFEST, group=number or group.number)] * 2)
+    assert member.number == 0
+    assert caplog.text.count("not joined") == 1
+
+
+def test_versions_reach_the_engine_by_broadcast_in_its_group_and_by_file_else(store):
+    receiver = Receiver()
+    member = GroupMember(receiver, store, name="actor-0")
+    sent = replace(MANIFEST, group=9, is_broadcast=True, key=None)
+    durable = replace(sent, key=MANIFEST.key)
+    assert (member.wants(sent, 4), member.wants(durable, 4), member.wants(MANIFEST, 4)) == (False, True, True)
+    assert member.update(durable) is None
+    receiver.group = 9
+    assert (member.wants(sent, 4), member.wants(sent, 5), member.wants(MANIFEST, 5)) == (True, False, False)
+    update = member.update(sent)
+    assert (update.version, update.group, dict(update.tensors)) == (5, 9, {})
+
+
+def test_lost_weights_are_wanted_again_from_a_file(store):
+    receiver = Receiver()
+    receiver.needs_weights = True
+    member = GroupMember(receiver, store, name="actor-0")
+    sent = replace(MANIFEST, group=9, is_broadcast=True, key=None)
+    assert (member.wants(MANIFEST, 5), member.wants(sent, 5), member.wants(MANIFEST, 6)) == (True, False, False)

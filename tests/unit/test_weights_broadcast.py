@@ -1,0 +1,253 @@
+"""Weights from memory to memory: groups form, break and form again, over real gloo."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import BroadcastError
+from pipelinerl_core.records import broadcast_key
+from pipelinerl_core.roles.broadcasting import BroadcastPublisher, joined_groups
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER, WeightBroadcaster, layout_of, read_group
+from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+WEIGHTS = {
+    "b.weight": torch.arange(6.0).reshape(2, 3),
+    "a.bias": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    "c": torch.tensor(3.0),
+}
+DEADLINE_SECONDS = 3.0
+
+
+class Member(threading.Thread):
+    """One worker of an actor: joins, and receives as many versions as it is told to."""
+
+    def __init__(self, group, rank, num_versions=1):
+        super().__init__(daemon=True)
+        self.group, self.rank, self.num_versions = group, rank, num_versions
+        self.received = []
+        self.start()
+
+    def run(self):
+        with contextlib.suppress(RuntimeError):  # the trainer gave the group up
+            self._receive()
+
+    def _receive(self):
+        host, _, port = self.group.ticket.removeprefix("gloo:").rpartition(":")
+        deadline = timedelta(seconds=self.group.deadline_seconds)
+        store = dist.TCPStore(host, int(port), self.group.world_size, is_master=False, timeout=deadline)
+        collective = dist.ProcessGroupGloo(store, self.rank, self.group.world_size, deadline)
+        for _ in range(self.num_versions):
+            version = {}
+            for meta in self.group.layout:
+                version[meta.name] = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+                collective.broadcast([version[meta.name]], dist.BroadcastOptions()).wait()
+            self.received.append(version)
+
+
+@pytest.fixture
+def store(request):
+    return open_store(f"memory://{request.node.name}")
+
+
+@pytest.fixture
+def make(store):
+    made = []
+
+    def _make(workers=1):
+        made.append(
+            WeightBroadcaster(
+                store, epoch=3, workers_per_actor=workers, host="127.0.0.1", deadline_seconds=DEADLINE_SECONDS,
+                on_gpu=False,
+            )
+        )  # fmt: skip
+        return made[-1]
+
+    yield _make
+    for broadcaster in made:
+        broadcaster.close()
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.01)
+
+
+def formed(broadcaster, store, actors, num_versions=1):
+    """The members of a group of these actors, all of which have met and said so."""
+    assert broadcaster.attend(dict.fromkeys(actors, 0), WEIGHTS) is False
+    group = read_group(store, broadcaster.number)
+    members = [Member(group, rank, num_versions) for rank in range(1, group.world_size)]
+    joined = dict.fromkeys(actors, group.number)
+    until(lambda: broadcaster.attend(joined, WEIGHTS), "a group that has met")
+    return members
+
+
+def assert_equal(found, expected=WEIGHTS):
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def test_every_worker_of_every_actor_receives_every_version(make, store):
+    broadcaster = make(workers=2)
+    members = formed(broadcaster, store, ["actor-0", "actor-1"], num_versions=2)
+    group = read_group(store, broadcaster.number)
+    assert group.world_size == 5
+    assert group.first_ranks == {"actor-0": 1, "actor-1": 3}
+    assert [meta.name for meta in group.layout] == ["a.bias", "b.weight", "c"]
+    later = {name: tensor + 1 for name, tensor in WEIGHTS.items()}
+    broadcaster.send(WEIGHTS)
+    broadcaster.send(later)
+    for member in members:
+        member.join(timeout=10)
+        assert_equal(member.received[0])
+        assert_equal(member.received[1], later)
+
+
+def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
+    broadcaster = make()
+    assert broadcaster.attend({}, WEIGHTS) is False
+    assert broadcaster.number == 0
+    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False
+    number = broadcaster.number
+    assert number > 3_000_000
+    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False  # still waited for
+    Member(read_group(store, number), 1)
+    time.sleep(0.5)
+    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
+    assert broadcaster.attend({"actor-0": number}, WEIGHTS) is True
+    assert broadcaster.number == number
+
+
+@pytest.mark.parametrize(
+    "joined",
+    [
+        lambda number: {"a": 0, "b": number},
+        lambda number: {"a": number},
+        lambda number: {"a": number, "b": number, "c": 0},
+    ],
+    ids=["one has left", "one is gone", "one has come"],
+)
+def test_other_actors_make_another_group(make, store, joined):
+    broadcaster = make()
+    formed(broadcaster, store, ["a", "b"])
+    number = broadcaster.number
+    actors = joined(number)
+    assert broadcaster.attend(actors, WEIGHTS) is False
+    assert broadcaster.number > number
+    assert set(read_group(store, broadcaster.number).first_ranks) == set(actors)
+
+
+def test_a_group_that_never_meets_gives_way_to_another(make, store):
+    broadcaster = make()
+    broadcaster.attend({"a": 0}, WEIGHTS)
+    number = broadcaster.number
+    until(lambda: broadcaster.attend({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
+    assert broadcaster.number > number
+
+
+def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store):
+    broadcaster = make()
+    formed(broadcaster, store, ["a", "b"], num_versions=0)  # they have joined and receive nothing
+    started = time.monotonic()
+    with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is given up"):
+        broadcaster.send({name: torch.zeros(1_000_000) if name == "c" else t for name, t in WEIGHTS.items()})
+    assert time.monotonic() - started < 3 * DEADLINE_SECONDS
+    assert broadcaster.number == 0
+
+
+# ---- versions -----------------------------------------------------------------------------------------------------
+
+
+def sample(group=None, at=100.0):
+    return {"at": at, "counters": {} if group is None else {GROUP_COUNTER: float(group)}}
+
+
+def test_actors_count_with_their_newest_epoch_while_they_are_heard_of():
+    actors = {
+        "a/1": sample(7, at=99.0),
+        "a/2": sample(8),
+        "b/1": sample(),
+        "gone/1": sample(7, at=80.0),
+    }
+    assert joined_groups(actors, silent_seconds=10) == {"a": 8, "b": 0}
+    assert joined_groups({}, silent_seconds=10) == {}
+
+
+@pytest.fixture
+def publisher(store):
+    config = build_config(
+        {"engine": {"kind": "vllm"}, "weights": {"transport": "nccl", "broadcast_seconds": DEADLINE_SECONDS}}
+    )
+    plain = WeightPublisher(store, run_id="run", epoch=3, use_shm=False)
+    publisher = BroadcastPublisher(store, plain, config, epoch=3)
+    yield publisher
+    publisher.close()
+
+
+def publish(publisher, version, actors, durable=False):
+    return publisher.publish(version, WEIGHTS, serialize(WEIGHTS), durable=durable, actors=actors)
+
+
+def broadcasting(publisher, store, num_versions):
+    """A publisher whose one actor has joined, the member, and the sample of the actor."""
+    first = publish(publisher, 1, {"a/1": sample(0)})
+    assert (first.is_broadcast, first.key is None) == (False, False)
+    member = Member(read_group(store, first.group), 1, num_versions)
+    actors = {"a/1": sample(first.group)}
+    until(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
+    return member, actors
+
+
+def test_a_version_is_broadcast_and_in_no_store_once_its_actors_have_joined(publisher, store):
+    member, actors = broadcasting(publisher, store, 1)
+    manifest = publish(publisher, 3, actors)
+    assert manifest.is_broadcast
+    assert (manifest.key, manifest.shm) == (None, None)
+    assert publisher.deliver() is None
+    member.join(timeout=10)
+    assert_equal(member.received[0])
+    assert publisher.rescue(actors) is None
+    durable = publish(publisher, 4, actors, durable=True)
+    assert durable.is_broadcast
+    assert durable.key is not None
+
+
+def test_a_broadcast_that_fails_goes_through_the_store(publisher, store):
+    member, actors = broadcasting(publisher, store, 0)
+    manifest = publish(publisher, 3, actors)
+    assert manifest.is_broadcast
+    member.join(timeout=10)
+    big = dataclasses.replace(publisher._newest, tensors={**WEIGHTS, "c": torch.zeros(1_000_000)})
+    publisher._newest = big  # more than the sockets' buffers take
+    again = publisher.deliver()
+    assert (again.version, again.is_broadcast) == (3, False)
+    assert_equal(dict(WeightSubscriber(store).fetch(again).tensors))
+    assert publisher.rescue({"a/1": sample(0)}) is None  # it can be read already
+
+
+def test_an_actor_that_comes_later_finds_the_newest_version_in_the_store(publisher, store):
+    _, actors = broadcasting(publisher, store, 1)
+    publish(publisher, 3, actors)
+    publisher.deliver()
+    again = publisher.rescue({**actors, "b/1": sample(0)})
+    assert (again.version, again.is_broadcast) == (3, False)
+    assert_equal(dict(WeightSubscriber(store).fetch(again).tensors))
+    assert publisher.rescue({**actors, "b/1": sample(0)}) is None
+
+
+def test_a_group_is_an_object_of_the_run(make, store):
+    broadcaster = make()
+    broadcaster.attend({"a": 0}, WEIGHTS)
+    assert store.exists(broadcast_key(broadcaster.number))
+    assert read_group(store, broadcaster.number).layout == layout_of(WEIGHTS)
