@@ -9,11 +9,12 @@ of an NCCL group is its unique id, which goes through the store: vLLM's rendezvo
 """
 
 import base64
+import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
@@ -34,6 +35,8 @@ GROUP_COUNTER = "broadcast_group"
 
 # Groups of one trainer epoch; beyond it numbers of two epochs could meet.
 _GROUPS_PER_EPOCH = 1_000_000
+_POLL_SECONDS = 0.02
+_FAREWELL_SECONDS = 5.0
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
@@ -42,6 +45,11 @@ def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
         TensorMeta(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
         for name in sorted(tensors)
     )
+
+
+def gloo_member_key(rank: int) -> str:
+    """What a member sets in the TCPStore of a gloo group before it connects."""
+    return f"here/{rank}"
 
 
 def read_group(store: ObjectStore, number: int) -> BroadcastGroup:
@@ -56,8 +64,8 @@ class Sender(Protocol):
 
     ticket: str
 
-    def meet(self) -> None:
-        """Returns when every member is there."""
+    def meet(self, is_over: threading.Event) -> None:
+        """Returns when every member is there; raises when it is over before."""
         ...
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
@@ -81,8 +89,13 @@ class GlooSender:
         self._deadline = deadline
         self._group: Any = None
 
-    def meet(self) -> None:
-        """Connect to every member."""
+    def meet(self, is_over: threading.Event) -> None:
+        """Connect to every member. Each says that it is there first: connecting cannot be interrupted."""
+        members = [gloo_member_key(rank) for rank in range(1, self._world_size)]
+        deadline = time.monotonic() + self._deadline.total_seconds()
+        while not self._store.check(members):
+            if is_over.wait(_POLL_SECONDS) or time.monotonic() > deadline:
+                raise BroadcastError("its members did not come")
         self._group = dist.ProcessGroupGloo(self._store, 0, self._world_size, self._deadline)
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
@@ -106,8 +119,8 @@ class NcclSender:
         self._world_size = world_size
         self._communicator: Any = None
 
-    def meet(self) -> None:
-        """Form the communicator."""
+    def meet(self, is_over: threading.Event) -> None:
+        """Form the communicator; NCCL cannot be interrupted in it."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         device = torch.accelerator.current_device_index()
@@ -156,6 +169,9 @@ class WeightBroadcaster:
         self._heard: set[str] = set()
         """Actors that have said that they are in the group."""
         self._opened_at = 0.0
+        self._is_over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        """An interpreter that ends while one of them is in a collective aborts."""
 
     @property
     def number(self) -> int:
@@ -195,8 +211,7 @@ class WeightBroadcaster:
             except Exception as caught:  # noqa: BLE001 - any failure breaks the collective
                 error.append(caught)
 
-        thread = threading.Thread(target=send, name="broadcast", daemon=True)
-        thread.start()
+        thread = self._start(send, "broadcast")
         thread.join(self._deadline_seconds)
         if thread.is_alive() or error:
             self.close()
@@ -207,8 +222,12 @@ class WeightBroadcaster:
 
     def close(self) -> None:
         """Give the group up. Harmless without one."""
+        self._is_over.set()
         if self._sender is not None:
             self._sender.close()
+        for thread in self._threads:
+            thread.join(_FAREWELL_SECONDS)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._group = self._sender = None
 
     def _open(self, actors: list[str], layout: tuple[TensorMeta, ...]) -> None:
@@ -230,13 +249,22 @@ class WeightBroadcaster:
         self._store.put(broadcast_key(group.number), json.dumps(asdict(group)).encode())
         self._group, self._sender, self._has_met = group, sender, threading.Event()
         self._heard, self._opened_at = set(), time.monotonic()
-        arguments = (group, sender, self._has_met)
-        threading.Thread(target=self._meet, args=arguments, name="broadcast-meet", daemon=True).start()
+        self._is_over = threading.Event()
+        self._start(functools.partial(self._meet, group, sender, self._has_met, self._is_over), "broadcast-meet")
         logger.info("broadcast group %d opened for %s", group.number, actors)
 
-    def _meet(self, group: BroadcastGroup, sender: Sender, has_met: threading.Event) -> None:
+    def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads = [other for other in self._threads if other.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _meet(
+        self, group: BroadcastGroup, sender: Sender, has_met: threading.Event, is_over: threading.Event
+    ) -> None:
         try:
-            sender.meet()
+            sender.meet(is_over)
         except Exception as error:  # noqa: BLE001 - whatever it is, there is no group
             logger.warning("broadcast group %d never met: %s", group.number, error)
             if self._group is group:

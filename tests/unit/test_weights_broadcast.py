@@ -5,6 +5,7 @@ import dataclasses
 import threading
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,13 @@ from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.records import broadcast_key
 from pipelinerl_core.roles.broadcasting import BroadcastPublisher, joined_groups
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER, WeightBroadcaster, layout_of, read_group
+from pipelinerl_core.weights.broadcast import (
+    GROUP_COUNTER,
+    WeightBroadcaster,
+    gloo_member_key,
+    layout_of,
+    read_group,
+)
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -31,10 +38,13 @@ DEADLINE_SECONDS = 3.0
 class Member(threading.Thread):
     """One worker of an actor: joins, and receives as many versions as it is told to."""
 
+    all: ClassVar[list] = []
+
     def __init__(self, group, rank, num_versions=1):
         super().__init__(daemon=True)
         self.group, self.rank, self.num_versions = group, rank, num_versions
         self.received = []
+        Member.all.append(self)
         self.start()
 
     def run(self):
@@ -45,6 +55,7 @@ class Member(threading.Thread):
         host, _, port = self.group.ticket.removeprefix("gloo:").rpartition(":")
         deadline = timedelta(seconds=self.group.deadline_seconds)
         store = dist.TCPStore(host, int(port), self.group.world_size, is_master=False, timeout=deadline)
+        store.set(gloo_member_key(self.rank), "")
         collective = dist.ProcessGroupGloo(store, self.rank, self.group.world_size, deadline)
         for _ in range(self.num_versions):
             version = {}
@@ -57,6 +68,15 @@ class Member(threading.Thread):
 @pytest.fixture
 def store(request):
     return open_store(f"memory://{request.node.name}")
+
+
+@pytest.fixture(autouse=True)
+def no_member_is_left():
+    yield
+    while Member.all:
+        member = Member.all.pop()
+        member.join(timeout=10)
+        assert not member.is_alive()
 
 
 @pytest.fixture
