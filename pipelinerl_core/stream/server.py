@@ -147,6 +147,8 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
     def _host(self, peer: _Peer, reader: Any) -> None:
         with self._lock:
             self._peers[peer.name] = peer
+        if not self.is_open:  # it came while goodbye was said to the others
+            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
         try:
             self._service.connected(peer.name, peer.return_credit)
             self._converse(peer, reader)

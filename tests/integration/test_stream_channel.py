@@ -308,6 +308,23 @@ def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel
     second.close()
 
 
+def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypatch):
+    flight = channel.server._flight
+    host = flight._host
+
+    def late(peer, reader):
+        assert channel.gate.wait(5)  # the client thinks that it is connected; the hub does not know its name yet
+        host(peer, reader)
+
+    channel.gate = threading.Event()
+    monkeypatch.setattr(flight, "_host", late)
+    actor = channel.client()
+    assert actor.is_connected
+    threading.Timer(0.2, channel.gate.set).start()
+    assert channel.server.shutdown(3.0)
+    assert not actor.is_connected
+
+
 def test_a_peer_is_announced_when_it_comes_and_when_it_goes(channel):
     channel.client(name="first").close()
     channel.client(name="second").close(bye=False)
