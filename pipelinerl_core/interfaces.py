@@ -74,6 +74,10 @@ class Engine(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Send what has been sampled as chunks now, whatever the engine's own rhythm is."""
+        ...
+
     def stats(self) -> EngineStats:
         """A glance at the engine, cheap."""
         ...

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
 
 
@@ -27,6 +28,8 @@ class Lease(Message):
     """Unix seconds at which it expires unless renewed by a sync."""
     group_size: int
     prompt: Prompt
+    holders: tuple[Holder, ...] = ()
+    """Who held the group before, newest first: their logs may hold tokens of it, to be continued."""
 
 
 class LeaseRef(Message):

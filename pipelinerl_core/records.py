@@ -39,9 +39,14 @@ def rollout_key(actor: str, epoch: int, seq: int) -> str:
     return f"rollouts/{actor}/{epoch:06d}/{seq:08d}.arrow"
 
 
+def partial_prefix(actor: str, epoch: int) -> str:
+    """The write-ahead log of the open groups of one actor epoch."""
+    return f"partials/{actor}/{epoch:06d}"
+
+
 def partial_key(actor: str, epoch: int, seq: int) -> str:
-    """Segment of the write-ahead log of open groups."""
-    return f"partials/{actor}/{epoch:06d}/{seq:08d}.arrow"
+    """Segment of that log."""
+    return f"{partial_prefix(actor, epoch)}/{seq:08d}.arrow"
 
 
 def batch_key(step: int, epoch: int, rank: int) -> str:

@@ -47,6 +47,14 @@ class WeightSpan(NamedTuple):
     end: int
 
 
+class Origin(NamedTuple):
+    """The first tokens of a completion that another actor epoch sampled, before somebody took it over."""
+
+    actor: str
+    epoch: int
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One problem of a prompt source."""
@@ -189,6 +197,8 @@ class Rollout:
     """Unix seconds when the last token was sampled."""
     scored_at: float
     """Unix seconds when the reward was known."""
+    origins: tuple[Origin, ...] = ()
+    """Who sampled its first tokens, in their order; the rest is the actor's own."""
 
     @property
     def num_tokens(self) -> int:
@@ -314,6 +324,16 @@ class GroupRef:
     num_rollouts: int
     num_tokens: int
     """Completion tokens of all its rollouts."""
+    origins: tuple[Origin, ...] = ()
+    """Those of them that other actor epochs sampled."""
+
+    def shares(self) -> "dict[tuple[str, int], int]":
+        """(actor, epoch) -> tokens of the group that it sampled; they add up to num_tokens."""
+        shares = {(self.actor, self.actor_epoch): self.num_tokens}
+        for actor, epoch, num_tokens in self.origins:
+            shares[actor, epoch] = shares.get((actor, epoch), 0) + num_tokens
+            shares[self.actor, self.actor_epoch] -= num_tokens
+        return shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

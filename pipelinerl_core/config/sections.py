@@ -260,6 +260,16 @@ class StoreConfig(Section):
     """Longest time finished groups wait before they are sealed as a segment."""
     segment_bytes: int = Field(16_000_000, gt=0)
     """Size at which waiting groups are sealed at once."""
+    partial_log: bool = True
+    """Log the tokens of unfinished groups, so that another actor can take them over."""
+    partial_seconds: float = Field(0, ge=0)
+    """Time between two writes of that log: what a dead actor can cost; 0: 1 on a local disk, 5 on object storage."""
+
+    def log_seconds(self, url: str) -> float:
+        """Time between two writes of the log of open groups in the store at a URL; 0: there is none."""
+        if not self.partial_log:
+            return 0.0
+        return self.partial_seconds or (5.0 if url.startswith("s3:") else 1.0)
 
 
 class EmulationConfig(Section):

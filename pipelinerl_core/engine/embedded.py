@@ -150,6 +150,11 @@ class EmbeddedEngine:
                 completions[request_id] = self._finish(sequence, FinishReason.ABORT)
         return completions
 
+    def flush(self) -> None:
+        """A chunk for every running sequence with new tokens; see `interfaces.Engine`."""
+        for sequence in self._running.values():
+            self._emit(sequence)
+
     def set_pace(self, delay_seconds: float) -> None:
         """Pause this long after each decode step; swaps and aborts happen in it without waiting."""
         self._delay_seconds = delay_seconds

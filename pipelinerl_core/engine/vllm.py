@@ -152,6 +152,9 @@ class VLLMEngine:
             if completion is not None and completion.finish_reason is FinishReason.ABORT
         }
 
+    def flush(self) -> None:
+        """Nothing: tokens leave the engine core in steps of its stream_interval, and each step is a chunk."""
+
     def set_pace(self, delay_seconds: float) -> None:
         """Ignored: vLLM decodes at full speed."""
 

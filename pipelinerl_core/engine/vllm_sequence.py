@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 
+from pipelinerl_core.algo.spans import joined
 from pipelinerl_core.engine.vllm_core import CoreOutput
 from pipelinerl_core.types import Chunk, Completion, EngineRequest, FinishReason, WeightSpan
 
@@ -99,17 +100,3 @@ class VLLMSequence:
             completion=completion,
         )
         self.outbox.put_nowait(chunk)
-
-
-def joined(spans: list[WeightSpan], more: list[WeightSpan]) -> list[WeightSpan]:
-    """`spans` up to where `more` begins, then `more`; neighbours of one version become one."""
-    if not more:
-        return spans
-    begin = more[0].start
-    result = [WeightSpan(v.version, v.start, min(v.end, begin)) for v in spans if v.start < begin]
-    for span in more:
-        if result and result[-1].version == span.version:
-            result[-1] = WeightSpan(span.version, result[-1].start, span.end)
-        elif span.end > span.start:
-            result.append(span)
-    return result

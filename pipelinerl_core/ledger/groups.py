@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals
 
 
@@ -44,6 +45,8 @@ class Grant:
     lease_id: str
     deadline_seconds: float
     """Unix seconds."""
+    holders: tuple[Holder, ...] = ()
+    """Who held the group before, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 from pipelinerl_core.ledger.groups import ActorKey, Grant
 from pipelinerl_core.messages import LeaseRef
+from pipelinerl_core.takeover import Holder
+
+# The last one has nearly always all there is; an actor that died before its first write has nothing.
+_HOLDERS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +21,7 @@ class HeldLease:
     is_claimed: bool
     """It was granted by an earlier hub and claimed at a registration: its holder has it, it is never sent again."""
     version: int | None
-    """Weights of its actor when it was granted: no token of the group is older. None for a claimed one."""
+    """Weights of its actor when it was granted: no token of the group is older. None where that is not known."""
 
 
 class Leases:
@@ -31,6 +35,7 @@ class Leases:
         self._held: dict[int, HeldLease] = {}
         self._by_actor: dict[ActorKey, dict[str, HeldLease]] = {}
         self._queue: dict[int, int] = {}  # group_id -> attempt of its next lease
+        self._holders: dict[int, tuple[Holder, ...]] = {}  # of groups without a fate, newest first
 
     @property
     def num_held(self) -> int:
@@ -71,7 +76,15 @@ class Leases:
         attempt = self._queue.pop(group_id, self._first_attempt)
         lease_id = f"{group_id}.{attempt}.{self._boot_id}"
         lease = LeaseRef(group_id=group_id, attempt=attempt, lease_id=lease_id)
-        return self._hold(lease, actor, now, is_claimed=False, version=version)
+        # Tokens that are taken over may be of any age: no bound for them.
+        known = None if group_id in self._holders else version
+        return self._hold(lease, actor, now, is_claimed=False, version=known)
+
+    def held_before(self, group_id: int, holders: Iterable[Holder]) -> None:
+        """Name earlier holders of a group that is queued, newest first, after those that are known."""
+        if group_id in self._queue:
+            known = self._holders.get(group_id, ())
+            self._holders[group_id] = (*known, *(h for h in holders if h not in known))[:_HOLDERS]
 
     def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
         """Put a lease of an earlier hub in force again."""
@@ -98,6 +111,7 @@ class Leases:
     def remove(self, group_id: int) -> None:
         """The group is finished or decided: nobody works on it any more."""
         self._queue.pop(group_id, None)
+        self._holders.pop(group_id, None)
         self._drop(group_id)
 
     def release(self, actor: ActorKey) -> list[int]:
@@ -125,6 +139,7 @@ class Leases:
             attempt=lease.attempt,
             lease_id=lease.lease_id,
             deadline_seconds=now + self._lease_seconds,
+            holders=self._holders.get(lease.group_id, ()),
         )
         held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed, version)
         self._held[lease.group_id] = held
@@ -135,6 +150,9 @@ class Leases:
         lease = self._drop(group_id)
         if lease is not None:
             self.queue(group_id, lease.grant.attempt + 1)
+            holder = Holder(lease.actor.name, lease.actor.epoch, lease.grant.attempt)
+            others = [other for other in self._holders.get(group_id, ()) if other != holder]
+            self._holders[group_id] = (holder, *others)[:_HOLDERS]
 
     def _drop(self, group_id: int) -> HeldLease | None:
         lease = self._held.pop(group_id, None)

@@ -3,7 +3,7 @@
 Not thread-safe; the hub calls it under one lock.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
@@ -19,6 +19,7 @@ from pipelinerl_core.ledger.view import LedgerView
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
 from pipelinerl_core.records import ActorSample, Commit, SwapRecord
+from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, WeightManifest
 
 # Actors find a restarted hub within a second or two; until then their leases are nobody else's.
@@ -92,6 +93,11 @@ class Ledger(LedgerView):
             if ref.group_id >= self._pool.next_group_id or self._pool.leases.is_queued(ref.group_id):
                 self._pool.add(summary, "")
             self.place(ref.group_id, ref.attempt, summary.actor, group.seq)
+
+    def restore_holders(self, holders: Mapping[int, Sequence[Holder]]) -> None:
+        """Whose logs hold tokens of which group, found in the store."""
+        for group_id, found in holders.items():
+            self._pool.leases.held_before(group_id, found)
 
     # ---- actors ----------------------------------------------------------------------------------------------
 

@@ -174,7 +174,7 @@ class GroupPool:
             self.tokens.settle_group(summary, "superseded")
             summary = None
         if summary is None:
-            self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), ref.num_tokens)
+            self.tokens.arrive_ref(ref)
         return summary
 
     def give_back(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
@@ -185,7 +185,7 @@ class GroupPool:
             if summary is not None:
                 self.ready[group_id] = summary
             else:
-                self.tokens.arrive(ActorKey(ref.actor, ref.actor_epoch), -ref.num_tokens)
+                self.tokens.arrive_ref(ref, -1)
                 self.leases.queue(group_id, ref.attempt + 1)
 
     # ---- to decided ------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class GroupPool:
         ref = reservation.refs[group_id]
         summary = reservation.summaries.get(group_id)
         if summary is None:
-            tokens.settle(ActorKey(ref.actor, ref.actor_epoch), {"trained": ref.num_tokens})
+            tokens.settle_ref(ref, {"trained": ref.num_tokens})
         else:
             tokens.train_group(summary, reservation.step, self._config.schedule.max_lag)
 

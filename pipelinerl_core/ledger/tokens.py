@@ -15,7 +15,7 @@ from pipelinerl_core.ledger.groups import ActorKey, GroupSummary
 from pipelinerl_core.ledger.lengths import LengthMeter
 from pipelinerl_core.ledger.order import split_lengths, split_trained
 from pipelinerl_core.records import ActorSample
-from pipelinerl_core.types import LengthTotals
+from pipelinerl_core.types import GroupRef, LengthTotals
 
 SETTLED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
 """Where tokens end."""
@@ -85,26 +85,39 @@ class TokenLedger:
         self.account(actor).present += num_tokens
 
     def settle(self, actor: ActorKey, split: Mapping[str, int]) -> None:
-        """Tokens that are here end."""
-        account = self.account(actor)
-        for name, num_tokens in split.items():
+        """Tokens of one actor epoch that are here end."""
+        self._settle({actor: sum(split.values())}, split)
+
+    def arrive_ref(self, ref: GroupRef, sign: int = 1) -> None:
+        """The tokens of a group are here, each as its own actor epoch's; sign -1 takes them back."""
+        for (actor, epoch), num_tokens in ref.shares().items():
+            self.arrive(ActorKey(actor, epoch), sign * num_tokens)
+
+    def settle_ref(self, ref: GroupRef, split: Mapping[str, int]) -> None:
+        """The tokens of a group, all of which are here, end; `split` adds up to them."""
+        self._settle({ActorKey(*actor): num_tokens for actor, num_tokens in ref.shares().items()}, split)
+
+    def _settle(self, shares: Mapping[ActorKey, int], split: Mapping[str, int]) -> None:
+        for actor, num_tokens in shares.items():
+            account = self.account(actor)
             account.present -= num_tokens
             account.settled += num_tokens
+        for name, num_tokens in split.items():
             self.settled[name] += num_tokens
 
     def arrive_group(self, summary: GroupSummary) -> None:
         """A group is here with its rows."""
-        self.arrive(summary.actor, summary.ref.num_tokens)
+        self.arrive_ref(summary.ref)
         self.lengths.arrive(summary.lengths)
 
     def settle_group(self, summary: GroupSummary, name: str) -> None:
         """A group that is here with its rows ends as a whole."""
-        self.settle(summary.actor, {name: summary.ref.num_tokens})
+        self.settle_ref(summary.ref, {name: summary.ref.num_tokens})
         self.lengths.settle({name: summary.lengths})
 
     def train_group(self, summary: GroupSummary, step: int, max_lag: int) -> None:
         """A group that is here with its rows is trained at `step`, as far as it is live."""
-        self.settle(summary.actor, split_trained(summary, step, max_lag))
+        self.settle_ref(summary.ref, split_trained(summary, step, max_lag))
         self.lengths.settle(split_lengths(summary, step, max_lag))
 
     def supersede(self, summary: GroupSummary) -> None:

@@ -48,6 +48,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event) -> No
         codec=build_codec(context.config),
         subscriber=WeightSubscriber(context.store),
         segments=segments,
+        store=context.store,
         member=_group_member(context, engine, name),
     )
 

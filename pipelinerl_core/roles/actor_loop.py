@@ -11,7 +11,8 @@
 | swap  | newest manifest   | a version newer than the engine's| sync                            |
 | group | one lease         | slots, then the scorer           | engine, reward children         |
 | send  | finished groups   | credit                           | sync (credit is level-triggered)|
-| seal  | sent groups       | store.segment_seconds            | the clock                       |
+| seal  | finished groups   | store.segment_seconds            | the clock                       |
+| log   | growth of groups  | store.partial_seconds            | the clock                       |
 """
 
 import asyncio
@@ -24,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import (
@@ -35,33 +35,23 @@ from pipelinerl_core.errors import (
     StaleLease,
     SwapError,
 )
-from pipelinerl_core.interfaces import Engine, Scorer, Subscriber
+from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
 from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.roles.actor_log import GroupLog
+from pipelinerl_core.roles.finished import FinishedGroup, finished_group
 from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
-from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.segments import SegmentWriter
-from pipelinerl_core.types import GroupRef, Rollout, WeightManifest
+from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER
 
 logger = logging.getLogger(__name__)
 
 # Swaps that fail one after the other before the actor gives up.
 _SWAP_ATTEMPTS = 3
-
-
-@dataclass(slots=True, eq=False)
-class FinishedGroup:
-    """A group that this actor answers for until it is sealed and the hub knows it."""
-
-    ref: GroupRef
-    lease_id: str
-    rows: pa.RecordBatch
-    is_sent: bool = False
-    seq: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +63,8 @@ class ActorParts:
     codec: TextCodec
     subscriber: Subscriber
     segments: SegmentWriter
+    store: ObjectStore
+    """Of the run: for the log of open groups."""
     member: GroupMember | None = None
     """With weights.transport=nccl."""
 
@@ -96,6 +88,7 @@ class Actor:
         self._member = parts.member
         self._segments = parts.segments
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
+        self._log = GroupLog(config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch)
         self._run_id = run_id
         self._name = name
         self._epoch = epoch
@@ -118,16 +111,19 @@ class Actor:
         self._process = psutil.Process()
 
     async def run(self, stop: threading.Event) -> None:
-        """Until drained. Unfinished leases are given back by the hub's word that this actor is gone."""
+        """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
         loop = asyncio.get_running_loop()
         self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
         await asyncio.to_thread(self._link.connect)
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [
-                    tasks.create_task(loop) for loop in (self._swap_loop(), self._send_loop(), self._seal_loop())
+                    tasks.create_task(loop)
+                    for loop in (self._swap_loop(), self._send_loop(), self._seal_loop(), self._log.run())
                 ]
                 await self._sync_loop(tasks, stop)
+                if stop.is_set():  # whoever takes the open groups over finds all of them
+                    await self._log.flush()
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
@@ -237,26 +233,16 @@ class Actor:
 
     async def _work(self, lease: Lease) -> None:
         try:
-            rollouts = await self._runner.run(lease)
+            rollouts = await self._runner.run(lease, await self._log.taken(lease))
         finally:
             self._tasks.pop(lease.lease_id, None)
         self._errors.add(rollouts)
-        group = FinishedGroup(self._ref(lease, rollouts), lease.lease_id, encode_rollouts(self._run_id, rollouts))
+        group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
         self._finished[lease.group_id, lease.attempt] = group
         self._segments.append(group.rows, group.ref)
         self._unsent.put_nowait(group)
         if self._engine.stats().waiting < lease.group_size:
             self._sync_now.set()
-
-    def _ref(self, lease: Lease, rollouts: list[Rollout]) -> GroupRef:
-        return GroupRef(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
-            actor=self._name,
-            actor_epoch=self._epoch,
-            num_rollouts=len(rollouts),
-            num_tokens=sum(rollout.num_tokens for rollout in rollouts),
-        )
 
     async def _send_loop(self) -> None:
         while True:
@@ -318,6 +304,7 @@ class Actor:
         for key in keys:
             if key in self._finished:
                 self._finished[key].seq = seq
+        await self._log.forget(keys)
         message = Sealed(actor=self._name, epoch=self._epoch, seq=seq, groups=keys)
         try:
             await asyncio.to_thread(self._link.request, message)

@@ -63,6 +63,7 @@ def start_hub(context: RunContext) -> Hub:
         ledger.restore(past.commit, past.sealed, past.manifest)
     else:
         ledger.restore_segments(past.sealed)
+    ledger.restore_holders(past.holders)
     logger.info(
         "hub epoch %d, boot %s: after commit %d, %d groups ready from %d in segments, %d open, next group %d",
         epoch.epoch, boot_id, committed, ledger.num_ready, len(past.sealed), ledger.num_queued, ledger.next_group_id,

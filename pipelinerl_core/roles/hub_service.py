@@ -234,6 +234,7 @@ class Hub:
             deadline_seconds=grant.deadline_seconds,
             group_size=self._config.rollouts.group_size,
             prompt=prompt,
+            holders=grant.holders,
         )
 
     def _group(self, peer: str, request: Group, rows: pa.RecordBatch | None) -> Answer:

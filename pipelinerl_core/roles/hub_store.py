@@ -7,6 +7,7 @@ fields of LengthTotals in a last dimension.
 import logging
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +21,9 @@ from pipelinerl_core.ledger import GroupSummary, SealedGroup
 from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, rollout_key
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import flat_list
+from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.stream.segments import SegmentReader
+from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Outcome, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ class Past:
     """Groups in the segments at and above the low-water marks of the commit."""
     rows: dict[GroupKey, pa.RecordBatch] = field(default_factory=dict)
     """Their rows."""
+    holders: Mapping[int, list[Holder]] = field(default_factory=dict)
+    """group_id -> whose logs hold tokens of it, newest attempt first."""
 
 
 def read_past(store: ObjectStore) -> Past:
@@ -57,7 +62,7 @@ def read_past(store: ObjectStore) -> Past:
         manifest = read_commit(store, commits[step]).manifest
         if manifest is not None:
             break
-    past = Past(commit=commit, manifest=manifest)
+    past = Past(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
     segments = SegmentReader(store)
     for name in segments.segments(commit.low_water if commit else None):
         key = rollout_key(*name)

@@ -8,7 +8,7 @@ A failed scoring is data: outcome `error`, reward None. It never cancels its sib
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.takeover import PartialRow
 from pipelinerl_core.types import (
     BoolArray,
     Completion,
@@ -53,17 +55,42 @@ class GroupRunner:
         self._codec = codec
         self._config = config
         self._actor = actor
+        self._open: dict[tuple[int, int], list[Progress]] = {}
 
-    async def run(self, lease: Lease) -> list[Rollout]:
-        """All rollouts of a lease, by rollout_index. Cancelling it gives up its sequences."""
+    async def run(self, lease: Lease, taken: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
+        """All rollouts of a lease, by rollout_index. Cancelling it gives up its sequences.
+
+        taken: rollout_index -> what earlier holders of the group knew; the rest is sampled and scored.
+        """
         prompt_token_ids = self._codec.encode(lease.prompt)
-        async with asyncio.TaskGroup() as tasks:
-            rollouts = [
-                tasks.create_task(self._rollout(lease, index, prompt_token_ids)) for index in range(lease.group_size)
-            ]
+        known = taken or {}
+        progress = [
+            Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, taken=known.get(index))
+            for index in range(lease.group_size)
+        ]
+        self._open[lease.group_id, lease.attempt] = progress
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rollouts = [
+                    tasks.create_task(self._rollout(lease, index, prompt_token_ids, progress[index]))
+                    for index in range(lease.group_size)
+                ]
+        except BaseException:
+            self.forget([(lease.group_id, lease.attempt)])
+            raise
         return [task.result() for task in rollouts]
 
-    async def _rollout(self, lease: Lease, index: int, prompt_token_ids: Int32Array) -> Rollout:
+    def growth(self) -> list[PartialRow]:
+        """What is new of all open groups since the last call, for the write-ahead log."""
+        rows = (progress.growth() for group in self._open.values() for progress in group)
+        return [row for row in rows if row is not None]
+
+    def forget(self, keys: Iterable[tuple[int, int]]) -> None:
+        """These groups, (group_id, attempt), are in a segment, or nobody's business any more."""
+        for key in keys:
+            self._open.pop(key, None)
+
+    async def _rollout(self, lease: Lease, index: int, prompt_token_ids: Int32Array, progress: Progress) -> Rollout:
         limits = self._config.rollouts
         sampler = Sampler(
             temperature=limits.temperature,
@@ -75,18 +102,22 @@ class GroupRunner:
             prompt_token_ids=prompt_token_ids,
             max_tokens=limits.max_tokens,
             sampler=sampler,
+            prior=progress.completion() if progress.num_tokens else None,
         )
-        started_at = time.time()
-        reward: float | None = None
+        started_at = finished_at = time.time()
         error: str | None = None
+        origins = progress.origins
         try:
-            completion = await self._complete(request)
+            completion = await self._complete(request, progress)
             finished_at = time.time()
-            reward = await self._scorer.score(lease.prompt, self._codec.decode(completion.token_ids))
+            if progress.outcome is None:
+                progress.score(await self._scorer.score(lease.prompt, self._codec.decode(completion.token_ids)))
         except EngineError as failure:
-            completion, finished_at, error = _nothing(), time.time(), f"engine: {failure}"
+            completion, finished_at, error, origins = _nothing(), time.time(), f"engine: {failure}", ()
         except RewardError as failure:
             error = f"reward: {failure}"
+            progress.score(None)
+        reward = progress.reward if error is None else None
         return Rollout(
             group_id=lease.group_id,
             rollout_index=index,
@@ -111,10 +142,14 @@ class GroupRunner:
             started_at=started_at,
             finished_at=finished_at,
             scored_at=time.time(),
+            origins=origins,
         )
 
-    async def _complete(self, request: EngineRequest) -> Completion:
+    async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:
+        if progress.finish_reason is not None:  # it had ended before it was taken over
+            return progress.completion()
         async for chunk in self._engine.generate(request):
+            progress.take(chunk)
             if chunk.completion is not None:
                 return chunk.completion
         raise EngineError(f"request {request.request_id} ended without a completion")

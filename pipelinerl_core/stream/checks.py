@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.codec import flat_list, spans_of
+from pipelinerl_core.stream.codec import flat_list, origins_in, origins_of, spans_of
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome
 
@@ -26,6 +26,7 @@ def check_rows(batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PE
     _check_lengths(batch, max_tokens_per_row)
     _check_spans(batch)
     _check_results(batch)
+    _check_origins(batch)
 
 
 def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
@@ -43,6 +44,8 @@ def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
         raise SchemaMismatch(
             f"rows are (group_id, attempt, actor, rollouts, tokens) = {found}, their message names {named}"
         )
+    if origins_in(batch) != ref.origins:
+        raise SchemaMismatch(f"rows have origins {origins_in(batch)}, their message names {ref.origins}")
 
 
 def _check_nulls(batch: pa.RecordBatch) -> None:
@@ -103,6 +106,14 @@ def _check_spans(batch: pa.RecordBatch) -> None:
             end, version = span.end, span.version
         if end != length:
             raise SchemaMismatch(f"row {row}: weight_spans cover {end} of {length} completion tokens")
+
+
+def _check_origins(batch: pa.RecordBatch) -> None:
+    lengths = np.diff(flat_list(batch.column("completion_token_ids"))[0]).tolist()
+    for row, (origins, length) in enumerate(zip(origins_of(batch.column("origins")), lengths, strict=True)):
+        counts = [origin.num_tokens for origin in origins]
+        if any(count <= 0 for count in counts) or sum(counts) > length:
+            raise SchemaMismatch(f"row {row}: origins {counts} of {length} completion tokens; each has at least one")
 
 
 def _check_results(batch: pa.RecordBatch) -> None:

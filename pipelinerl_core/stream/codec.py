@@ -6,6 +6,7 @@ Python lists. Shapes: P = prompt tokens, C = completion tokens, R = rows, S = we
 
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA, SPAN_TYPE, conform
-from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
+from pipelinerl_core.stream.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, conform
+from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
 
 _SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
 _RESULTS = ("reward", "outcome", "finish_reason", "error")
@@ -27,14 +28,14 @@ _TOKENS: dict[str, DTypeLike] = {
     "rollout_logprobs": np.float32,
     "loss_mask": np.bool_,
 }
-_FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained")
+_FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained", "token_ids")
 _CHECKSUMS = b"crc32"
 """Footer entry of a segment: CRC-32 of the values of each of its batches, in order, with commas between."""
 
 
 def encode_rollouts(run_id: str, rollouts: Sequence[Rollout]) -> pa.RecordBatch:
     """One row per rollout, ROLLOUT_SCHEMA. Raises SchemaMismatch when a value does not fit its column."""
-    return _batch(_rollout_columns(run_id, rollouts), ROLLOUT_SCHEMA)
+    return record_batch(_rollout_columns(run_id, rollouts), ROLLOUT_SCHEMA)
 
 
 def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.RecordBatch:
@@ -42,10 +43,10 @@ def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.Reco
     columns = _rollout_columns(run_id, [row.rollout for row in rows])
     columns["step"] = [step] * len(rows)
     columns["order"] = list(range(len(rows)))
-    columns["loss_mask_trained"] = _list_column([row.loss_mask for row in rows], np.bool_)
+    columns["loss_mask_trained"] = list_column([row.loss_mask for row in rows], np.bool_)
     columns["advantage"] = [row.advantage for row in rows]
     columns["loss_weight"] = [row.loss_weight for row in rows]
-    return _batch(columns, BATCH_SCHEMA)
+    return record_batch(columns, BATCH_SCHEMA)
 
 
 def decode_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
@@ -95,6 +96,27 @@ def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
     return [tuple(spans[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
+def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
+    """Origins of each row."""
+    if column.null_count == len(column):
+        return [()] * len(column)
+    return [tuple(Origin(**origin) for origin in row or ()) for row in column.to_pylist()]
+
+
+def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
+    """Of all rows together, one per actor epoch, sorted."""
+    totals: Counter[tuple[str, int]] = Counter()
+    for row in origins_of(batch.column("origins")):
+        for origin in row:
+            totals[origin.actor, origin.epoch] += origin.num_tokens
+    return tuple(Origin(*key, num_tokens) for key, num_tokens in sorted(totals.items()))
+
+
+def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
+    """The inverse of `origins_of`; null for none, which is nearly always."""
+    return pa.array([[origin._asdict() for origin in row] or None for row in rows], pa.list_(ORIGIN_TYPE))
+
+
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
     """An Arrow IPC file, zstd, with a checksum of each batch in its footer. At least one batch, all of one schema."""
     sink = pa.BufferOutputStream()
@@ -130,12 +152,14 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
     for name in _SAMPLER:
         columns[name] = [getattr(rollout.sampler, name) for rollout in rollouts]
     for name, dtype in _TOKENS.items():
-        columns[name] = _list_column([getattr(rollout, name) for rollout in rollouts], dtype)
-    columns["weight_spans"] = _span_column([rollout.weight_spans for rollout in rollouts])
+        columns[name] = list_column([getattr(rollout, name) for rollout in rollouts], dtype)
+    columns["weight_spans"] = span_column([rollout.weight_spans for rollout in rollouts])
+    columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
     return columns
 
 
-def _batch(columns: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
+def record_batch(columns: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
+    """Columns, arrays or plain lists, as rows of a schema. Raises SchemaMismatch for a value that does not fit."""
     arrays = []
     for field in schema:
         values = columns[field.name]
@@ -156,13 +180,15 @@ def _offsets(lengths: Iterable[int], count: int) -> pa.Array:
     return pa.array(offsets.astype(np.int32))
 
 
-def _list_column(rows: Sequence[NDArray[Any]], dtype: DTypeLike) -> pa.ListArray:
+def list_column(rows: Sequence[NDArray[Any]], dtype: DTypeLike) -> pa.ListArray:
+    """A list column from one array per row."""
     offsets = _offsets((len(row) for row in rows), len(rows))
     flat = np.concatenate([np.zeros(0, dtype), *rows], dtype=dtype, casting="same_kind")
     return pa.ListArray.from_arrays(offsets, pa.array(flat))
 
 
-def _span_column(rows: Sequence[Sequence[WeightSpan]]) -> pa.ListArray:
+def span_column(rows: Sequence[Sequence[WeightSpan]]) -> pa.ListArray:
+    """The inverse of `spans_of`."""
     flat_S = np.array([span for row in rows for span in row], np.int64).reshape(-1, 3)
     columns = [pa.array(flat_S[:, index], field.type, safe=True) for index, field in enumerate(SPAN_TYPE)]
     spans = pa.StructArray.from_arrays(columns, fields=list(SPAN_TYPE))
@@ -174,6 +200,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns: dict[str, Sequence[Any]] = {name: batch.column(name).to_pylist() for name in names}
     columns.update({name: rows_of(batch.column(name)) for name in _TOKENS})
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
+    columns["origins"] = origins_of(batch.column("origins"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:
         return [_rollout(row) for row in rows]

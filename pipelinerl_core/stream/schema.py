@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "1.0"
+SCHEMA_VERSION = "1.1"
 """major.minor of all three schemas; a new column is a new minor version, anything else a new major one."""
 
 SPAN_TYPE = pa.struct(
@@ -16,6 +16,13 @@ SPAN_TYPE = pa.struct(
         pa.field("version", pa.int64(), nullable=False),
         pa.field("start", pa.int32(), nullable=False),
         pa.field("end", pa.int32(), nullable=False),
+    ]
+)
+ORIGIN_TYPE = pa.struct(
+    [
+        pa.field("actor", pa.string(), nullable=False),
+        pa.field("epoch", pa.int64(), nullable=False),
+        pa.field("num_tokens", pa.int32(), nullable=False),
     ]
 )
 TURN_TYPE = pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
@@ -32,6 +39,15 @@ def _schema(name: str, fields: list[pa.Field]) -> pa.Schema:
 _IDS = pa.list_(pa.int32())
 _LOGPROBS = pa.list_(pa.float32())
 _MASK = pa.list_(pa.bool_())
+
+_ORIGINS = _field(
+    "origins",
+    pa.list_(ORIGIN_TYPE),
+    "Actor epochs that sampled the first tokens, before this one took the rollout over; null for none.",
+    nullable=True,
+)
+_SINCE = {"origins": 1}
+"""Columns that came with a later minor version than 0; rows of an earlier one are read as if they were null."""
 
 _ROLLOUT_FIELDS = [
     _field("run_id", pa.string(), "Run that the rollout belongs to."),
@@ -65,6 +81,7 @@ _ROLLOUT_FIELDS = [
     _field("started_at", pa.float64(), "Unix seconds when the first token was asked for."),
     _field("finished_at", pa.float64(), "Unix seconds when the last token was sampled."),
     _field("scored_at", pa.float64(), "Unix seconds when the reward was known."),
+    _ORIGINS,
 ]
 
 ROLLOUT_SCHEMA = _schema("rollout", _ROLLOUT_FIELDS)
@@ -85,6 +102,7 @@ PARTIAL_SCHEMA = _schema(
         _field("finish_reason", pa.string(), "stop, length or abort once it has ended; null before.", nullable=True),
         _field("reward", pa.float32(), "Score once known.", nullable=True),
         _field("outcome", pa.string(), "scored or error once known.", nullable=True),
+        _ORIGINS,
     ],
 )
 """One row per rollout of an open group and flush."""
@@ -125,6 +143,8 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
         )
     for field in expected:
         index = schema.get_field_index(field.name)
+        if index < 0 and int(minor) < _SINCE.get(field.name, 0):
+            continue
         if index < 0:
             raise SchemaMismatch(f"{name} rows lack the column {field.name!r} ({field.type})")
         if schema.field(index).type != field.type:
@@ -135,11 +155,19 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
 
 
 def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.RecordBatch:
-    """The same rows under `expected` exactly: checked, columns in order, those of a newer minor version left out."""
+    """The same rows under `expected` exactly: checked, columns in order.
+
+    Columns of a newer minor version are left out, those that an older one lacks are null.
+    """
     if batch.schema.equals(expected, check_metadata=True):
         return batch
     check_schema(batch.schema, expected)
-    return pa.RecordBatch.from_arrays([batch.column(name) for name in expected.names], schema=expected)
+    known = set(batch.schema.names)
+    arrays = [
+        batch.column(field.name) if field.name in known else pa.nulls(batch.num_rows, field.type)
+        for field in expected
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=expected)
 
 
 def _metadata(schema: pa.Schema) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pipelinerl_core.errors import MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import rollout_key
 from pipelinerl_core.stream.checks import check_group, check_rows
-from pipelinerl_core.stream.codec import flat_list, from_segment, to_segment
+from pipelinerl_core.stream.codec import flat_list, from_segment, origins_in, to_segment
 from pipelinerl_core.stream.schema import conform
 from pipelinerl_core.types import GroupRef
 
@@ -159,6 +159,7 @@ class SegmentReader:
                     actor_epoch=name.epoch,
                     num_rollouts=batch.num_rows,
                     num_tokens=int(offsets[-1] - offsets[0]),
+                    origins=origins_in(batch),
                 )
             )
         return refs

@@ -81,6 +81,7 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
             codec=build_codec(context.config),
             subscriber=WeightSubscriber(context.store),
             segments=segments,
+            store=context.store,
         )
 
         try:

@@ -10,7 +10,8 @@ from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledge
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
 from pipelinerl_core.records import Commit
-from pipelinerl_core.types import GroupRef, WeightManifest
+from pipelinerl_core.takeover import Holder
+from pipelinerl_core.types import GroupRef, Origin, WeightManifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
@@ -665,3 +666,60 @@ def test_a_reserve_that_is_not_ready_says_how_far_it_is():
     assert ledger.reserve(1, epoch=2).ready_groups == 0
     deliver(ledger, grants[0])
     assert ledger.reserve(1, epoch=2).ready_groups == 1
+
+
+# ---- taking over -------------------------------------------------------------------------------------------------
+
+
+def origins_summary(grant: Grant, actor: ActorKey, num_tokens: int, *origins: Origin) -> GroupSummary:
+    ref = GroupRef(
+        group_id=grant.group_id, attempt=grant.attempt, actor=actor.name, actor_epoch=actor.epoch, num_rollouts=4,
+        num_tokens=num_tokens, origins=origins,
+    )  # fmt: skip
+    return GroupSummary(ref=ref, rewards=(0.0, 1.0), tokens_by_version={0: num_tokens})
+
+
+def test_a_lease_names_those_who_held_the_group_before_newest_first():
+    ledger = new_ledger()
+    (first,) = lease(ledger, A, want=1)
+    assert first.holders == ()
+    ledger.bye(A)
+    (second,) = lease(ledger, B, want=1)
+    assert second.holders == (Holder("actor-0", 1, 0),)
+    ledger.bye(B)
+    (third,) = lease(ledger, ActorKey("actor-2", 7), want=1)
+    assert third.holders == (Holder("actor-1", 1, 1), Holder("actor-0", 1, 0))
+    (new,) = sync(ledger, ActorKey("actor-2", 7), want=1, leases=[third.lease_id]).leases
+    assert new.holders == ()
+
+
+def test_holders_are_found_again_by_a_restarted_hub():
+    ledger = new_ledger(first_attempt=1000, clock=Clock())
+    ledger.register_actor(A, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.old")])
+    ledger.restore_holders({0: [Holder("gone", 3, 0)], 1: [Holder("actor-0", 1, 0)], 9: [Holder("gone", 3, 0)]})
+    ledger._clock.now += 30
+    ledger.expire()
+    grants = {grant.group_id: grant.holders for grant in lease(ledger, B, want=3)}
+    assert grants == {0: (Holder("gone", 3, 0),), 1: (Holder("actor-0", 1, 0),), 2: ()}
+
+
+def test_tokens_that_were_taken_over_stay_their_samplers_and_only_the_lost_ones_are_superseded():
+    ledger = new_ledger()
+    (first,) = lease(ledger, A, want=1)
+    sync(ledger, A, want=0, leases=[first.lease_id], tokens=100)
+    ledger.bye(A)
+    (second,) = lease(ledger, B, want=1)
+    assert ledger.tokens()["superseded"] == 100
+    sync(ledger, B, want=0, leases=[second.lease_id], tokens=30)
+    # B found 80 of A's 100 tokens in the log and sampled 30 more.
+    assert ledger.add_group(origins_summary(second, B, 110, Origin("actor-0", 1, 80)), second.lease_id) == "ready"
+    tokens = ledger.tokens()
+    check_closes(tokens)
+    assert (tokens["generated"], tokens["ready"], tokens["superseded"]) == (130, 110, 20)
+    (other,) = sync(ledger, B, want=1, tokens=40).leases
+    assert ledger.add_group(origins_summary(other, B, 10), other.lease_id) == "ready"
+    answer = ledger.reserve(1, epoch=1)
+    commit(ledger, 1, answer)
+    tokens = ledger.tokens()
+    check_closes(tokens)
+    assert (tokens["generated"], tokens["trained"], tokens["superseded"]) == (140, 120, 20)

@@ -8,7 +8,9 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.messages import Ack
-from pipelinerl_core.roles.actor_loop import Actor, ActorParts, FinishedGroup
+from pipelinerl_core.roles.actor_loop import Actor, ActorParts
+from pipelinerl_core.roles.finished import FinishedGroup
+from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import GroupRef, SwapReport, WeightManifest
 
 
@@ -48,7 +50,9 @@ class Engine:
 
 def actor(link, engine=None):
     subscriber = SimpleNamespace(fetch=lambda manifest: SimpleNamespace(version=manifest.version))
-    parts = ActorParts(engine=engine, scorer=None, codec=None, subscriber=subscriber, segments=None)
+    parts = ActorParts(
+        engine=engine, scorer=None, codec=None, subscriber=subscriber, segments=None, store=MemoryStore()
+    )
     return Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda registration: link)
 
 

@@ -180,7 +180,7 @@ def test_s3_gives_up_at_its_deadline(faulty):
     server = faulty([503] * 100)
     started = time.monotonic()
     with pytest.raises(StoreError, match=server.endpoint):
-        S3Store("s3://bucket/runs", retry_seconds=1.5).get("a")
+        S3Store("s3://bucket/runs", retry_seconds=2.5).get("a")
     assert 1 < len(server.requests) < 12
     assert time.monotonic() - started < 6
 

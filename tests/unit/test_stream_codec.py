@@ -28,9 +28,18 @@ from pipelinerl_core.stream.schema import (
     conform,
 )
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
+from pipelinerl_core.types import (
+    FinishReason,
+    GroupRef,
+    Origin,
+    Outcome,
+    Rollout,
+    Sampler,
+    TrainingRow,
+    WeightSpan,
+)
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "rollouts_v1.arrow"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def by_hand(rollout_index: int = 0) -> Rollout:
@@ -167,11 +176,36 @@ def test_training_rows_survive_with_their_order_and_both_masks():
 # ---- segments as bytes ----
 
 
-def test_the_golden_segment_of_version_1_still_reads():
-    (batch,) = from_segment(GOLDEN.read_bytes(), GOLDEN.name)
+ORIGINS = (Origin("actor-7", 1700000000, 2), Origin("actor-0", 1700000009, 1))
+
+
+@pytest.mark.parametrize(("version", "origins"), [("v1", ()), ("v1.1", ORIGINS)])
+def test_the_golden_segment_of_every_version_still_reads(version, origins):
+    path = GOLDEN / f"rollouts_{version}.arrow"
+    (batch,) = from_segment(path.read_bytes(), path.name)
+    batch = conform(batch)
     check_rows(batch)
     for found, expected in zip(decode_rollouts(batch), [by_hand(0), by_hand(1)], strict=True):
-        assert_equal(found, expected)
+        assert_equal(found, replace(expected, origins=origins))
+
+
+@pytest.mark.parametrize("counts", [(0,), (3, -1), (4, 2)])
+def test_origins_that_cannot_be_are_refused(counts):
+    origins = tuple(Origin("a", 1, count) for count in counts)
+    with pytest.raises(SchemaMismatch, match="row 1: origins"):
+        check_rows(encode_rollouts("run", [by_hand(0), replace(by_hand(1), origins=origins)]))
+
+
+def test_a_message_must_name_the_origins_of_its_rows():
+    rows = encode_rollouts("run", [replace(by_hand(0), origins=ORIGINS), replace(by_hand(1), origins=ORIGINS[:1])])
+    ref = GroupRef(
+        group_id=2**40, attempt=1, actor="actor-0", actor_epoch=5, num_rollouts=2, num_tokens=10,
+        origins=(Origin("actor-0", 1700000009, 1), Origin("actor-7", 1700000000, 4)),
+    )  # fmt: skip
+    check_group(ref, rows)
+    with pytest.raises(SchemaMismatch, match="rows have origins"):
+        check_group(replace(ref, origins=()), rows)
+    assert ref.shares() == {("actor-0", 5): 5, ("actor-0", 1700000009): 1, ("actor-7", 1700000000): 4}
 
 
 def test_a_torn_segment_is_refused_wherever_it_is_cut():
@@ -215,14 +249,14 @@ def test_another_major_version_is_refused_by_name():
 
 
 def test_a_newer_minor_version_may_have_more_columns():
-    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.1")
+    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.2")
     check_schema(newer)
     plain = encode_rollouts("run", [by_hand()])
     batch = pa.RecordBatch.from_arrays([*plain.columns, pa.array([0.5], pa.float32())], schema=newer)
     assert conform(batch).equals(plain)
     assert_equal(decode_rollouts(batch)[0], by_hand())
     with pytest.raises(SchemaMismatch, match="novelty"):
-        check_schema(with_version(newer, "1.0"))
+        check_schema(with_version(newer, "1.1"))
 
 
 @pytest.mark.parametrize(

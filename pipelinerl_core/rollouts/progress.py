@@ -1,0 +1,100 @@
+"""What is known of a rollout while it is sampled and scored: for the log, and for whoever continues it."""
+
+import numpy as np
+
+from pipelinerl_core.algo.spans import joined
+from pipelinerl_core.takeover import PartialRow
+from pipelinerl_core.types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Origin,
+    Outcome,
+    WeightSpan,
+)
+
+
+class Progress:
+    """One rollout of an open group."""
+
+    def __init__(self, *, group_id: int, rollout_index: int, attempt: int, taken: PartialRow | None = None) -> None:
+        """`taken`: what earlier holders of the group knew of it."""
+        self._place = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
+        self._token_ids: list[Int32Array] = []
+        self._logprobs: list[Float32Array] = []
+        self._spans: list[WeightSpan] = []
+        self._num_tokens = 0
+        self._num_logged = 0
+        self._is_news = False
+        self.finish_reason: FinishReason | None = None
+        self.reward: float | None = None
+        self.outcome: Outcome | None = None
+        self.origins: tuple[Origin, ...] = ()
+        if taken is not None:
+            self._token_ids, self._logprobs = [taken.token_ids], [taken.rollout_logprobs]
+            self._spans, self._num_tokens = list(taken.weight_spans), len(taken.token_ids)
+            self.finish_reason, self.origins = taken.finish_reason, taken.origins
+            self._is_news = True
+            if taken.outcome is Outcome.SCORED:  # an error is tried once more
+                self.reward, self.outcome = taken.reward, taken.outcome
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completion so far."""
+        return self._num_tokens
+
+    def completion(self) -> Completion:
+        """Everything so far; unfinished is ABORT."""
+        self._token_ids = [np.concatenate([np.zeros(0, np.int32), *self._token_ids])]
+        self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]
+        return Completion(
+            token_ids=self._token_ids[0],
+            rollout_logprobs=self._logprobs[0],
+            weight_spans=tuple(self._spans),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+        )
+
+    def take(self, chunk: Chunk) -> None:
+        """New tokens; the last chunk's completion says which weights sampled all of them."""
+        start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
+        self._token_ids.append(chunk.token_ids)
+        self._logprobs.append(chunk.rollout_logprobs)
+        if self._num_tokens > start:
+            self._spans = joined(self._spans, [WeightSpan(chunk.weight_version, start, self._num_tokens)])
+            self._is_news = True
+        if chunk.completion is not None:
+            self._is_news = True
+            self.finish_reason = chunk.completion.finish_reason
+            if tuple(self._spans) != chunk.completion.weight_spans:
+                self._spans = list(chunk.completion.weight_spans)
+                self._num_logged = 0  # versions in the log were lower bounds: write all of it again
+
+    def score(self, reward: float | None) -> None:
+        """It has a reward, or None for an error."""
+        self.reward = reward
+        self.outcome = Outcome.SCORED if reward is not None else Outcome.ERROR
+        self._is_news = True
+
+    def growth(self) -> PartialRow | None:
+        """What is new since the last call; None if nothing is."""
+        if not self._is_news:
+            return None
+        whole, start = self.completion(), self._num_logged
+        self._num_logged, self._is_news = self._num_tokens, False
+        return PartialRow(
+            **self._place,
+            start=start,
+            token_ids=whole.token_ids[start:],
+            rollout_logprobs=whole.rollout_logprobs[start:],
+            weight_spans=tuple(
+                WeightSpan(span.version, max(span.start, start), span.end)
+                for span in whole.weight_spans
+                if span.end > start
+            ),
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            outcome=self.outcome,
+            origins=self.origins,
+        )

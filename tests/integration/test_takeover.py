@@ -1,0 +1,82 @@
+"""An actor that dies leaves its unfinished groups in the log; another one goes on from there. Real processes."""
+
+import signal
+
+import pyarrow as pa
+import pytest
+
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.codec import from_segment, origins_of
+from pipelinerl_core.stream.partials import PartialReader
+from pipelinerl_core.takeover import Holder
+from tests.integration.pipeline import committed_steps, make_run, role, trained_groups, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+STEPS = 10
+GROUPS = 8
+SETTINGS = [
+    f"trainer.steps={STEPS}",
+    f"trainer.groups_per_step={GROUPS}",
+    "placement.lease_seconds=3",
+    "store.partial_seconds=0.2",
+    "eval.num_prompts=0",
+]
+
+
+def trained(url):
+    """Every trained row, as a dictionary."""
+    store = open_store(url)
+    for key in counted_commit_keys(store, read_epochs(store)).values():
+        for entry in read_commit(store, key).batches:
+            batches = from_segment(store.get(entry.name))
+            table = pa.Table.from_batches(batches)
+            origins = [row for batch in batches for row in origins_of(batch.column("origins"))]
+            for row, origin in zip(table.to_pylist(), origins, strict=True):
+                yield {**row, "origins": origin}
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_had(tmp_path, prepared_model, way):
+    url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
+    make_run(url, *SETTINGS)
+    with role("hub", url, log) as hub, role("trainer", url, log) as trainer:
+        with role("actor", url, log, "--name", "first") as first:
+            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=90)
+            wait_for(lambda: any((tmp_path / "run" / "partials").rglob("*.arrow")), "the log")
+            first.send_signal(way)
+            first.wait(timeout=20)
+        with role("actor", url, log, "--name", "second") as second:
+            assert trainer.wait(timeout=120) == 0, log.read_text()[-3000:]
+            assert second.wait(timeout=30) == 0
+        assert hub.wait(timeout=30) == 0
+    groups = trained_groups(url)
+    assert len(groups) == len(set(groups)) == STEPS * GROUPS
+    reader = PartialReader(open_store(url))
+    num_taken = 0
+    for row in trained(url):
+        if not row["origins"]:
+            continue
+        (origin,) = row["origins"]
+        assert (origin.actor, row["actor"], row["attempt"]) == ("first", "second", 1)
+        logged = reader.take_over(row["group_id"], [Holder("first", origin.epoch, 0)])[row["rollout_index"]]
+        known = origin.num_tokens
+        assert logged.token_ids.tolist() == row["completion_token_ids"][:known]
+        assert logged.rollout_logprobs.tolist() == row["rollout_logprobs"][:known]
+        num_taken += known
+    assert num_taken > 0
+    check_ledger(url, way)
+
+
+def check_ledger(url, way):
+    store = open_store(url)
+    commits = counted_commit_keys(store, read_epochs(store))
+    commit = read_commit(store, commits[max(commits)])
+    tokens = commit.tokens
+    assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
+    (first,) = (sample for key, sample in commit.actors.items() if key.startswith("first/"))
+    if way == signal.SIGTERM:
+        assert tokens["superseded"] == 0  # everything it had told of was in the log
+    else:
+        assert tokens["superseded"] < first.num_tokens / 4  # what it sampled after its last write

@@ -1,0 +1,143 @@
+"""Rollouts of a lease: sampled, scored, and continued from what somebody else had."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.errors import RewardError
+from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
+from pipelinerl_core.stream.partials import join_rows
+from pipelinerl_core.takeover import PartialRow
+from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.types import FinishReason, Origin, Outcome, Prompt, WeightSpan
+
+PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
+CONFIG = load_config("quickstart", ["rollouts.group_size=3", "rollouts.max_tokens=24"])
+
+
+class Scorer:
+    """Rewards the length; fails for the texts it is told."""
+
+    def __init__(self, failing=()):
+        self.failing = failing
+        self.scored = []
+
+    async def score(self, prompt, text):
+        self.scored.append(text)
+        if len(self.scored) in self.failing:
+            raise RewardError("killed")
+        return float(len(text.split()))
+
+
+def lease(attempt=0):
+    return Lease(
+        group_id=4, attempt=attempt, lease_id=f"4.{attempt}", deadline_seconds=0.0, group_size=3, prompt=PROMPT
+    )
+
+
+def runner(scorer):
+    engine = EmbeddedEngine(tiny_model(), slots=4, max_len=40, eos_token_ids=())
+    codec = TextCodec(
+        encode=lambda prompt: np.array([1, 2, 3], np.int32), decode=lambda ids: " ".join(str(i) for i in ids)
+    )
+    return engine, GroupRunner(engine, scorer, codec, CONFIG, actor="b")
+
+
+def run(scorer, taken=None, attempt=0):
+    async def main():
+        engine, one = runner(scorer)
+        rollouts = await one.run(lease(attempt), taken)
+        rows = one.growth()
+        one.forget([(4, attempt)])
+        await engine.close()
+        return rollouts, rows, one.growth()
+
+    return asyncio.run(main())
+
+
+def taken_from(rollout, num_tokens, **more):
+    """What a log holds of a rollout after so many tokens."""
+    return PartialRow(
+        group_id=4,
+        rollout_index=rollout.rollout_index,
+        attempt=0,
+        start=0,
+        token_ids=rollout.completion_token_ids[:num_tokens],
+        rollout_logprobs=rollout.rollout_logprobs[:num_tokens],
+        weight_spans=(WeightSpan(0, 0, num_tokens),),
+        origins=(Origin("a", 1, num_tokens),),
+        **more,
+    )
+
+
+def test_the_log_of_a_group_holds_all_of_it_until_it_is_forgotten():
+    rollouts, rows, after = run(Scorer())
+    known = join_rows(rows)
+    for rollout in rollouts:
+        row = known[rollout.rollout_index]
+        assert row.token_ids.tolist() == rollout.completion_token_ids.tolist()
+        assert row.rollout_logprobs.tolist() == rollout.rollout_logprobs.tolist()
+        assert (row.reward, row.finish_reason) == (rollout.reward, rollout.finish_reason)
+    assert after == []
+
+
+def test_a_continued_group_is_the_group_that_was_not_interrupted():
+    whole, _, _ = run(Scorer())
+    scorer = Scorer()
+    taken = {
+        0: taken_from(whole[0], 10),
+        1: taken_from(whole[1], 24, finish_reason=FinishReason.LENGTH, reward=7.0, outcome=Outcome.SCORED),
+    }
+    continued, rows, _ = run(scorer, taken, attempt=1)
+    for left, right in zip(whole, continued, strict=True):
+        assert left.completion_token_ids.tolist() == right.completion_token_ids.tolist()
+        np.testing.assert_allclose(left.rollout_logprobs, right.rollout_logprobs, atol=1e-5)
+        assert left.sampler == right.sampler
+    assert [rollout.origins for rollout in continued] == [(Origin("a", 1, 10),), (Origin("a", 1, 24),), ()]
+    assert continued[1].reward == 7.0
+    assert len(scorer.scored) == 2  # the one that had its reward kept it
+    assert {row.attempt for row in rows} == {1}
+
+
+def test_an_ended_rollout_without_a_reward_is_scored_and_not_sampled():
+    whole, _, _ = run(Scorer())
+    ended = taken_from(whole[0], 5, finish_reason=FinishReason.STOP)
+    scorer = Scorer()
+    continued, _, _ = run(scorer, {0: ended}, attempt=1)
+    assert continued[0].completion_token_ids.tolist() == whole[0].completion_token_ids[:5].tolist()
+    assert (continued[0].reward, continued[0].finish_reason) == (5.0, FinishReason.STOP)
+
+
+def test_an_error_of_the_reward_is_logged_as_one():
+    rollouts, rows, _ = run(Scorer(failing=[1]))
+    failed = [rollout.rollout_index for rollout in rollouts if rollout.outcome is Outcome.ERROR]
+    assert len(failed) == 1
+    known = join_rows(rows)
+    assert [index for index, row in known.items() if row.outcome is Outcome.ERROR] == failed
+    assert known[failed[0]].reward is None
+
+
+def test_a_cancelled_group_is_nobodys_log():
+    async def main():
+        engine, one = runner(Scorer())
+        task = asyncio.create_task(one.run(lease()))
+        for _ in range(12):
+            await asyncio.sleep(0)
+        engine.flush()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        rows = one.growth()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await engine.close()
+        return rows, one.growth()
+
+    rows, after = asyncio.run(main())
+    assert sum(len(row.token_ids) for row in rows) >= 6  # a flush brings what no chunk has carried yet
+    assert {row.finish_reason for row in rows} == {None}
+    assert after == []

@@ -1,0 +1,231 @@
+"""The log of open groups: written, joined, taken over, removed."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelinerl_core.errors import SchemaMismatch, StoreError
+from pipelinerl_core.records import partial_key
+from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.stream import partials
+from pipelinerl_core.stream.codec import from_segment, to_segment
+from pipelinerl_core.stream.partials import PartialLog, PartialReader, decode_partials, encode_partials, join_rows
+from pipelinerl_core.takeover import Holder, PartialRow
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.types import Chunk, Completion, FinishReason, Origin, Outcome, WeightSpan
+
+
+def row(start=0, num=3, *, group_id=5, index=0, attempt=0, version=7, **more):
+    return PartialRow(
+        group_id=group_id,
+        rollout_index=index,
+        attempt=attempt,
+        start=start,
+        token_ids=np.arange(start, start + num, dtype=np.int32),
+        rollout_logprobs=-np.arange(start, start + num, dtype=np.float32),
+        weight_spans=(WeightSpan(version, start, start + num),) if num else (),
+        **more,
+    )
+
+
+def assert_same(found, expected):
+    for name in PartialRow.__dataclass_fields__:
+        left, right = getattr(found, name), getattr(expected, name)
+        assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
+
+
+def log(store, actor="a", epoch=1):
+    return PartialLog(store, actor=actor, epoch=epoch)
+
+
+def keys(store):
+    return store.list("partials")
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    monkeypatch.setattr(partials, "_CACHE_SECONDS", -1.0)
+
+
+ENDED = {
+    "finish_reason": FinishReason.STOP,
+    "reward": 0.5,
+    "outcome": Outcome.SCORED,
+    "origins": (Origin("b", 2, 1),),
+}
+
+
+def test_rows_come_back_as_they_were_written():
+    rows = [row(), row(3, 2, index=1, **ENDED), row(4, 0, finish_reason=FinishReason.LENGTH)]
+    (batch,) = from_segment(to_segment([encode_partials(rows)]))
+    for found, expected in zip(decode_partials(batch), rows, strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [{"weight_spans": ()}, {"rollout_logprobs": np.zeros(2, np.float32)}])
+def test_rows_whose_parts_do_not_fit_are_refused(wrong):
+    with pytest.raises(SchemaMismatch, match="do not cover one another"):
+        decode_partials(encode_partials([replace(row(), **wrong)]))
+
+
+def test_rows_are_joined_by_their_offsets():
+    known = join_rows([row(0, 3), row(3, 2, version=8), row(0, 4, index=1, **ENDED), row(5, 1, version=8)])
+    assert known[0].token_ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert known[0].weight_spans == (WeightSpan(7, 0, 3), WeightSpan(8, 3, 6))
+    assert (known[1].finish_reason, known[1].reward) == (FinishReason.STOP, 0.5)
+
+
+def test_what_follows_a_gap_is_dropped():
+    known = join_rows([row(0, 3), row(5, 2), row(7, 1, **ENDED)])
+    assert known[0].token_ids.tolist() == [0, 1, 2]
+    assert known[0].finish_reason is None
+    assert join_rows([row(2, 3)]) == {}
+
+
+def test_a_later_row_replaces_what_it_covers():
+    known = join_rows([row(0, 4, version=7), row(2, 3, version=9)])
+    assert known[0].weight_spans == (WeightSpan(7, 0, 2), WeightSpan(9, 2, 5))
+    again = join_rows([row(0, 4, version=7), row(0, 5, version=9)])  # exact versions came with the end
+    assert again[0].weight_spans == (WeightSpan(9, 0, 5),)
+
+
+def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout():
+    store = MemoryStore()
+    log(store, "a", 1).write([row(0, 3, index=0), row(0, 2, index=1)])
+    log(store, "b", 9).write([row(0, 3, index=0, attempt=1, origins=(Origin("a", 1, 2),))])
+    holders = [Holder("c", 4, 2), Holder("b", 9, 1), Holder("a", 1, 0)]  # c died before its first write
+    taken = PartialReader(store).take_over(5, holders)
+    assert taken[0].origins == (Origin("a", 1, 2), Origin("b", 9, 1))
+    assert taken[1].origins == (Origin("a", 1, 2),)
+    assert sorted(taken) == [0, 1]
+    assert PartialReader(store).take_over(6, holders) == {}
+
+
+def test_whose_logs_hold_what_is_found_in_the_store():
+    store = MemoryStore()
+    log(store, "a", 1).write([row(), row(group_id=6)])
+    log(store, "b", 2).write([row(attempt=1000)])
+    found = PartialReader(store).holders()
+    assert found == {5: [Holder("b", 2, 1000), Holder("a", 1, 0)], 6: [Holder("a", 1, 0)]}
+
+
+def test_a_damaged_segment_costs_what_it_held_and_no_more():
+    store = MemoryStore()
+    one = log(store)
+    for start in (0, 3, 6):
+        one.write([row(start, 3), row(start, 3, index=1)])
+    store.put(partial_key("a", 1, 1), b"torn")
+    taken = PartialReader(store).take_over(5, [Holder("a", 1, 0)])
+    assert [len(taken[index].token_ids) for index in (0, 1)] == [3, 3]
+
+
+def test_segments_without_an_open_group_are_removed():
+    store = MemoryStore()
+    one = log(store)
+    one.write([row(group_id=1)])
+    one.write([row(group_id=1), row(group_id=2)])
+    one.write([row(group_id=2)])
+    one.forget([(1, 0)])
+    assert keys(store) == [partial_key("a", 1, 1), partial_key("a", 1, 2)]
+    one.forget([(2, 0), (3, 0)])
+    assert keys(store) == []
+    assert one.num_segments == 0
+    one.write([row(group_id=4)])
+    assert keys(store) == [partial_key("a", 1, 3)]  # a number is never used twice
+
+
+def test_a_store_that_fails_for_a_while_costs_nothing(monkeypatch):
+    store = MemoryStore()
+    one = log(store)
+    put = store.put
+
+    def fail(*_arguments, **_more):
+        raise StoreError("503")
+
+    monkeypatch.setattr(store, "put", fail)
+    one.write([row(0, 3)])
+    monkeypatch.setattr(store, "put", put)
+    one.write([])
+    one.write([row(3, 2)])
+    assert len(PartialReader(store).take_over(5, [Holder("a", 1, 0)])[0].token_ids) == 5
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+def chunk(start, num, version, completion=None):
+    return Chunk(
+        request_id="r",
+        token_ids=np.arange(start, start + num, dtype=np.int32),
+        rollout_logprobs=-np.arange(start, start + num, dtype=np.float32),
+        weight_version=version,
+        completion=completion,
+    )
+
+
+def completion(num, *spans):
+    return Completion(
+        token_ids=np.arange(num, dtype=np.int32),
+        rollout_logprobs=-np.arange(num, dtype=np.float32),
+        weight_spans=tuple(WeightSpan(*span) for span in spans),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()), max_size=12), st.booleans())
+def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
+    progress = Progress(group_id=5, rollout_index=0, attempt=0)
+    rows, num, version, spans = [], 0, 0, []
+    for num_new, newer, is_flushed in steps:
+        version += newer
+        progress.take(chunk(num, num_new, version))
+        if num_new:
+            spans = [*spans, (version, num, num + num_new)]
+        num += num_new
+        if is_flushed:
+            rows.append(progress.growth())
+    merged = [(version_, runs[0][1], runs[-1][2]) for version_, runs in _runs(spans)]
+    end = completion(num, *(merged if is_exact else [(version + 1, 0, num)] if num else []))
+    progress.take(chunk(num, 0, version, end))
+    rows.append(progress.growth())
+    progress.score(1.0)
+    rows.append(progress.growth())
+    assert progress.growth() is None
+    (known,) = join_rows([row for row in rows if row is not None]).values()
+    assert known.token_ids.tolist() == end.token_ids.tolist()
+    assert known.rollout_logprobs.tolist() == end.rollout_logprobs.tolist()
+    assert known.weight_spans == end.weight_spans
+    assert (known.finish_reason, known.reward, known.outcome) == (FinishReason.STOP, 1.0, Outcome.SCORED)
+
+
+def _runs(spans):
+    for version, group in itertools.groupby(spans, key=lambda span: span[0]):
+        yield version, list(group)
+
+
+def test_what_was_taken_over_is_logged_by_its_new_holder():
+    taken = replace(row(0, 4), origins=(Origin("a", 1, 4),))
+    progress = Progress(group_id=5, rollout_index=0, attempt=1, taken=taken)
+    assert progress.completion().token_ids.tolist() == [0, 1, 2, 3]
+    assert progress.completion().finish_reason is FinishReason.ABORT
+    first = progress.growth()
+    assert (first.start, first.end, first.attempt) == (0, 4, 1)
+    progress.take(chunk(4, 2, 8))
+    second = progress.growth()
+    assert (second.start, second.origins) == (4, (Origin("a", 1, 4),))
+    assert second.weight_spans == (WeightSpan(8, 4, 6),)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reward", "expected"),
+    [(Outcome.SCORED, 0.5, (Outcome.SCORED, 0.5)), (Outcome.ERROR, None, (None, None)), (None, None, (None, None))],
+)
+def test_a_reward_is_taken_over_and_an_error_is_not(outcome, reward, expected):
+    taken = row(0, 4, finish_reason=FinishReason.STOP, outcome=outcome, reward=reward)
+    progress = Progress(group_id=5, rollout_index=0, attempt=1, taken=taken)
+    assert (progress.outcome, progress.reward) == expected
+    assert progress.finish_reason is FinishReason.STOP
