@@ -134,6 +134,16 @@ def replay(
 
 
 @app.command()
+def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
+    """Prove from the objects of a run that nothing was lost or trained twice; exit 1 if anything does not close.
+
+    Example: `pipelinerl audit latest`
+    """
+    arguments = {"run": _module("tasks.runs").locate_run(run, root)}
+    _run_role("audit", arguments, ["--json"] if as_json else [])
+
+
+@app.command()
 def evaluate(
     run: Run,
     version: Annotated[

@@ -12,6 +12,8 @@ import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.records import RunRecord
+from pipelinerl_core.roles.audit import Audit
+from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.codec import from_segment
@@ -107,3 +109,12 @@ def trained_groups(url: str) -> list[int]:
     store = open_store(url)
     commits = [read_commit(store, key) for key in counted_commit_keys(store, read_epochs(store)).values()]
     return [fate.group_id for commit in commits for fate in commit.fates if fate.fate == "trained"]
+
+
+def assert_closes(url: str) -> dict[str, object]:
+    """The audit of a run, which must close; its document."""
+    run = open_run(url)
+    document = Audit(run.store, run.config).run().document
+    assert document["closes"], document["problems"]
+    assert (document["lost"], document["trained_twice"]) == (0, 0)
+    return document

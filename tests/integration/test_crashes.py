@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.records import HubRecord
-from tests.integration.pipeline import ROOT, committed_steps, trained_groups, wait_for
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +79,7 @@ def test_killed_roles_are_restarted_and_a_replay_gives_the_same_losses(tmp_path,
     assert len(groups) == len(set(groups)) == STEPS * 8
     ledger = report["ledger"]
     assert ledger["generated"] == sum(tokens for name, tokens in ledger.items() if name != "generated")
+    assert_closes(str(run))
     replay(run)
     assert not leftovers(run)
 

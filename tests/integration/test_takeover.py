@@ -10,7 +10,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.codec import from_segment, origins_of
 from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.takeover import Holder
-from tests.integration.pipeline import committed_steps, make_run, role, trained_groups, wait_for
+from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -67,6 +67,7 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
         num_taken += known
     assert num_taken > 0
     check_ledger(url, way)
+    assert assert_closes(url)["taken_over_tokens"] == num_taken
 
 
 def check_ledger(url, way):

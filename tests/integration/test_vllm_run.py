@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.pipeline import ROOT, committed_steps, trained_groups, wait_for
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -56,6 +56,7 @@ def check_report(report, run):
     ledger = report["ledger"]
     assert ledger["generated"] == sum(tokens for name, tokens in ledger.items() if name != "generated")
     assert ledger["failed"] == 0
+    assert_closes(str(run))
 
 
 def vllm_processes():

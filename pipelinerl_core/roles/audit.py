@@ -1,0 +1,278 @@
+"""Does a run close? From its objects alone: one fate for every group, one step for every row, whole files, lineage.
+
+Run: python -m pipelinerl_core.roles.audit --run URL [--json]. Exit 1 if anything does not close.
+
+| check    | closes when |
+|----------|-------------|
+| commits  | 0, 1, 2, ... s count exactly once each, each of an epoch that exists; epochs name their parents |
+| groups   | every group below the frontier has exactly one fate, or is open at the last commit |
+| rows     | the rows of each step are those of its trained groups, each trained once |
+| tokens   | every commit's ledger closes, and what it calls trained and masked is what the batches before it hold |
+| versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
+| objects  | batch files, durable weights, checkpoints and rollout segments are whole |
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError, PipelineRLError, SchemaMismatch, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import CheckpointManifest, Commit, checkpoint_prefix
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.stream.codec import decode_batch, from_segment
+from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.weights.files import verify
+
+_SHOWN_PROBLEMS = 50
+
+
+class Audit:
+    """Reads a run once, from its first commit to its last, and collects what does not close."""
+
+    def __init__(self, store: ObjectStore, config: RunConfig) -> None:
+        self._store = store
+        self._config = config
+        self.problems: list[str] = []
+        self.num_commits = 0
+        self.num_files = 0
+        self.num_bytes = 0
+        self.lost: list[int] = []
+        """Groups below the frontier without a fate that are not open."""
+        self.trained_twice: list[int] = []
+        self.taken_over_tokens = 0
+        """Trained tokens whose group was finished by another actor epoch than the one that sampled them."""
+        self.tokens: dict[str, int] = {}
+        """The token ledger of the last commit."""
+        self._fates: dict[int, str] = {}
+        self._found: Counter[str] = Counter()
+        """Trained and masked tokens in the batches so far."""
+
+    def run(self) -> "Audit":
+        """Check everything; reading stops at nothing."""
+        epochs = read_epochs(self._store)
+        commits = counted_commit_keys(self._store, epochs)
+        self._check_lineage({record.epoch: record.parent for record in epochs}, commits)
+        last = None
+        for step, key in commits.items():
+            last = self._read(key)
+            if last is not None:
+                self._check_commit(step, last)
+        if last is not None:
+            self._check_groups(last)
+        self._check_segments()
+        return self
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "closes": not self.problems,
+            "commits": self.num_commits,
+            "groups": dict(Counter(self._fates.values())),
+            "lost": len(self.lost),
+            "trained_twice": len(self.trained_twice),
+            "taken_over_tokens": self.taken_over_tokens,
+            "tokens": self.tokens,
+            "files": self.num_files,
+            "bytes": self.num_bytes,
+            "problems": self.problems,
+        }
+
+    # ---- what counts -----------------------------------------------------------------------------------------
+
+    def _check_lineage(self, parents: Mapping[int, int | None], commits: Mapping[int, str]) -> None:
+        for epoch, parent in parents.items():
+            if parent is not None and (parent not in parents or parent >= epoch):
+                self._problem(f"epoch {epoch}: its parent {parent} is no earlier epoch")
+        missing = sorted(set(range(max(commits, default=-1) + 1)) - set(commits))
+        if missing:
+            self._problem(f"commits {missing[:8]} are missing below {max(commits)}")
+        if not commits:
+            self._problem("there is no commit")
+        for key in commits.values():
+            epoch = int(key.rpartition("/")[2].split(".")[1])
+            if epoch not in parents:
+                self._problem(f"{key}: its epoch has no record")
+
+    def _read(self, key: str) -> Commit | None:
+        try:
+            return read_commit(self._store, key)
+        except (StoreError, ValueError) as error:
+            self._problem(f"{key}: cannot be read: {str(error).splitlines()[0]}")
+            return None
+
+    def _check_commit(self, step: int, commit: Commit) -> None:
+        self.num_commits += 1
+        if commit.step != step:
+            self._problem(f"commit {step} says it is of step {commit.step}")
+        self._check_tokens(step, commit)
+        rows = [row for entry in commit.batches for row in self._batch(entry)]
+        self._check_fates(step, commit, rows)
+        for row in rows:
+            self._check_versions(step, row)
+        self._check_weights(step, commit)
+        if commit.checkpoint is not None and commit.checkpoint.step == step:
+            self._check_checkpoint(step, commit.checkpoint.epoch)
+
+    def _check_tokens(self, step: int, commit: Commit) -> None:
+        """The ledger is that of the moment of reservation: it holds the steps before this one."""
+        self.tokens = dict(commit.tokens)
+        total = sum(number for name, number in commit.tokens.items() if name != "generated")
+        if commit.tokens and total != commit.tokens["generated"]:
+            self._problem(f"commit {step}: {commit.tokens['generated']} tokens generated, {total} accounted for")
+        for name in ("trained", "masked_stale"):
+            if commit.tokens and commit.tokens[name] != self._found[name]:
+                self._problem(
+                    f"commit {step}: its ledger has {commit.tokens[name]} tokens {name}, the batches before it "
+                    f"{self._found[name]}"
+                )
+
+    def _check_fates(self, step: int, commit: Commit, rows: list[TrainingRow]) -> None:
+        trained: Counter[tuple[int, int]] = Counter()
+        for row in rows:
+            trained[row.rollout.group_id, row.rollout.attempt] += row.rollout.num_tokens
+            live = int(row.loss_mask.sum())
+            self._found["trained"] += live
+            self._found["masked_stale"] += row.rollout.num_tokens - live
+            self.taken_over_tokens += sum(origin.num_tokens for origin in row.rollout.origins)
+        for record in commit.fates:
+            before = self._fates.get(record.group_id)
+            if before is not None:
+                self._problem(f"commit {step}: group {record.group_id} is {record.fate}, it was {before} before")
+                if record.fate == "trained" and before == "trained":
+                    self.trained_twice.append(record.group_id)
+            self._fates[record.group_id] = record.fate
+            key = (record.group_id, record.attempt)
+            if record.fate == "trained" and trained.pop(key, 0) == 0:
+                self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
+        for key in trained:
+            self._problem(f"commit {step}: the batch holds rows of group {key}, which is not among its trained ones")
+
+    def _check_versions(self, step: int, row: TrainingRow) -> None:
+        versions = np.zeros(row.rollout.num_tokens, np.int64)
+        for span in row.rollout.weight_spans:
+            versions[span.start : span.end] = span.version
+        if len(versions) and int(versions.max()) >= step:
+            self._problem(
+                f"step {step}: group {row.rollout.group_id} has tokens of version {versions.max()}, which did not "
+                "exist when it was trained"
+            )
+        lags = step - 1 - versions[row.loss_mask]
+        if len(lags) and int(lags.max()) > self._config.schedule.max_lag:
+            self._problem(f"step {step}: group {row.rollout.group_id} was trained with a lag of {lags.max()}")
+
+    def _check_groups(self, last: Commit) -> None:
+        still_open = set(last.open_groups)
+        for group_id in range(last.next_group_id):
+            if group_id not in self._fates and group_id not in still_open:
+                self.lost.append(group_id)
+            elif group_id in self._fates and group_id in still_open:
+                self._problem(f"group {group_id} is open at the end, but was {self._fates[group_id]}")
+            elif group_id in still_open:
+                self._fates[group_id] = "open"
+        if self.lost:
+            self._problem(f"{len(self.lost)} groups have no fate and are not open: {self.lost[:8]}")
+
+    # ---- objects ---------------------------------------------------------------------------------------------
+
+    def _batch(self, entry: FileEntry) -> list[TrainingRow]:
+        data = self._file(entry.name, entry)
+        if data is None:
+            return []
+        try:
+            return [row for batch in from_segment(data, entry.name) for row in decode_batch(batch)]
+        except SchemaMismatch as error:
+            self._problem(str(error))
+            return []
+
+    def _file(self, key: str, entry: FileEntry) -> bytes | None:
+        """The bytes of an object, compared with what vouches for it."""
+        try:
+            data = self._store.get(key)
+            verify(data, entry, key.rpartition("/")[0])
+        except StoreError as error:
+            self._problem(str(error))
+            return None
+        self.num_files += 1
+        self.num_bytes += len(data)
+        return data
+
+    def _check_weights(self, step: int, commit: Commit) -> None:
+        manifest = commit.manifest
+        if manifest is None or manifest.key is None:
+            return
+        for entry in manifest.files:
+            if entry.sha256 != commit.weights_sha256:
+                self._problem(f"commit {step}: its weights have another checksum than its manifest says")
+            self._file(f"{manifest.key}/{entry.name}", entry)
+
+    def _check_checkpoint(self, step: int, epoch: int) -> None:
+        """As long as it is kept: only the newest few are."""
+        prefix = checkpoint_prefix(step, epoch)
+        if not self._store.exists(f"{prefix}/manifest.json"):
+            return
+        manifest = CheckpointManifest.model_validate_json(self._store.get(f"{prefix}/manifest.json"))
+        for entry in manifest.files:
+            self._file(f"{prefix}/{entry.name}", entry)
+
+    def _check_segments(self) -> None:
+        for key in self._store.list("rollouts"):
+            try:
+                data = self._store.get(key)
+                from_segment(data, key)
+            except (StoreError, SchemaMismatch) as error:
+                self._problem(str(error))
+                continue
+            self.num_files += 1
+            self.num_bytes += len(data)
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(text)
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """For people."""
+    groups = ", ".join(f"{number:,} {fate}" for fate, number in sorted(document["groups"].items()))
+    tokens = ", ".join(f"{number:,} {name}" for name, number in document["tokens"].items())
+    shown = document["problems"][:_SHOWN_PROBLEMS]
+    more = len(document["problems"]) - len(shown)
+    return [
+        f"{document['commits']} commits, {document['files']} files of {document['bytes']:,} bytes read",
+        f"groups: {groups}; lost {document['lost']}, trained twice {document['trained_twice']}",
+        f"tokens at the last reservation: {tokens}",
+        f"tokens taken over from actors that were gone, and trained: {document['taken_over_tokens']:,}",
+        *(f"DOES NOT CLOSE: {problem}" for problem in shown),
+        *([f"and {more} more"] if more else []),
+        "the run closes" if document["closes"] else "the run does not close",
+    ]
+
+
+def main() -> int:
+    """Command line of the role."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        context = open_run(arguments.run)
+        document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except PipelineRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201
+    return 0 if document["closes"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

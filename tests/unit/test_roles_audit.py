@@ -1,0 +1,210 @@
+"""The audit closes on a run that is whole, and names what is wrong with one that is not."""
+
+import hashlib
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.records import CheckpointRef, Commit, EpochRecord, batch_key, commit_key, epoch_key, rollout_key
+from pipelinerl_core.roles.audit import Audit, lines
+from pipelinerl_core.stream.codec import encode_batch, encode_rollouts, to_segment
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.weights.publish import WeightPublisher
+
+CONFIG = build_config({"schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
+STEPS, EPOCH = 3, 2
+TOKENS = 6
+PER_STEP = 2 * 2 * TOKENS
+
+
+def rows_of(step, *, version=None, dead=0):
+    """Two groups of two rollouts, sampled by the version before the step; `dead` masked tokens in each."""
+    rows = []
+    for group_id in (2 * step - 2, 2 * step - 1):
+        for index in range(2):
+            rollout = build_rollout(
+                np.random.default_rng((step, index)),
+                group_id=group_id,
+                rollout_index=index,
+                group_size=2,
+                num_tokens=TOKENS,
+                first_version=step - 1 if version is None else version,
+            )
+            mask = np.arange(TOKENS) >= dead
+            rows.append(TrainingRow(rollout=rollout, loss_mask=mask, advantage=1.0, loss_weight=0.1))
+    return rows
+
+
+def put_batch(store, step, rows):
+    data = to_segment([encode_batch("run", step, rows)])
+    key = batch_key(step, EPOCH, rank=0)
+    store.put(key, data)
+    return FileEntry(name=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def put_commit(store, commit):
+    store.put(commit_key(commit.step, EPOCH), commit.model_dump_json().encode())
+
+
+def commit_of(store, step):
+    return Commit.model_validate_json(store.get(commit_key(step, EPOCH)))
+
+
+def change(store, step, **values):
+    put_commit(store, commit_of(store, step).model_copy(update=values))
+
+
+def fates(step, attempt=0):
+    return tuple(
+        FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=2 * TOKENS)
+        for group_id in (2 * step - 2, 2 * step - 1)
+    )
+
+
+def ledger(step):
+    """At the reservation of a step: those before it are trained, its own groups are ready, one is in flight."""
+    trained = max(0, step - 1) * PER_STEP
+    names = ("masked_stale", "dropped_stale", "filtered", "failed", "superseded")
+    return {
+        "generated": trained + PER_STEP + 5,
+        "trained": trained,
+        **dict.fromkeys(names, 0),
+        "in_flight": 5,
+        "ready": PER_STEP,
+    }
+
+
+@pytest.fixture
+def store():
+    """A run of three steps; group 6 is open at its end."""
+    store = MemoryStore()
+    for epoch, role in ((1, "hub"), (EPOCH, "trainer")):
+        record = EpochRecord(
+            epoch=epoch, role=role, parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1
+        )
+        store.put(epoch_key(epoch), record.model_dump_json().encode())
+    publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
+    for step in range(STEPS + 1):
+        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        rows = rows_of(step) if step else []
+        commit = Commit(
+            run_id="run",
+            step=step,
+            epoch=EPOCH,
+            batches=(put_batch(store, step, rows),) if step else (),
+            weights_sha256=manifest.files[0].sha256,
+            manifest=manifest,
+            checkpoint=CheckpointRef(step=STEPS, epoch=EPOCH) if step == STEPS else None,
+            fates=fates(step) if step else (),
+            next_group_id=2 * step + 1 if step else 0,
+            open_groups=(2 * step,) if step else (),
+            tokens=ledger(step) if step else {},
+            reserved_at=0.0,
+            computed_at=0.0,
+            committed_at=0.0,
+        )
+        put_commit(store, commit)
+        if step:
+            store.put(
+                rollout_key("actor-0", 1, step),
+                to_segment([encode_rollouts("run", [row.rollout for row in rows[:2]])]),
+            )
+    save_checkpoint(store, STEPS, EPOCH, {"weights.w": torch.zeros(2, 2)}, {"version": STEPS})
+    return store
+
+
+def problems(store):
+    return Audit(store, CONFIG).run().problems
+
+
+def test_a_whole_run_closes(store):
+    document = Audit(store, CONFIG).run().document
+    assert document["problems"] == []
+    assert document["closes"] is True
+    assert document["groups"] == {"trained": 6, "open": 1}
+    assert (document["commits"], document["lost"], document["trained_twice"]) == (4, 0, 0)
+    assert document["files"] == 3 + 4 + 1 + 3  # batches, weights, checkpoint, segments
+    assert lines(document)[-1] == "the run closes"
+
+
+def flip(store, key):
+    data = bytearray(store.get(key))
+    data[len(data) // 2] ^= 0x20
+    store.put(key, bytes(data))
+
+
+def put_rows(store, step, rows):
+    change(store, step, batches=(put_batch(store, step, rows),))
+
+
+def lose_a_group(store):
+    change(store, 2, fates=fates(2)[:1])
+    put_rows(store, 2, rows_of(2)[:2])
+
+
+FAULTS = {
+    "a commit is gone": (lambda s: s.delete([commit_key(2, EPOCH)]), "commits \\[2\\] are missing below 3"),
+    "a commit is torn": (lambda s: s.put(commit_key(2, EPOCH), b"{"), "commits/00000002.2.json: cannot be read"),
+    "an epoch is gone": (lambda s: s.delete([epoch_key(EPOCH)]), "its epoch has no record"),
+    "a group has no fate": (lose_a_group, r"1 groups have no fate and are not open: \[3\]"),
+    "a group is trained twice": (
+        lambda s: change(s, 3, fates=(*fates(3), fates(2)[0])),
+        "commit 3: group 2 is trained, it was trained before",
+    ),
+    "an open group was decided": (lambda s: change(s, 3, open_groups=(5, 6)), "group 5 is open at the end, but was"),
+    "rows of another attempt": (lambda s: change(s, 2, fates=fates(2, attempt=1)), r"group \(2, 1\) is trained, but"),
+    "rows that nobody decided": (lambda s: change(s, 2, fates=fates(2)[:1]), r"holds rows of group \(3, 0\)"),
+    "tokens that do not add up": (
+        lambda s: change(s, 3, tokens={**ledger(3), "in_flight": 9}),
+        "77 tokens generated, 81 accounted for",
+    ),
+    "tokens that no batch holds": (
+        lambda s: change(s, 3, tokens={**ledger(3), "trained": 40, "masked_stale": 8}),
+        "its ledger has 40 tokens trained, the batches before it 48",
+    ),
+    "tokens from the future": (lambda s: put_rows(s, 2, rows_of(2, version=2)), "tokens of version 2, which did not"),
+    "tokens too old": (lambda s: put_rows(s, 3, rows_of(3, version=0)), "was trained with a lag of 2"),
+    "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "sha256 .* the manifest says"),
+    "a batch file gone": (lambda s: s.delete([batch_key(2, EPOCH, rank=0)]), "batches/00000002.2/0000.arrow"),
+    "weights flipped": (lambda s: flip(s, "weights/00000001.2/model.safetensors"), "sha256 .* the manifest says"),
+    "weights of another checksum": (
+        lambda s: change(s, 1, weights_sha256="0" * 64),
+        "commit 1: its weights have another checksum",
+    ),
+    "a checkpoint torn": (
+        lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
+        "1 bytes, the manifest says",
+    ),
+    "a segment torn": (lambda s: s.put(rollout_key("actor-0", 1, 2), b"x"), "torn or corrupt Arrow file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_named(store, fault):
+    break_it, message = FAULTS[fault]
+    break_it(store)
+    document = Audit(store, CONFIG).run().document
+    assert document["closes"] is False
+    assert any(re.search(message, problem) for problem in document["problems"]), document["problems"]
+    lost = {"a group has no fate": 1, "a commit is gone": 2, "a commit is torn": 2, "rows that nobody decided": 1}
+    assert document["lost"] == lost.get(fault, 0)
+    assert document["trained_twice"] == (fault == "a group is trained twice")
+    assert lines(document)[-1] == "the run does not close"
+
+
+def test_masked_tokens_may_be_of_any_age(store):
+    change(store, 3, tokens=ledger(3))
+    put_rows(store, 3, [replace(row, loss_mask=np.zeros(TOKENS, np.bool_)) for row in rows_of(3, version=0)])
+    assert problems(store) == []
+
+
+def test_a_store_without_a_run_does_not_close():
+    assert problems(MemoryStore()) == ["there is no commit"]
