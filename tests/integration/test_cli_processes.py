@@ -16,6 +16,7 @@ from pipelinerl_core.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import RunFollower
 from tasks.runs import SHARED_MEMORY
+from tests.integration.pipeline import assert_closes
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -117,6 +118,7 @@ def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tm
     follower = RunFollower(open_store(str(run)))
     follower.refresh()
     assert list(follower.commits) == list(range(31)), "every step is committed exactly once"
+    assert_closes(str(run))
 
 
 def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):

@@ -54,3 +54,11 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     assert missing == [(0,)], "every trained row is in a segment"
     last = json.loads(files.cat_file(sorted(files.glob(f"{run}/commits/{STEPS:08d}.*.json"))[-1]))
     assert last["manifest"]["key"].startswith(f"weights/{STEPS:08d}.")
+
+    audited = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "audit", report["run_id"], "--root", s3_url, "--json"],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    document = json.loads(audited.stdout)
+    assert audited.returncode == 0, document["problems"]
+    assert (document["commits"], document["lost"], document["trained_twice"]) == (STEPS + 1, 0, 0)
