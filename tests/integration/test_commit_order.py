@@ -1,0 +1,170 @@
+"""A crash of the trainer after each single write of the commit order: nothing is lost, nothing is trained twice.
+
+One run; in each of its steps another trainer dies right after another write (docs/architecture.md, "One weight
+version"), and its successor goes on. max_lag=0 and the deterministic engine make the run a function of its
+configuration, so it is compared with an uninterrupted one to the last bit.
+"""
+
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl_core.messages import Committed, Reserve
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.trainer import Trainer
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.publish import shm_directory
+from tests.integration.pipeline import TOKEN, assert_closes, make_run, role, trained_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+# step -> the write after which its trainer dies: a pattern of keys, or the message that was answered.
+CRASHES: dict[int, str | type] = {
+    1: Reserve,
+    2: r"batches/00000002\.\d+/0000\.arrow",
+    3: r"weights/00000003\.\d+/model\.safetensors",
+    4: r"weights/00000004\.\d+/manifest\.json",
+    5: r"checkpoints/00000005\.\d+/state\.safetensors",
+    6: r"checkpoints/00000006\.\d+/manifest\.json",
+    7: r"commits/00000007\.\d+\.json",
+    8: Committed,
+    9: r"epochs/\d+\.json",
+}
+STEPS = 10
+OVERRIDES = (
+    f"trainer.steps={STEPS}",
+    "trainer.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.max_tokens=24",
+    "engine.concurrency=16",
+    "engine.deterministic=true",
+    "schedule.max_lag=0",
+    "checkpoint.every_seconds=0.001",
+    "placement.lease_seconds=30",
+    "eval.num_prompts=0",
+)
+
+
+class Crash(BaseException):
+    """The process is gone: nothing it had begun goes on."""
+
+
+class Fate:
+    """Whether a trainer still lives."""
+
+    def __init__(self, after: "str | type | None", step: int = 0):
+        self.after, self.step, self.is_dead = after, step, False
+
+    def check(self):
+        if self.is_dead:
+            raise Crash
+
+    def wrote(self, key):
+        if isinstance(self.after, str) and re.fullmatch(self.after, key):
+            self.is_dead = True
+        self.check()
+
+    def sent(self, message):
+        if isinstance(self.after, type) and isinstance(message, self.after) and message.step == self.step:
+            self.is_dead = True
+        self.check()
+
+
+class MortalStore:
+    """The store, as long as its trainer lives."""
+
+    def __init__(self, store, fate):
+        self._store, self._fate, self.url = store, fate, store.url
+
+    def put(self, key, data, **more):
+        self._fate.check()
+        self._store.put(key, data, **more)
+        self._fate.wrote(key)
+
+    def __getattr__(self, name):
+        def call(*arguments, **more):
+            self._fate.check()
+            return getattr(self._store, name)(*arguments, **more)
+
+        return call
+
+
+class MortalLink(HubLink):
+    """The link, as long as its trainer lives; a dead one says no goodbye."""
+
+    def __init__(self, fate, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self._fate = fate
+
+    def request(self, message, rows=None):
+        self._fate.check()
+        answer = super().request(message, rows)
+        if getattr(answer, "is_ready", True):
+            self._fate.sent(message)
+        return answer
+
+    def close(self, *, bye=True):
+        super().close(bye=bye and not self._fate.is_dead)
+
+
+def train(url, fate, stop):
+    """One trainer, until its end or the end of the run; a new one each time, as after a restart."""
+    context = open_run(url)
+    store = MortalStore(context.store, fate)
+    learner = build_learner(context.config)
+    commits = counted_commit_keys(store, read_epochs(store))
+    epoch = take_epoch(store, "trainer", max(commits, default=-1))
+
+    def link(registration):
+        return MortalLink(fate, context.store, token=TOKEN, role="trainer", name="trainer", registration=registration)
+
+    Trainer(replace(context, store=store), learner, epoch, link=link).run(commits, stop)
+
+
+def run(url, log, crashes):
+    torch.set_num_threads(1)
+    make_run(url, *OVERRIDES)
+    stop = threading.Event()
+    crashed = []
+    try:
+        with role("hub", url, log), role("actor", url, log, "--name", "actor-0") as actor:
+            for step, after in crashes.items():
+                with pytest.raises(Crash):
+                    train(url, Fate(after, step), stop)
+                crashed.append(step)
+            train(url, Fate(None), stop)
+            assert actor.wait(timeout=60) == 0
+    finally:
+        stop.set()
+        shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
+    return crashed
+
+
+def test_a_crash_after_each_single_write_changes_nothing(tmp_path, monkeypatch, prepared_model):
+    monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
+    clean, crashed = str(tmp_path / "order-clean"), str(tmp_path / "order-crashed")
+    run(clean, tmp_path / "clean.log", {})
+    assert run(crashed, tmp_path / "crashed.log", CRASHES) == list(CRASHES)
+    expected, found = commits_of(clean), commits_of(crashed)
+    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    assert trained_rows(crashed) == trained_rows(clean)
+    for step in range(1, STEPS + 1):
+        assert found[step].metrics["train/loss"] == expected[step].metrics["train/loss"], f"step {step}"
+        assert found[step].weights_sha256 == expected[step].weights_sha256, f"step {step}"
+    for url in (clean, crashed):
+        assert assert_closes(url)["groups"]["trained"] == STEPS * 4
+    epochs = [record for record in read_epochs(open_store(crashed)) if record.role == "trainer"]
+    assert len(epochs) == len(CRASHES) + 1
+
+
+def commits_of(url):
+    store = open_store(url)
+    return {step: read_commit(store, key) for step, key in counted_commit_keys(store, read_epochs(store)).items()}
