@@ -31,6 +31,14 @@ def load_config(source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
     return build_config(values)
 
 
+def override_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
+    """The same configuration with `section.key=value` overrides; raises ConfigError."""
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply(values, override)
+    return build_config(values)
+
+
 def build_config(values: dict[str, Any]) -> RunConfig:
     """Validate a nested mapping; raises ConfigError with one line."""
     try:

@@ -1,7 +1,8 @@
 """Train recorded batches again: how a trainer restarts, and how `pipelinerl replay` proves what was trained.
 
 The rows of batches/ are trained in their order by the same learner, so that on the same machine, with the same
-threads, losses and weights come out bit for bit.
+threads, losses and weights come out bit for bit. With other settings of loss or learner it is a study: what another
+objective would have made of the recorded stream. Advantages and loss weights are those that were recorded.
 """
 
 import argparse
@@ -10,12 +11,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import override_config
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import Learner, ObjectStore
@@ -32,6 +34,9 @@ from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
 from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)
+
+# Sections that a replay may change.
+_STUDIED = ("loss", "learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +107,14 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
         )
 
 
-def replay_run(url: str, first: int | None, last: int | None) -> Iterator[ReplayedStep]:
-    """Replay steps first..last of a run (all of them by default)."""
+def replay_run(
+    url: str, first: int | None, last: int | None, overrides: Sequence[str] = ()
+) -> Iterator[ReplayedStep]:
+    """Replay steps first..last of a run (all of them by default), perhaps with another loss or learner."""
     context = open_run(url)
+    for override in overrides:
+        if override.partition(".")[0] not in _STUDIED:
+            raise ConfigError(f"{override}: a replay can change {' and '.join(_STUDIED)} only, the data are recorded")
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     if not commits or max(commits) < 1:
         raise ConfigError(f"{url}: no step is committed, there is nothing to replay")
@@ -112,8 +122,15 @@ def replay_run(url: str, first: int | None, last: int | None) -> Iterator[Replay
     begin = max(1, first if first is not None else 1)
     if begin > end:
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
+    studied = override_config(context.config, overrides)
     learner = build_learner(context.config)
     restore(context.store, learner, commits, begin - 1)
+    if overrides:  # up to the first step it is the run itself
+        for _ in replay_steps(context.store, learner, commits, begin - 1):
+            pass
+        state = learner.state()
+        learner = build_learner(studied)
+        learner.load_state(*state)
     for replayed in replay_steps(context.store, learner, commits, end):
         if replayed.stats.step >= begin:
             yield replayed
@@ -126,26 +143,38 @@ def main() -> int:
     parser.add_argument("--from-step", type=int)
     parser.add_argument("--to-step", type=int)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     configure_logging()
     steps = []
     try:
         limit_threads(open_run(arguments.run).config.placement.threads)
-        for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step):
+        for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):
             is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
-            verdict = "equal" if is_equal else "DIFFERS"
+            verdict = "studied" if arguments.overrides else "equal" if is_equal else "DIFFERS"
             steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
             if not arguments.json:
-                print(f"step {replayed.stats.step}: loss {replayed.stats.loss!r} {verdict}", flush=True)  # noqa: T201
+                print(_line(replayed, verdict), flush=True)  # noqa: T201
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 2
     except PipelineRLError as error:
         print(error, file=sys.stderr)  # noqa: T201
         return 1
+    all_equal = all(step["verdict"] == "equal" for step in steps)
     if arguments.json:
-        print(json.dumps({"steps": steps, "all_equal": all(s["verdict"] == "equal" for s in steps)}))  # noqa: T201
-    return 0 if all(step["verdict"] == "equal" for step in steps) else 1
+        print(json.dumps({"steps": steps, "all_equal": all_equal, "overrides": arguments.overrides}))  # noqa: T201
+    return 0 if all_equal or arguments.overrides else 1
+
+
+def _line(replayed: ReplayedStep, verdict: str) -> str:
+    stats = replayed.stats
+    if verdict != "studied":
+        return f"step {stats.step}: loss {stats.loss!r} {verdict}"
+    return (
+        f"step {stats.step}: loss {stats.loss:.6f} (recorded {replayed.recorded_loss:.6f})  ess {stats.ess:.4f}  "
+        f"kl {stats.kl:.5f}  grad norm {stats.grad_norm:.4f}"
+    )
 
 
 if __name__ == "__main__":

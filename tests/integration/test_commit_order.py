@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.replay import build_learner, replay_run
 from pipelinerl_core.roles.trainer import Trainer
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
@@ -163,6 +164,18 @@ def test_a_crash_after_each_single_write_changes_nothing(tmp_path, monkeypatch, 
         assert assert_closes(url)["groups"]["trained"] == STEPS * 4
     epochs = [record for record in read_epochs(open_store(crashed)) if record.role == "trainer"]
     assert len(epochs) == len(CRASHES) + 1
+    check_replays(crashed)
+
+
+def check_replays(url):
+    """The recorded stream gives the recorded losses, and with another learner others."""
+    assert all(step.weights_match and step.stats.loss == step.recorded_loss for step in replay_run(url, None, None))
+    studied = list(replay_run(url, 2, 4, ["learner.lr=1e-2"]))
+    assert [step.stats.step for step in studied] == [2, 3, 4]
+    assert studied[0].stats.loss == studied[0].recorded_loss  # of the weights before its own step
+    assert all(step.stats.loss != step.recorded_loss for step in studied[1:])
+    with pytest.raises(ConfigError, match="a replay can change loss and learner only"):
+        next(replay_run(url, 2, 4, ["rollouts.temperature=2"]))
 
 
 def commits_of(url):
