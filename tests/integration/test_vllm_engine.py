@@ -189,9 +189,13 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
         return completions
 
     models = {0: model(0), 1: model(1)}
-    for completion in asyncio.run(main()):
-        assert [span.version for span in completion.weight_spans] == [0, 1]
+    completions = asyncio.run(main())
+    for completion in completions:
         check(completion, models)
+    versions = [[span.version for span in completion.weight_spans] for completion in completions]
+    # One that had no token yet, in the slower of two engine cores, was sent back and began under the new weights.
+    assert versions.count([0, 1]) >= 4
+    assert all(found in ([0, 1], [1]) for found in versions)
 
 
 def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(start, tmp_path):
