@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import StoreError
@@ -22,8 +22,18 @@ class GroupLog:
     """Of one actor epoch; on the actor's event loop."""
 
     def __init__(
-        self, config: RunConfig, store: ObjectStore, engine: Engine, runner: GroupRunner, *, actor: str, epoch: int
+        self,
+        config: RunConfig,
+        store: ObjectStore,
+        engine: Engine,
+        runner: GroupRunner,
+        *,
+        actor: str,
+        epoch: int,
+        seal: Callable[[], Awaitable[None]],
     ) -> None:
+        """`seal` puts finished groups into a segment: what is there needs no log."""
+        self._seal = seal
         self._seconds = config.store.log_seconds(store.url)
         self._engine = engine
         self._runner = runner
@@ -35,6 +45,7 @@ class GroupLog:
         """Write now and then, until cancelled; at once back when the log is switched off."""
         while self._seconds > 0:
             await asyncio.sleep(self._seconds)
+            await self._seal()
             await self.flush()
 
     async def flush(self) -> None:

@@ -88,7 +88,10 @@ class Actor:
         self._member = parts.member
         self._segments = parts.segments
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
-        self._log = GroupLog(config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch)
+        self._log = GroupLog(
+            config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
+            seal=lambda: self._seal(everything=True),
+        )  # fmt: skip
         self._run_id = run_id
         self._name = name
         self._epoch = epoch
@@ -129,7 +132,7 @@ class Actor:
         finally:
             if self._member is not None:
                 await self._member.close()
-            await self._seal(everything=True)
+            await self._seal(everything=True, is_last=True)
             await asyncio.to_thread(self._link.close)
 
     # ---- sync ------------------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ class Actor:
             await asyncio.sleep(self._config.store.segment_seconds / 4)
             await self._seal(everything=False)
 
-    async def _seal(self, *, everything: bool) -> None:
+    async def _seal(self, *, everything: bool, is_last: bool = False) -> None:
         seal = self._segments.seal if everything else self._segments.seal_due
         sealed = await asyncio.to_thread(seal)
         if sealed is None:
@@ -309,7 +312,7 @@ class Actor:
         try:
             await asyncio.to_thread(self._link.request, message)
         except HubUnavailable:
-            if not everything:
+            if not is_last:
                 raise
             logger.warning("segment %d is sealed, but no hub heard of it", seq)
             return

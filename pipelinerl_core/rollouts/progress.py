@@ -47,8 +47,9 @@ class Progress:
 
     def completion(self) -> Completion:
         """Everything so far; unfinished is ABORT."""
-        self._token_ids = [np.concatenate([np.zeros(0, np.int32), *self._token_ids])]
-        self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]
+        if len(self._token_ids) != 1:
+            self._token_ids = [np.concatenate([np.zeros(0, np.int32), *self._token_ids])]
+            self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]
         return Completion(
             token_ids=self._token_ids[0],
             rollout_logprobs=self._logprobs[0],
@@ -59,9 +60,9 @@ class Progress:
     def take(self, chunk: Chunk) -> None:
         """New tokens; the last chunk's completion says which weights sampled all of them."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
-        self._token_ids.append(chunk.token_ids)
-        self._logprobs.append(chunk.rollout_logprobs)
         if self._num_tokens > start:
+            self._token_ids.append(chunk.token_ids)
+            self._logprobs.append(chunk.rollout_logprobs)
             self._spans = joined(self._spans, [WeightSpan(chunk.weight_version, start, self._num_tokens)])
             self._is_news = True
         if chunk.completion is not None:

@@ -125,6 +125,8 @@ class PartialLog:
         for groups in self._groups.values():
             groups -= closed
         empty = [seq for seq, groups in self._groups.items() if not groups]
+        if not empty:
+            return
         try:
             self._store.delete([partial_key(self._actor, self._epoch, seq) for seq in empty])
         except StoreError as error:
