@@ -149,6 +149,28 @@ def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
 
 
 @app.command()
+def gc(
+    run: Run,
+    rollouts: Annotated[
+        bool,
+        typer.Option("--rollouts", help="Decided segments too; batches keep what was trained."),
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Remove what a run does not need any more: orphans of crashes, logs of decided groups. Never of a live run.
+
+    Example: `pipelinerl gc latest --rollouts --dry-run`
+    """
+    runs = _module("tasks.runs")
+    url = runs.locate_run(run, root)
+    runs.refuse_if_live(url)
+    flags = {"--rollouts": rollouts, "--dry-run": dry_run, "--json": as_json}
+    _run_role("gc", {"run": url}, [flag for flag, is_set in flags.items() if is_set])
+
+
+@app.command()
 def evaluate(
     run: Run,
     version: Annotated[

@@ -1,0 +1,122 @@
+"""Remove what a run does not need any more; the audit closes before and after.
+
+Run: python -m pipelinerl_core.roles.gc --run URL [--rollouts] [--dry-run] [--json]. Never on a live run.
+
+| class    | what | removed |
+|----------|------|---------|
+| orphans  | what trainers wrote that died before their commit, or were fenced | always |
+| partials | logs of groups that are decided, and all of them once the run has taken its last step | always |
+| rollouts | segments of which every group is decided: what was trained is in batches/ too | with --rollouts |
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError, PipelineRLError, SchemaMismatch
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import Commit, batch_key, checkpoint_prefix
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.hub_store import refuse_second_hub
+from pipelinerl_core.stream.codec import from_segment
+from pipelinerl_core.stream.partials import decode_partials
+from pipelinerl_core.stream.segments import parse_rollout_key
+
+
+class Collector:
+    """What of a run is garbage, class by class; keys in the order of their names."""
+
+    def __init__(self, store: ObjectStore, config: RunConfig) -> None:
+        """Reads every commit."""
+        self._store = store
+        keys = counted_commit_keys(store, read_epochs(store))
+        self._commit_keys = set(keys.values())
+        self._commits: list[Commit] = [read_commit(store, key) for key in keys.values()]
+        last = self._commits[-1] if self._commits else None
+        self._is_done = last is not None and last.step == config.trainer.steps
+        self._open = set(last.open_groups) if last is not None else set()
+        self._frontier = last.next_group_id if last is not None else 0
+        self._low_water = dict(last.low_water) if last is not None else {}
+
+    def orphans(self) -> list[str]:
+        """Objects of steps that no counted commit speaks of."""
+        if not self._commits:  # nothing counts yet, so nothing can be told apart
+            return []
+        kept = {f"{commit.manifest.key}/" for commit in self._commits if commit.manifest and commit.manifest.key}
+        kept |= {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits}
+        kept |= {f"{batch_key(commit.step, commit.epoch, rank=0).rpartition('/')[0]}/" for commit in self._commits}
+        found = [key for key in self._store.list("commits") if key not in self._commit_keys]
+        for prefix in ("batches", "weights", "checkpoints"):
+            found += [key for key in self._store.list(prefix) if f"{key.rpartition('/')[0]}/" not in kept]
+        return sorted(found)
+
+    def partials(self) -> list[str]:
+        """Logs that hold no open group."""
+        keys = self._store.list("partials")
+        return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
+
+    def rollouts(self) -> list[str]:
+        """Segments below the low-water marks: every group in them is decided."""
+        found = []
+        for key in self._store.list("rollouts"):
+            name = parse_rollout_key(key)
+            mark = self._low_water.get(f"{name.actor}/{name.epoch}")
+            if self._is_done or (mark is not None and name.seq < mark):
+                found.append(key)
+        return found
+
+    def _is_open(self, groups: Iterable[int]) -> bool:
+        return any(group_id in self._open or group_id >= self._frontier for group_id in groups)
+
+    def _logged(self, key: str) -> set[int]:
+        try:
+            batches = from_segment(self._store.get(key), key)
+            return {row.group_id for batch in batches for row in decode_partials(batch)}
+        except SchemaMismatch:
+            return set()  # torn: nobody can take anything from it
+
+
+def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool) -> dict[str, list[str]]:
+    """Class -> the keys that were removed, or would be."""
+    collector = Collector(store, config)
+    garbage = {"orphans": collector.orphans(), "partials": collector.partials()}
+    if with_rollouts:
+        garbage["rollouts"] = collector.rollouts()
+    if not dry_run:
+        for keys in garbage.values():
+            store.delete(keys)
+    return garbage
+
+
+def main() -> int:
+    """Command line of the role."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--rollouts", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    try:
+        context = open_run(options.run)
+        refuse_second_hub(context.store)
+        garbage = collect(context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 2
+    except PipelineRLError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    verb = "would be removed" if options.dry_run else "removed"
+    if options.json:
+        print(json.dumps({"run_id": context.run_id, "dry_run": options.dry_run, **garbage}))  # noqa: T201
+    else:
+        for name, keys in garbage.items():
+            print(f"{name}: {len(keys)} objects {verb}")  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
