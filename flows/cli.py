@@ -139,6 +139,21 @@ def replay(
 
 
 @app.command()
+def actor(
+    run: Run,
+    name: Annotated[str, typer.Option(help="Name in the run; default: of this host and process.")] = "",
+    root: Root = "",
+) -> None:
+    """Join a run that is under way with one more actor, from anywhere that reaches its hub and store.
+
+    PIPELINERL_TOKEN must have the value that it had when the run was started. Ctrl-C or SIGTERM: its unfinished
+    groups go to the other actors, with the tokens they have. Example: `PIPELINERL_TOKEN=... pipelinerl actor latest`
+    """
+    code = _module("tasks.join").join_run(_module("tasks.runs").locate_run(run, root), name)
+    raise typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILURE)
+
+
+@app.command()
 def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
     """Prove from the objects of a run that nothing was lost or trained twice; exit 1 if anything does not close.
 
