@@ -1,0 +1,108 @@
+"""The actor's log of open groups: when it is written, and what a store that fails costs."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import StoreError
+from pipelinerl_core.roles.actor_log import GroupLog
+from pipelinerl_core.takeover import Holder
+from pipelinerl_core.testing.fakes import MemoryStore
+from tests.unit.test_stream_partials import row
+
+
+class Runner:
+    """Has the rows it is given, once."""
+
+    def __init__(self, *rows):
+        self.rows = list(rows)
+        self.forgotten = []
+
+    def growth(self):
+        rows, self.rows = self.rows, []
+        return rows
+
+    def forget(self, keys):
+        self.forgotten += keys
+
+
+def log_of(store, runner, events=None, **settings):
+    said = [] if events is None else events
+    engine = SimpleNamespace(flush=lambda: said.append("flush"))
+
+    async def seal():
+        said.append("seal")
+
+    config = build_config({"store": settings})
+    return GroupLog(config, store, engine, runner, actor="a", epoch=1, seal=seal)
+
+
+def lease(*holders):
+    return SimpleNamespace(group_id=5, attempt=1, holders=holders)
+
+
+def test_finished_groups_are_sealed_before_the_rest_is_written():
+    async def main():
+        store, events = MemoryStore(), []
+        log = log_of(store, Runner(row()), events, partial_seconds=0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(log.run(), 0.5)
+        assert store.list("partials")
+        return events
+
+    assert asyncio.run(main())[:2] == ["seal", "flush"]
+
+
+def test_what_one_actor_wrote_another_takes_over():
+    async def main():
+        store = MemoryStore()
+        await log_of(store, Runner(row(num=4))).flush()
+        return await log_of(store, Runner()).taken(lease(Holder("a", 1, 0)))
+
+    taken = asyncio.run(main())
+    assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
+
+
+def test_switched_off_it_writes_nothing_and_still_takes_over():
+    async def main():
+        store, runner, events = MemoryStore(), Runner(row()), []
+        await log_of(store, Runner(row(num=2))).flush()
+        before = store.list("partials")
+        log = log_of(store, runner, events, partial_log=False)
+        await asyncio.wait_for(log.run(), 1)
+        await log.flush()
+        await log.forget([(5, 0)])
+        assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
+        return await log.taken(lease(Holder("a", 1, 0)))
+
+    assert len(asyncio.run(main())[0].token_ids) == 2
+
+
+def test_a_lease_that_nobody_held_asks_no_store():
+    assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).taken(lease())) == {}
+
+
+def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
+    store = MemoryStore()
+
+    def fail(_prefix):
+        raise StoreError("503")
+
+    monkeypatch.setattr(store, "list", fail)
+    assert asyncio.run(log_of(store, Runner()).taken(lease(Holder("a", 1, 0)))) == {}
+    assert "group 5 is begun anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "seconds"),
+    [
+        ("file:///tmp/x", {}, 1.0),
+        ("s3://bucket/x", {}, 5.0),
+        ("s3://bucket/x", {"partial_seconds": 2.0}, 2.0),
+        ("file:///tmp/x", {"partial_log": False, "partial_seconds": 2.0}, 0.0),
+    ],
+)
+def test_how_often_it_is_written_follows_the_store(url, settings, seconds):
+    assert build_config({"store": settings}).store.log_seconds(url) == seconds
