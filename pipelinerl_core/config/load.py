@@ -88,7 +88,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     location = [str(part) for part in detail["loc"]]
-    dotted = ".".join(_without_tags(location, values))
+    dotted = _printable(".".join(_without_tags(location, values)))
     if detail["type"] == "extra_forbidden":
         known = known_keys()
         return f"{dotted}: no such key{_nearest(dotted, known)} `pipelinerl config --keys` lists all"
@@ -96,6 +96,11 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     if not dotted:
         return message
     return f"{dotted}={detail['input']!r}: {message[:1].lower()}{message[1:]}"
+
+
+def _printable(text: str) -> str:
+    """A key on one line, whatever somebody put into it."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:

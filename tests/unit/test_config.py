@@ -137,3 +137,8 @@ def test_configuration_imports_no_heavy_library():
 def test_sections_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().trainer.steps = 3
+
+
+def test_a_key_with_a_line_break_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match=r"^model\.a\\nb: no such key"):
+        build_config({"model": {"a\nb": 1}})
