@@ -54,11 +54,15 @@ class Audit:
         self._fates: dict[int, str] = {}
         self._found: Counter[str] = Counter()
         """Trained and masked tokens in the batches so far."""
+        self._trained_tokens = 0
+        """Of the trained groups so far, rollouts without a reward included."""
+        self._is_one_hub = True
 
     def run(self) -> "Audit":
         """Check everything; reading stops at nothing."""
         epochs = read_epochs(self._store)
         commits = counted_commit_keys(self._store, epochs)
+        self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
         self._check_lineage({record.epoch: record.parent for record in epochs}, commits)
         last = None
         for step, key in commits.items():
@@ -123,15 +127,27 @@ class Audit:
             self._check_checkpoint(step, commit.checkpoint.epoch)
 
     def _check_tokens(self, step: int, commit: Commit) -> None:
-        """The ledger is that of the moment of reservation: it holds the steps before this one."""
-        self.tokens = dict(commit.tokens)
-        total = sum(number for name, number in commit.tokens.items() if name != "generated")
-        if commit.tokens and total != commit.tokens["generated"]:
-            self._problem(f"commit {step}: {commit.tokens['generated']} tokens generated, {total} accounted for")
+        """The ledger is that of the moment of reservation: it holds the steps before this one.
+
+        A hub that was restarted may know of a trained group no more than how many tokens it had: then its ledger
+        says trained for masked ones, and only their sum can be compared.
+        """
+        self.tokens = tokens = dict(commit.tokens)
+        if not tokens:
+            return
+        total = sum(number for name, number in tokens.items() if name != "generated")
+        if total != tokens["generated"]:
+            self._problem(f"commit {step}: {tokens['generated']} tokens generated, {total} accounted for")
+        placed = tokens["trained"] + tokens["masked_stale"]
+        if not placed <= self._trained_tokens <= placed + tokens["failed"]:
+            self._problem(
+                f"commit {step}: its ledger has {placed} tokens trained or masked, the groups trained before it had "
+                f"{self._trained_tokens}"
+            )
         for name in ("trained", "masked_stale"):
-            if commit.tokens and commit.tokens[name] != self._found[name]:
+            if self._is_one_hub and tokens[name] != self._found[name]:
                 self._problem(
-                    f"commit {step}: its ledger has {commit.tokens[name]} tokens {name}, the batches before it "
+                    f"commit {step}: its ledger has {tokens[name]} tokens {name}, the batches before it "
                     f"{self._found[name]}"
                 )
 
@@ -150,9 +166,17 @@ class Audit:
                 if record.fate == "trained" and before == "trained":
                     self.trained_twice.append(record.group_id)
             self._fates[record.group_id] = record.fate
+            if record.fate != "trained":
+                continue
+            self._trained_tokens += record.num_tokens
             key = (record.group_id, record.attempt)
-            if record.fate == "trained" and trained.pop(key, 0) == 0:
+            num_tokens = trained.pop(key, 0)
+            if num_tokens == 0:
                 self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
+            elif num_tokens > record.num_tokens:
+                self._problem(
+                    f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in all"
+                )
         for key in trained:
             self._problem(f"commit {step}: the batch holds rows of group {key}, which is not among its trained ones")
 

@@ -106,8 +106,11 @@ class Committer:
 
         actors: as in a reservation.
         """
-        if self._broadcasts is not None and (self._rescue is None or self._rescue.done()):
-            self._rescue = self._thread.submit(self._announce_instead, lambda b: b.rescue(actors))
+        if self._broadcasts is None or (self._rescue is not None and not self._rescue.done()):
+            return
+        if self._rescue is not None:
+            self._rescue.result()  # what went wrong in it surfaces here
+        self._rescue = self._thread.submit(self._announce_instead, lambda b: b.rescue(actors))
 
     def close(self) -> None:
         """Stop the thread; steps that were not committed are orphans."""

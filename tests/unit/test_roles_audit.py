@@ -172,6 +172,10 @@ FAULTS = {
     ),
     "tokens from the future": (lambda s: put_rows(s, 2, rows_of(2, version=2)), "tokens of version 2, which did not"),
     "tokens too old": (lambda s: put_rows(s, 3, rows_of(3, version=0)), "was trained with a lag of 2"),
+    "more tokens than the group had": (
+        lambda s: change(s, 2, fates=tuple(fate.model_copy(update={"num_tokens": 11}) for fate in fates(2))),
+        "has 12 tokens in the batch, 11 in all",
+    ),
     "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "sha256 .* the manifest says"),
     "a batch file gone": (lambda s: s.delete([batch_key(2, EPOCH, rank=0)]), "batches/00000002.2/0000.arrow"),
     "weights flipped": (lambda s: flip(s, "weights/00000001.2/model.safetensors"), "sha256 .* the manifest says"),
@@ -208,3 +212,22 @@ def test_masked_tokens_may_be_of_any_age(store):
 
 def test_a_store_without_a_run_does_not_close():
     assert problems(MemoryStore()) == ["there is no commit"]
+
+
+def put_hub(store):
+    record = EpochRecord(epoch=3, role="hub", parent=1, adopted_through=-1, started_at=0.0, host="here", pid=1)
+    store.put(epoch_key(3), record.model_dump_json().encode())
+
+
+@pytest.mark.parametrize(
+    ("trained", "masked", "failed", "closes"),
+    [(48, 0, 0, True), (40, 8, 0, True), (40, 0, 8, True), (40, 0, 0, False), (56, 0, 0, False)],
+)
+def test_after_a_restart_of_the_hub_the_trained_groups_bound_what_its_ledger_says(
+    store, trained, masked, failed, closes
+):
+    put_hub(store)
+    tokens = {**ledger(3), "trained": trained, "masked_stale": masked, "failed": failed}
+    tokens["generated"] = sum(number for name, number in tokens.items() if name != "generated")
+    change(store, 3, tokens=tokens)
+    assert (problems(store) == []) == closes
