@@ -4,7 +4,7 @@
           --group-> rows kept, reserve woken                --rows-----> rows from memory, else from their segment
           --sealed> where rows lie in the store             --committed> groups forgotten, version announced
 
-Prompts, summaries and reads from the store happen outside the lock.
+The right half is in hub_trainer.py. Prompts, summaries and reads from the store happen outside the lock.
 """
 
 import logging
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -33,31 +32,22 @@ from pipelinerl_core.messages import (
     Request,
     Reserve,
     Rows,
-    RowsHeader,
     Sealed,
     Sync,
     SyncReply,
 )
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.hub_state import HubState, Peer
 from pipelinerl_core.roles.hub_store import GroupKey, summarize
-from pipelinerl_core.stream.segments import SegmentReader
+from pipelinerl_core.roles.hub_trainer import TrainerDesk
 
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.05
 # Groups one actor may always have at the hub, however small the window.
 MIN_CREDIT = 8
-# A reserve is repeated anyway; longer waits would only delay the end of the process.
-_MAX_WAIT_SECONDS = 5.0
 # Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
 _STALL_SECONDS = 2.0
 _RECENT_SWAPS = 200
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    credit: CreditSink
-    actor: ActorKey | None = None
 
 
 class Hub:
@@ -76,19 +66,13 @@ class Hub:
         """`rows`: those of groups that the ledger was restored with."""
         self.boot_id = boot_id
         self._config = config
-        self._ledger = ledger
         self._source = source
-        self._store = store
-        self._segments = SegmentReader(store)
-        self._rows = {key: batch for key, batch in (rows or {}).items() if ledger.needs_rows(*key)}
-        self._changed = threading.Condition()
+        self._state = HubState(ledger, rows or {})
+        self._changed = self._state.changed
+        self._ledger = ledger
+        self._trainer = TrainerDesk(self._state, store)
         self._prompt_lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
-        self._is_stopping = False
         self._ticked_at = time.monotonic()
-        self.has_met_trainer = False
-        self.step_metrics: dict[str, float] = {}
-        """Of the newest commit."""
         self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)
         """Seconds."""
         self.num_swaps = 0
@@ -99,18 +83,28 @@ class Hub:
     def is_finished(self) -> bool:
         """Whether the last step is committed."""
         with self._changed:
-            return self._ledger.is_done or (self._ledger.is_draining and not self._is_stopping)
+            return self._ledger.is_done or (self._ledger.is_draining and not self._state.is_stopping)
 
     @property
     def num_peers(self) -> int:
         """Open exchanges."""
         with self._changed:
-            return len(self._peers)
+            return len(self._state.peers)
+
+    @property
+    def has_met_trainer(self) -> bool:
+        """Whether a trainer has registered with this hub."""
+        return self._trainer.has_met
+
+    @property
+    def step_metrics(self) -> dict[str, float]:
+        """Of the newest commit."""
+        return self._trainer.step_metrics
 
     def stop(self) -> None:
         """Grant nothing more and tell the actors to leave."""
         with self._changed:
-            self._is_stopping = self._ledger.is_draining = True
+            self._state.is_stopping = self._ledger.is_draining = True
             self._changed.notify_all()
 
     def tick(self) -> None:
@@ -135,19 +129,19 @@ class Hub:
     def connected(self, peer: str, credit_sink: CreditSink) -> None:
         """A peer's exchange has opened; it registers next."""
         with self._changed:
-            self._peers[peer] = _Peer(credit_sink)
+            self._state.peers[peer] = Peer(credit_sink)
 
     def disconnected(self, peer: str) -> None:
         """A peer's exchange is gone; its leases stay until they expire, because it may come back."""
         with self._changed:
-            self._peers.pop(peer, None)
+            self._state.peers.pop(peer, None)
 
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
         """Answers in order."""
         if isinstance(request, Rows):
-            yield from self._send_rows(request)
+            yield from self._trainer.send_rows(request)
         else:
             yield self._answer(peer, request, rows), None
 
@@ -162,9 +156,9 @@ class Hub:
             case Sealed():
                 return self._sealed(request)
             case Reserve():
-                return self._reserve(request)
+                return self._trainer.reserve(request)
             case Committed():
-                return self._committed(request)
+                return self._trainer.committed(request)
             case Bye():
                 return self._bye(peer, request)
             case _:
@@ -175,13 +169,13 @@ class Hub:
     def _register(self, peer: str, request: Register) -> Answer:
         actor = None
         if request.role == "trainer":
-            self._register_trainer(request)
+            self._trainer.register(request)
         else:
             actor = ActorKey(request.name, request.epoch)
         with self._changed:
             if actor is not None:
                 self._ledger.register_actor(actor, request.leases)
-                self._peers[peer].actor = actor
+                self._state.peers[peer].actor = actor
             answer = Registered(
                 re=request.id,
                 boot_id=self.boot_id,
@@ -197,7 +191,7 @@ class Hub:
 
     def _sync(self, peer: str, request: Sync) -> Answer:
         with self._changed:
-            actor = self._peers[peer].actor
+            actor = self._state.peers[peer].actor
             if actor is None or request.boot_id != self.boot_id:
                 return self._unknown_boot(request.id)
             result = self._ledger.sync(actor, request)
@@ -245,7 +239,7 @@ class Hub:
         arrival = None
         try:
             with self._changed:
-                if self._peers[peer].actor is None:
+                if self._state.peers[peer].actor is None:
                     return self._unknown_boot(request.id)
                 was_still = self._stands_still()
                 arrival = self._ledger.add_group(summary, request.lease_id)
@@ -253,16 +247,16 @@ class Hub:
                 if request.seq is not None:
                     self._ledger.place(*key, summary.actor, request.seq)
                 if self._ledger.needs_rows(*key):
-                    self._rows.setdefault(key, rows)
+                    self._state.rows.setdefault(key, rows)
                 self._changed.notify_all()
         except StaleLease as error:
             logger.info("refused: %s", error)
             raise
         finally:
             if arrival is not Arrival.READY:
-                self._return_credit(Counter({summary.actor: 1}))
+                self._state.return_credit(Counter({summary.actor: 1}))
         if is_news:
-            self._nudge()
+            self._state.nudge()
         return Ack(re=request.id, note=arrival.value)
 
     def _sealed(self, request: Sealed) -> Answer:
@@ -272,7 +266,7 @@ class Hub:
 
     def _bye(self, peer: str, request: Bye) -> Answer:
         with self._changed:
-            actor = self._peers[peer].actor
+            actor = self._state.peers[peer].actor
             if actor is not None:
                 self._ledger.bye(actor)
         logger.info("%s said goodbye", peer)
@@ -285,112 +279,6 @@ class Hub:
         limit = max(MIN_CREDIT, self._config.window_groups)
         return max(0, limit - self._ledger.ready_by_actor()[actor])
 
-    def _return_credit(self, groups: "Counter[ActorKey]") -> None:
-        """Outside the lock: it writes to the peers."""
-        with self._changed:
-            sinks = [(peer.credit, groups[peer.actor]) for peer in self._peers.values() if peer.actor is not None]
-        for sink, num_groups in sinks:
-            if num_groups:
-                sink(num_groups)
-
     def _stands_still(self) -> bool:
         """Whether engines with the newest weights must pause."""
         return self._ledger.stands_still(self._ledger.newest_version)
-
-    def _nudge(self) -> None:
-        """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""
-        with self._changed:
-            sinks = [peer.credit for peer in self._peers.values() if peer.actor is not None]
-        for sink in sinks:
-            sink(0)
-
-    # ---- trainer ---------------------------------------------------------------------------------------------
-
-    def _register_trainer(self, request: Register) -> None:
-        with self._changed:
-            self._ledger.check_trainer(request.epoch)
-        self._catch_up(request.committed_step)
-        with self._changed:
-            self.has_met_trainer = True
-            self._ledger.register_trainer(request.epoch, request.step, request.reservation)
-            self._ledger.announce(request.manifest)
-            self._changed.notify_all()
-
-    def _catch_up(self, step: int) -> None:
-        """Take in commits that were written while no hub was told of them."""
-        with self._changed:
-            first = self._ledger.committed_step + 1
-        if step < first:
-            return
-        keys = counted_commit_keys(self._store, read_epochs(self._store))
-        for missed in range(first, step + 1):
-            if missed not in keys:
-                raise MissingObject(
-                    f"commit of step {missed} is not in {self._store.url}, but step {step} is committed"
-                )
-            commit = read_commit(self._store, keys[missed])
-            trained = [(record.group_id, record.attempt) for record in commit.fates if record.fate == "trained"]
-            with self._changed:
-                self._ledger.committed(missed, trained, commit.fates, commit.manifest)
-                self._forget_rows()
-            logger.info("step %d was committed without a word; read from the store", missed)
-
-    def _reserve(self, request: Reserve) -> Answer:
-        deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
-        taken: Counter[ActorKey] = Counter()
-        with self._changed:
-            while True:
-                before = self._ledger.ready_by_actor()
-                answer = self._ledger.reserve(request.step, request.epoch)
-                taken += before - self._ledger.ready_by_actor()
-                remaining = deadline - time.monotonic()
-                if answer.is_ready or remaining <= 0 or self._is_stopping:
-                    break
-                self._changed.wait(remaining)
-            self._forget_rows()
-        if taken:
-            self._return_credit(taken)
-        return answer.model_copy(update={"re": request.id})
-
-    def _send_rows(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-        with self._changed:
-            strange = set(request.groups) - self._ledger.reserved(request.step)
-            batches = {key: self._rows.get(key) for key in request.groups}
-        if strange:
-            detail = f"step {request.step}: groups {sorted(strange)[:8]} are not in its reservation; reserve again"
-            yield Refused(re=request.id, code="not_reserved", detail=detail), None
-            return
-        found = [(key, self._read_back(key) if batch is None else batch) for key, batch in batches.items()]
-        for index, ((group_id, attempt), batch) in enumerate(found):
-            remaining = len(found) - 1 - index
-            header = RowsHeader(re=request.id, group_id=group_id, attempt=attempt, remaining=remaining)
-            yield header, batch
-
-    def _read_back(self, key: GroupKey) -> pa.RecordBatch:
-        """Rows that came to an earlier hub; MissingObject until they are sealed, or sent again by their actor."""
-        with self._changed:
-            place = self._ledger.where(*key)
-        if place is None:
-            raise MissingObject(f"rows of group {key[0]} attempt {key[1]} have not arrived; ask again")
-        (name, epoch), seq = place
-        return self._segments.read_group(name, epoch, seq, *key)
-
-    def _committed(self, request: Committed) -> Answer:
-        with self._changed:
-            self._ledger.check_trainer(request.epoch)
-        self._catch_up(request.step - 1)
-        with self._changed:
-            is_new = self._ledger.committed(request.step, request.groups, request.fates, request.manifest)
-            if is_new:
-                self.step_metrics = dict(request.metrics)
-            if request.is_last:
-                self._ledger.is_draining = True
-            self._forget_rows()
-            self._changed.notify_all()
-        if is_new:
-            self._nudge()
-        return Ack(re=request.id, note="" if is_new else "known")
-
-    def _forget_rows(self) -> None:
-        """Keep the rows of groups that are ready or reserved, and no others."""
-        self._rows = {key: batch for key, batch in self._rows.items() if self._ledger.needs_rows(*key)}

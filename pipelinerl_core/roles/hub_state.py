@@ -1,0 +1,53 @@
+"""What the actors' side and the trainer's side of the hub share: ledger, rows, open exchanges; and credit."""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from pipelinerl_core.interfaces import CreditSink
+from pipelinerl_core.ledger import ActorKey, Ledger
+from pipelinerl_core.roles.hub_store import GroupKey
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """An open exchange."""
+
+    credit: CreditSink
+    actor: ActorKey | None = None
+    """Once it has registered as one."""
+
+
+class HubState:
+    """Everything below is read and changed under `changed`; its methods say whether they take it themselves."""
+
+    def __init__(self, ledger: Ledger, rows: dict[GroupKey, pa.RecordBatch]) -> None:
+        """`rows`: those of groups that the ledger was restored with."""
+        self.ledger = ledger
+        self.changed = threading.Condition()
+        """Notified when a reserve may have become possible."""
+        self.rows = {key: batch for key, batch in rows.items() if ledger.needs_rows(*key)}
+        """Of ready and reserved groups."""
+        self.peers: dict[str, Peer] = {}
+        self.is_stopping = False
+
+    def forget_rows(self) -> None:
+        """Keep the rows of groups that are ready or reserved, and no others. Under the lock."""
+        self.rows = {key: batch for key, batch in self.rows.items() if self.ledger.needs_rows(*key)}
+
+    def return_credit(self, groups: "Counter[ActorKey]") -> None:
+        """Outside the lock: it writes to the peers."""
+        with self.changed:
+            sinks = [(peer.credit, groups[peer.actor]) for peer in self.peers.values() if peer.actor is not None]
+        for sink, num_groups in sinks:
+            if num_groups:
+                sink(num_groups)
+
+    def nudge(self) -> None:
+        """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""
+        with self.changed:
+            sinks = [peer.credit for peer in self.peers.values() if peer.actor is not None]
+        for sink in sinks:
+            sink(0)

@@ -1,0 +1,129 @@
+"""The trainer's side of the hub: reservations, rows from memory or their segment, commits.
+
+A trainer reserves a step, fetches its rows, trains and commits. Reads from the store happen outside the lock.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.ledger import ActorKey
+from pipelinerl_core.messages import Ack, Answer, Committed, Refused, Register, Reserve, Rows, RowsHeader
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.hub_state import HubState
+from pipelinerl_core.roles.hub_store import GroupKey
+from pipelinerl_core.stream.segments import SegmentReader
+
+logger = logging.getLogger(__name__)
+
+# A reserve is repeated anyway; longer waits would only delay the end of the process.
+_MAX_WAIT_SECONDS = 5.0
+
+
+class TrainerDesk:
+    """Answers the trainer. Raises Fenced, and MissingObject for commits or rows that are not there (yet)."""
+
+    def __init__(self, state: HubState, store: ObjectStore) -> None:
+        self._state = state
+        self._changed = state.changed
+        self._ledger = state.ledger
+        self._store = store
+        self._segments = SegmentReader(store)
+        self.has_met = False
+        """Whether a trainer has registered with this hub."""
+        self.step_metrics: dict[str, float] = {}
+        """Of the newest commit."""
+
+    def register(self, request: Register) -> None:
+        """A trainer (re)appears; commits that no hub was told of are read from the store first."""
+        with self._changed:
+            self._ledger.check_trainer(request.epoch)
+        self._catch_up(request.committed_step)
+        with self._changed:
+            self.has_met = True
+            self._ledger.register_trainer(request.epoch, request.step, request.reservation)
+            self._ledger.announce(request.manifest)
+            self._changed.notify_all()
+
+    def _catch_up(self, step: int) -> None:
+        """Take in commits that were written while no hub was told of them."""
+        with self._changed:
+            first = self._ledger.committed_step + 1
+        if step < first:
+            return
+        keys = counted_commit_keys(self._store, read_epochs(self._store))
+        for missed in range(first, step + 1):
+            if missed not in keys:
+                raise MissingObject(
+                    f"commit of step {missed} is not in {self._store.url}, but step {step} is committed"
+                )
+            commit = read_commit(self._store, keys[missed])
+            trained = [(record.group_id, record.attempt) for record in commit.fates if record.fate == "trained"]
+            with self._changed:
+                self._ledger.committed(missed, trained, commit.fates, commit.manifest)
+                self._state.forget_rows()
+            logger.info("step %d was committed without a word; read from the store", missed)
+
+    def reserve(self, request: Reserve) -> Answer:
+        """The groups of a step, or, after the wait that the request names, that they are not ready."""
+        deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
+        taken: Counter[ActorKey] = Counter()
+        with self._changed:
+            while True:
+                before = self._ledger.ready_by_actor()
+                answer = self._ledger.reserve(request.step, request.epoch)
+                taken += before - self._ledger.ready_by_actor()
+                remaining = deadline - time.monotonic()
+                if answer.is_ready or remaining <= 0 or self._state.is_stopping:
+                    break
+                self._changed.wait(remaining)
+            self._state.forget_rows()
+        if taken:
+            self._state.return_credit(taken)
+        return answer.model_copy(update={"re": request.id})
+
+    def send_rows(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """A header and a batch for each group that a step has reserved."""
+        with self._changed:
+            strange = set(request.groups) - self._ledger.reserved(request.step)
+            batches = {key: self._state.rows.get(key) for key in request.groups}
+        if strange:
+            detail = f"step {request.step}: groups {sorted(strange)[:8]} are not in its reservation; reserve again"
+            yield Refused(re=request.id, code="not_reserved", detail=detail), None
+            return
+        found = [(key, self._read_back(key) if batch is None else batch) for key, batch in batches.items()]
+        for index, ((group_id, attempt), batch) in enumerate(found):
+            remaining = len(found) - 1 - index
+            header = RowsHeader(re=request.id, group_id=group_id, attempt=attempt, remaining=remaining)
+            yield header, batch
+
+    def _read_back(self, key: GroupKey) -> pa.RecordBatch:
+        """Rows that came to an earlier hub; MissingObject until they are sealed, or sent again by their actor."""
+        with self._changed:
+            place = self._ledger.where(*key)
+        if place is None:
+            raise MissingObject(f"rows of group {key[0]} attempt {key[1]} have not arrived; ask again")
+        (name, epoch), seq = place
+        return self._segments.read_group(name, epoch, seq, *key)
+
+    def committed(self, request: Committed) -> Answer:
+        """A step is committed: forget its groups, announce its version."""
+        with self._changed:
+            self._ledger.check_trainer(request.epoch)
+        self._catch_up(request.step - 1)
+        with self._changed:
+            is_new = self._ledger.committed(request.step, request.groups, request.fates, request.manifest)
+            if is_new:
+                self.step_metrics = dict(request.metrics)
+            if request.is_last:
+                self._ledger.is_draining = True
+            self._state.forget_rows()
+            self._changed.notify_all()
+        if is_new:
+            self._state.nudge()
+        return Ack(re=request.id, note="" if is_new else "known")
