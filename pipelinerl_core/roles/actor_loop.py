@@ -47,6 +47,7 @@ from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER
+from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Actor:
         self._must_offer_again = False
         self._sync_now = asyncio.Event()
         self._newest: WeightManifest | None = None
+        self._unreadable = -1
         self._newer = asyncio.Event()
         self._swaps: list[SwapRecord] = []
         self._credit = 0
@@ -181,6 +183,7 @@ class Actor:
                 "unsent_groups": float(self._unsent.qsize()),
                 "step_delay_seconds": self._pacer.delay_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
+                UNREADABLE_COUNTER: float(self._unreadable),
                 **({} if self._member is None else {GROUP_COUNTER: float(self._member.number)}),
             },
         )
@@ -351,7 +354,9 @@ class Actor:
                 if update is None:
                     update = await asyncio.to_thread(self._subscriber.fetch, manifest)
             except (MissingObject, ChecksumMismatch) as error:
-                logger.warning("weights of version %d not taken: %s", manifest.version, error)
+                if manifest.version != self._unreadable:
+                    logger.warning("weights of version %d not taken: %s", manifest.version, error)
+                self._unreadable = manifest.version  # the trainer hears of it, and publishes them again
                 await asyncio.sleep(self._sync_seconds)
                 continue
             try:
@@ -363,7 +368,7 @@ class Actor:
                     raise
                 logger.warning("%s", error)
                 continue
-            failures = 0
+            failures, self._unreadable = 0, -1
             self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
             self._swaps.append(
                 SwapRecord(

@@ -9,7 +9,10 @@ Run: python -m pipelinerl_core.roles.audit --run URL [--json]. Exit 1 if anythin
 | rows     | the rows of each step are those of its trained groups, each trained once |
 | tokens   | every commit's ledger closes, and what it calls trained and masked is what the batches before it hold |
 | versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
-| objects  | batch files, durable weights, checkpoints and rollout segments are whole |
+| objects  | batch files and the newest durable weights are whole |
+
+Older weights, checkpoints and segments that are damaged are named, but nothing depends on them any more: a replay of
+the batches gives the weights back, and groups whose segment cannot be read are generated again.
 """
 
 import argparse
@@ -41,6 +44,10 @@ class Audit:
         self._store = store
         self._config = config
         self.problems: list[str] = []
+        self.damaged: list[str] = []
+        """Objects that are not whole, and are not needed for the proof."""
+        self._durable_weights: dict[str, str] = {}
+        """Key -> what is wrong with it, "" for nothing; in the order of the commits."""
         self.num_commits = 0
         self.num_files = 0
         self.num_bytes = 0
@@ -71,6 +78,7 @@ class Audit:
                 self._check_commit(step, last)
         if last is not None:
             self._check_groups(last)
+        self._check_newest_weights()
         self._check_segments()
         return self
 
@@ -88,6 +96,7 @@ class Audit:
             "files": self.num_files,
             "bytes": self.num_bytes,
             "problems": self.problems,
+            "damaged": self.damaged,
         }
 
     # ---- what counts -----------------------------------------------------------------------------------------
@@ -208,8 +217,9 @@ class Audit:
     # ---- objects ---------------------------------------------------------------------------------------------
 
     def _batch(self, entry: FileEntry) -> list[TrainingRow]:
-        data = self._file(entry.name, entry)
+        data, wrong = self._file(entry.name, entry)
         if data is None:
+            self._problem(wrong)
             return []
         try:
             return [row for batch in from_segment(data, entry.name) for row in decode_batch(batch)]
@@ -217,17 +227,16 @@ class Audit:
             self._problem(str(error))
             return []
 
-    def _file(self, key: str, entry: FileEntry) -> bytes | None:
-        """The bytes of an object, compared with what vouches for it."""
+    def _file(self, key: str, entry: FileEntry) -> tuple[bytes | None, str]:
+        """The bytes of an object, compared with what vouches for it, or what is wrong with them."""
         try:
             data = self._store.get(key)
             verify(data, entry, key.rpartition("/")[0])
         except StoreError as error:
-            self._problem(str(error))
-            return None
+            return None, str(error)
         self.num_files += 1
         self.num_bytes += len(data)
-        return data
+        return data, ""
 
     def _check_weights(self, step: int, commit: Commit) -> None:
         manifest = commit.manifest
@@ -236,7 +245,15 @@ class Audit:
         for entry in manifest.files:
             if entry.sha256 != commit.weights_sha256:
                 self._problem(f"commit {step}: its weights have another checksum than its manifest says")
-            self._file(f"{manifest.key}/{entry.name}", entry)
+            key = f"{manifest.key}/{entry.name}"
+            self._durable_weights[key] = self._file(key, entry)[1]
+
+    def _check_newest_weights(self) -> None:
+        """Older ones can be made again, but those are what the run was for."""
+        *older, newest = self._durable_weights.values() or [""]
+        self.damaged += filter(None, older)
+        if newest:
+            self._problem(newest)
 
     def _check_checkpoint(self, step: int, epoch: int) -> None:
         """As long as it is kept: only the newest few are."""
@@ -245,7 +262,8 @@ class Audit:
             return
         manifest = CheckpointManifest.model_validate_json(self._store.get(f"{prefix}/manifest.json"))
         for entry in manifest.files:
-            self._file(f"{prefix}/{entry.name}", entry)
+            _, wrong = self._file(f"{prefix}/{entry.name}", entry)
+            self.damaged += filter(None, [wrong])
 
     def _check_segments(self) -> None:
         for key in self._store.list("rollouts"):
@@ -253,7 +271,7 @@ class Audit:
                 data = self._store.get(key)
                 from_segment(data, key)
             except (StoreError, SchemaMismatch) as error:
-                self._problem(str(error))
+                self.damaged.append(str(error))
                 continue
             self.num_files += 1
             self.num_bytes += len(data)
@@ -275,6 +293,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
         f"tokens taken over from actors that were gone, and trained: {document['taken_over_tokens']:,}",
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
+        *(f"damaged, and not needed any more: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
         "the run closes" if document["closes"] else "the run does not close",
     ]
 

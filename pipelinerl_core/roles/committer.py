@@ -23,7 +23,7 @@ from pipelinerl_core.roles.history import check_not_fenced
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
-from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Committer:
         if config.weights.transport == "nccl":
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
         self._rescue: Future[None] | None = None
+        self._rescued_version = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: list[Future[Commit]] = []
         self._checkpoint: CheckpointRef | None = None
@@ -101,16 +102,40 @@ class Committer:
         while self._pending:
             self._pending.pop(0).result()
 
-    def attend(self, actors: Mapping[str, Mapping[str, Any]]) -> None:
+    def attend(
+        self,
+        actors: Mapping[str, Mapping[str, Any]],
+        version: int,
+        weights: "Callable[[], Mapping[str, torch.Tensor]]",
+    ) -> None:
         """While the trainer waits: see to actors that cannot read the newest version. They may be what it waits for.
 
-        actors: as in a reservation.
+        actors: as in a reservation. weights: a snapshot of version `version`, taken only if it is needed.
         """
-        if self._broadcasts is None or (self._rescue is not None and not self._rescue.done()):
-            return
         if self._rescue is not None:
+            if not self._rescue.done():
+                return
             self._rescue.result()  # what went wrong in it surfaces here
-        self._rescue = self._thread.submit(self._announce_instead, lambda b: b.rescue(actors))
+            self._rescue = None
+        broadcasts = self._broadcasts
+        if broadcasts is not None:
+            self._rescue = self._thread.submit(self._announce_instead, lambda: broadcasts.rescue(actors))
+        elif self._is_unreadable(actors, version):
+            self._rescued_version, tensors = version, weights()
+            logger.warning("an actor cannot read version %d: it is published again, into the store too", version)
+            self._rescue = self._thread.submit(
+                self._announce_instead, lambda: self._publisher.publish(version, tensors, durable=True)
+            )
+
+    def _is_unreadable(self, actors: Mapping[str, Mapping[str, Any]], version: int) -> bool:
+        """Whether the newest announced version is `version`, and an actor says that it cannot read it."""
+        newest = self.newest
+        if newest is None or newest.manifest is None or newest.manifest.version != version:
+            return False
+        if version == self._rescued_version:  # the sample may be that of an actor which has died since
+            return False
+        told = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
+        return float(version) in told
 
     def close(self) -> None:
         """Stop the thread; steps that were not committed are orphans."""
@@ -126,11 +151,11 @@ class Committer:
         actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
         return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
 
-    def _announce_instead(self, find: Callable[[BroadcastPublisher], WeightManifest | None]) -> None:
+    def _announce_instead(self, find: Callable[[], WeightManifest | None]) -> None:
         """Announce the newest version once more, if it is somewhere else now."""
-        if self._broadcasts is None or self.newest is None:
+        if self.newest is None:
             return
-        manifest = find(self._broadcasts)
+        manifest = find()
         if manifest is not None:
             self.newest = self.newest.model_copy(update={"manifest": manifest})
             self._announce(self.newest, None, is_last=False)
@@ -163,8 +188,8 @@ class Committer:
         self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
-        if manifest is not None and manifest.is_broadcast:
-            self._announce_instead(BroadcastPublisher.deliver)
+        if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
+            self._announce_instead(self._broadcasts.deliver)
         if computed.state is not None:
             prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
         return commit

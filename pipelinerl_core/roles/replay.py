@@ -19,7 +19,7 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit
 from pipelinerl_core.roles.context import open_run
@@ -81,7 +81,7 @@ def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
 
 
 def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step: int) -> None:
-    """Load the newest finished checkpoint at or before `step`."""
+    """Load the newest whole checkpoint at or before `step`; one that is damaged costs a longer replay, no more."""
     for candidate in sorted((committed for committed in commits if committed <= step), reverse=True):
         reference = read_commit(store, commits[candidate]).checkpoint
         if reference is None or reference.step != candidate:
@@ -90,9 +90,12 @@ def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step:
             tensors, values = load_checkpoint(store, reference.step, reference.epoch)
         except MissingObject:
             continue  # pruned
+        except StoreError as error:
+            logger.error("checkpoint of step %d left out, an older one must do: %s", reference.step, error)
+            continue
         learner.load_state(tensors, values)
         return
-    raise ConfigError(f"{store.url}: no checkpoint at or before step {step}; it cannot be replayed")
+    raise ConfigError(f"{store.url}: no whole checkpoint at or before step {step}; it cannot be replayed")
 
 
 def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:

@@ -224,7 +224,7 @@ class Trainer:
                 return answer
             if isinstance(answer, Reserved):
                 reason = answer.reason
-                self._committer.attend(answer.actors)
+                self._committer.attend(answer.actors, self._learner.version, self._learner.weights)
                 if answer.ready_groups > most_ready:  # a long phase goes on as long as it fills
                     most_ready = answer.ready_groups
                     deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS

@@ -1,25 +1,54 @@
 """Object stores without a network: a directory, and the memory of this process."""
 
+import errno
 import itertools
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.storage.keys import TEMPORARY_PREFIX, check_key, check_prefix, join_key
 
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 60.0
+"""How long a write waits for room on a full disk; without it the role ends, and is restarted."""
+_POLL_SECONDS = 0.5
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Full disk, spent quota, and the file size limit of this process (ulimit -f)."""
+
 
 class FileStore:
     """Objects as files below a directory. A reader sees a whole object or none, also after a crash in a write."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, retry_seconds: float = RETRY_SECONDS) -> None:
         self.url = f"file://{root}"
         self._root = root
+        self._retry_seconds = retry_seconds
         self._numbers = itertools.count()
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         """Write to a temporary file, fsync, then rename (or link, which fails on an existing name)."""
+        deadline = time.monotonic() + self._retry_seconds
+        has_warned = False
+        while True:
+            try:
+                self._write(key, data, create_only=create_only)
+                return
+            except OSError as error:
+                if isinstance(error, FileExistsError):
+                    raise
+                if error.errno not in _NO_ROOM or time.monotonic() + _POLL_SECONDS > deadline:
+                    raise StoreError(f"cannot write {key!r} below {self._root}: {error.strerror or error}") from error
+                if not has_warned:
+                    logger.warning("no room for %s below %s (%s): waiting for it", key, self._root, error.strerror)
+                    has_warned = True
+            time.sleep(_POLL_SECONDS)
+
+    def _write(self, key: str, data: bytes | memoryview, *, create_only: bool) -> None:
         path = self._path(key)
         temporary = path.with_name(
             f"{TEMPORARY_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}-{path.name}"
@@ -41,8 +70,6 @@ class FileStore:
             raise StoreError(
                 f"cannot write {key!r} below {self._root}: a file stands where a directory is due"
             ) from None
-        except OSError as error:
-            raise StoreError(f"cannot write {key!r} below {self._root}: {error.strerror or error}") from error
 
     def get(self, key: str) -> bytes:
         """The whole file."""
@@ -79,7 +106,11 @@ class FileStore:
 
     def child(self, prefix: str) -> "FileStore":
         """The store below a directory."""
-        return FileStore(self._root / check_key(prefix))
+        return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
+
+    def limited(self, seconds: float) -> "FileStore":
+        """The same store, but a full disk is given up after `seconds`."""
+        return FileStore(self._root, retry_seconds=seconds)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)

@@ -36,7 +36,7 @@ def open_store(url: str) -> ObjectStore:
 
 def check_writable(store: ObjectStore) -> None:
     """Write and remove a small object. Raises ConfigError (one line) if that fails or takes longer than 5 seconds."""
-    target = store.limited(CHECK_SECONDS) if isinstance(store, S3Store) else store
+    target = store.limited(CHECK_SECONDS) if isinstance(store, FileStore | S3Store) else store
     key = f"check-{uuid.uuid4().hex}"
     try:
         target.put(key, b"check")

@@ -28,7 +28,9 @@ CONNECT_SECONDS = 5
 STALL_SECONDS = 15
 """Longest silence within one request."""
 
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
+_NO_ROOM_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
+"""What Ceph and MinIO answer when they are full; somebody may make room."""
 
 _Result = TypeVar("_Result")
 
@@ -190,7 +192,7 @@ def _is_final(error: Exception) -> bool:
     """Whether repeating cannot help: the store has answered no, or the request could never be sent."""
     status = _status(error)
     if status is not None:
-        return status not in _TRANSIENT_STATUS
+        return status not in _TRANSIENT_STATUS and _error_code(error) not in _NO_ROOM_CODES
     if isinstance(error, (HTTPClientError, BotoConnectionError)):
         return False
     return isinstance(error, (BotoCoreError, TypeError, ValueError, PermissionError))

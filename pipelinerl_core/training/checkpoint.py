@@ -11,7 +11,7 @@ import safetensors.torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipelinerl_core.errors import ChecksumMismatch, StoreError
+from pipelinerl_core.errors import ChecksumMismatch, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CheckpointManifest, checkpoint_prefix
 from pipelinerl_core.types import FileEntry
@@ -47,7 +47,10 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
         raise StoreError(f"{store.url}/{key}: not a checkpoint manifest: {error}") from error
     tensors: dict[str, Tensor] = {}
     for entry in manifest.files:
-        tensors |= safetensors.torch.load(_verified(store, f"{prefix}/{entry.name}", entry))
+        try:
+            tensors |= safetensors.torch.load(_verified(store, f"{prefix}/{entry.name}", entry))
+        except MissingObject as error:
+            raise StoreError(f"{store.url}/{key} names an object that is not there: {error}") from error
     return tensors, manifest.values
 
 

@@ -13,6 +13,8 @@ from pipelinerl_core.types import FileEntry, WeightManifest
 
 WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
+UNREADABLE_COUNTER = "unreadable_version"
+"""Counter in an actor's syncs: the announced version that it could not read, -1 for none."""
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -1,5 +1,6 @@
 """Trainer side of the weights: data first, manifest last, in shared memory and, where durable, in the store."""
 
+import logging
 import os
 import shutil
 import socket
@@ -12,8 +13,10 @@ import torch
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import weights_prefix
-from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.files import MANIFEST_FILE, WEIGHTS_FILE, entry_of, manifest_bytes, serialize
+
+logger = logging.getLogger(__name__)
 
 SHM_ROOT = Path("/dev/shm")
 # An actor that is still reading an older version finds it; one that comes too late takes the newest.
@@ -42,10 +45,15 @@ class WeightPublisher:
     def publish_bytes(
         self, version: int, data: bytes, *, durable: bool, group: int = 0, is_broadcast: bool = False
     ) -> WeightManifest:
-        """`publish` of weights that are serialized already; what is broadcast needs no copy anywhere."""
+        """`publish` of weights that are serialized already; what is broadcast needs no copy anywhere.
+
+        A version that shared memory has no room for goes to the object store.
+        """
         entry = entry_of(WEIGHTS_FILE, data)
         prefix = weights_prefix(version, self._epoch)
         directory = self._shm / f"{version:08d}.{self._epoch}" if self._shm else None
+        if directory is not None and not self._put_shm(directory, data):
+            directory = None
         in_store = durable or (directory is None and not is_broadcast)
         manifest = WeightManifest(
             version=version,
@@ -58,20 +66,27 @@ class WeightPublisher:
             group=group,
             is_broadcast=is_broadcast,
         )
-        if directory:
-            self._write_shm(directory, entry, data, manifest)
         if in_store:
             self._store.put(f"{prefix}/{entry.name}", data)
             self._store.put(f"{prefix}/{MANIFEST_FILE}", manifest_bytes(manifest))
         return manifest
 
-    def _write_shm(self, directory: Path, entry: FileEntry, data: bytes, manifest: WeightManifest) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in ((entry.name, data), (MANIFEST_FILE, manifest_bytes(manifest))):
-            partial = directory / f".{name}.{os.getpid()}"
-            partial.write_bytes(content)
-            partial.replace(directory / name)
+    def _put_shm(self, directory: Path, data: bytes) -> bool:
+        """Whether the weights are in shared memory; what is older than the last few versions is not any more."""
+        partial = directory / f".{WEIGHTS_FILE}.{os.getpid()}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(data)
+            partial.replace(directory / WEIGHTS_FILE)
+        except OSError as error:
+            logger.warning(
+                "%s takes no more weights (%s): they go through %s. Give it room for %d versions, for example by "
+                "docker run --shm-size", SHM_ROOT, error.strerror or error, self._store.url, KEPT_VERSIONS + 1,
+            )  # fmt: skip
+            shutil.rmtree(directory, ignore_errors=True)
+            return False
         if directory not in self._kept:
             self._kept.append(directory)
         while len(self._kept) > KEPT_VERSIONS:
             shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+        return True

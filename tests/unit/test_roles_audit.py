@@ -178,16 +178,14 @@ FAULTS = {
     ),
     "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "sha256 .* the manifest says"),
     "a batch file gone": (lambda s: s.delete([batch_key(2, EPOCH, rank=0)]), "batches/00000002.2/0000.arrow"),
-    "weights flipped": (lambda s: flip(s, "weights/00000001.2/model.safetensors"), "sha256 .* the manifest says"),
+    "the newest weights flipped": (
+        lambda s: flip(s, "weights/00000003.2/model.safetensors"),
+        "sha256 .* the manifest says",
+    ),
     "weights of another checksum": (
         lambda s: change(s, 1, weights_sha256="0" * 64),
         "commit 1: its weights have another checksum",
     ),
-    "a checkpoint torn": (
-        lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
-        "1 bytes, the manifest says",
-    ),
-    "a segment torn": (lambda s: s.put(rollout_key("actor-0", 1, 2), b"x"), "torn or corrupt Arrow file"),
 }
 
 
@@ -202,6 +200,30 @@ def test_what_is_wrong_is_named(store, fault):
     assert document["lost"] == lost.get(fault, 0)
     assert document["trained_twice"] == (fault == "a group is trained twice")
     assert lines(document)[-1] == "the run does not close"
+
+
+DAMAGES = {
+    "older weights flipped": (
+        lambda s: flip(s, "weights/00000001.2/model.safetensors"),
+        "sha256 .* the manifest says",
+    ),
+    "a checkpoint torn": (
+        lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
+        "1 bytes, the manifest says",
+    ),
+    "a segment torn": (lambda s: s.put(rollout_key("actor-0", 1, 2), b"x"), "torn or corrupt Arrow file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_that_takes_nothing_away_is_named_and_the_run_closes(store, damage):
+    break_it, message = DAMAGES[damage]
+    break_it(store)
+    document = Audit(store, CONFIG).run().document
+    assert (document["closes"], document["problems"]) == (True, [])
+    (found,) = document["damaged"]
+    assert re.search(message, found)
+    assert lines(document)[-2:] == [f"damaged, and not needed any more: {found}", "the run closes"]
 
 
 def test_masked_tokens_may_be_of_any_age(store):

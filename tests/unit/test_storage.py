@@ -1,5 +1,6 @@
 """Opening stores, preflight, and what single stores do beyond the contract."""
 
+import os
 import re
 import socket
 import threading
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import check_writable, open_store, supports_create_only
 from pipelinerl_core.storage.s3 import S3Store
 
@@ -56,7 +58,7 @@ def test_a_file_that_is_being_written_is_no_object(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_object_and_no_rubbish(tmp_path, monkeypatch):
-    store = open_store(str(tmp_path))
+    store = FileStore(tmp_path, retry_seconds=0)
     store.put("hub.json", b"old")
 
     def full(descriptor):
@@ -67,6 +69,36 @@ def test_a_failed_write_leaves_the_old_object_and_no_rubbish(tmp_path, monkeypat
         store.put("hub.json", b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["hub.json"]
     assert store.get("hub.json") == b"old"
+
+
+def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("pipelinerl_core.storage.local._POLL_SECONDS", 0.01)
+    store = FileStore(tmp_path)
+    sync, failures = os.fsync, iter([28, 122, 27])
+
+    def full(descriptor):
+        number = next(failures, None)
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", full)
+    store.put("commits/1.json", b"{}", create_only=True)
+    assert store.get("commits/1.json") == b"{}"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no room for commits/1.json below {tmp_path} (No space left on device): waiting for it"
+    ]
+    with pytest.raises(FileExistsError):
+        store.put("commits/1.json", b"other", create_only=True)
+
+
+def test_other_failures_of_a_disk_are_not_waited_for(tmp_path, monkeypatch):
+    def broken(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", broken)
+    with pytest.raises(StoreError, match="Input/output error"):
+        open_store(str(tmp_path)).put("a", b"")
 
 
 # ---- S3 faults: a loopback endpoint that fails on purpose ----
@@ -167,6 +199,12 @@ def test_s3_repeats_what_may_pass_and_sends_no_surprise_checksums(faulty):
         ("GET", "/bucket/runs/a")
     ]
     assert not any("checksum" in name.lower() for _, _, headers in server.requests for name in headers)
+
+
+def test_s3_waits_for_room_in_a_full_store(faulty):
+    server = faulty([507, 507])
+    open_store("s3://bucket/runs").put("a", b"data")
+    assert len(server.requests) == 3
 
 
 def test_s3_does_not_repeat_a_refusal_and_names_key_and_endpoint(faulty):

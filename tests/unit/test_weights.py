@@ -91,6 +91,23 @@ def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(shm)
         WeightSubscriber(store).fetch(manifest)
 
 
+def test_a_version_that_shared_memory_has_no_room_for_goes_to_the_store(shm, monkeypatch, caplog):
+    store = open_store("memory://weights-9")
+    weights = publisher(store)
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        manifest = weights.publish(7, WEIGHTS, durable=False)
+    assert (manifest.shm, manifest.key) == (None, "weights/00000007.3")
+    assert "--shm-size" in caplog.text
+    torch.testing.assert_close(dict(WeightSubscriber(store).fetch(manifest).tensors), WEIGHTS, rtol=0, atol=0)
+    assert weights.publish(8, WEIGHTS, durable=False).key is None
+    assert [path.name for path in (shm / "pipelinerl-run").iterdir()] == ["00000008.3"]
+
+
 def test_weights_of_another_host_come_from_the_store(shm):
     store = open_store("memory://weights-6")
     manifest = replace(publisher(store).publish(7, WEIGHTS, durable=True), host="elsewhere", shm="/dev/shm/not-here")

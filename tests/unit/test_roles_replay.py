@@ -1,0 +1,70 @@
+"""Where a restart begins: at the newest whole checkpoint."""
+
+import logging
+
+import pytest
+import torch
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.records import CheckpointRef, Commit, commit_key
+from pipelinerl_core.roles.replay import restore
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.training.checkpoint import save_checkpoint
+
+EPOCH = 2
+CHECKPOINTS = (0, 2, 4)
+
+
+class Learner:
+    def __init__(self):
+        self.version = -1
+
+    def load_state(self, tensors, values):
+        assert int(tensors["w"][0]) == values["version"]
+        self.version = values["version"]
+
+
+@pytest.fixture
+def run():
+    store, commits = MemoryStore(), {}
+    for step in range(6):
+        if step in CHECKPOINTS:
+            save_checkpoint(store, step, EPOCH, {"w": torch.full((4,), float(step))}, {"version": step})
+        newest = max(checkpoint for checkpoint in CHECKPOINTS if checkpoint <= step)
+        commit = Commit(
+            run_id="run", step=step, epoch=EPOCH, batches=(), weights_sha256="", manifest=None,
+            checkpoint=CheckpointRef(step=newest, epoch=EPOCH), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
+        )  # fmt: skip
+        commits[step] = commit_key(step, EPOCH)
+        store.put(commits[step], commit.model_dump_json().encode())
+    return store, commits
+
+
+def restored(run, step=5):
+    learner = Learner()
+    restore(run[0], learner, run[1], step)
+    return learner.version
+
+
+def flip(store, step):
+    key = f"checkpoints/{step:08d}.{EPOCH}/state.safetensors"
+    data = bytearray(store.get(key))
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+
+
+def test_the_newest_checkpoint_at_or_before_a_step_is_loaded(run):
+    assert [restored(run, step) for step in range(6)] == [0, 0, 2, 2, 4, 4]
+
+
+def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
+    caplog.set_level(logging.ERROR)
+    store = run[0]
+    flip(store, 4)
+    assert restored(run) == 2
+    assert "checkpoint of step 4 left out" in caplog.text
+    store.delete([f"checkpoints/00000002.{EPOCH}/state.safetensors"])  # its manifest is still there
+    assert restored(run) == 0
+    store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
+    with pytest.raises(ConfigError, match="no whole checkpoint at or before step 5"):
+        restored(run)
