@@ -1,8 +1,4 @@
-"""What the hub reads from the store: whether another hub lives, and everything since the newest commit.
-
-Shapes: R = rows of a group, S = weight spans of all its rows, V = weight versions in them; lengths carry the four
-fields of LengthTotals in a last dimension.
-"""
+"""What the hub reads from the store: whether another hub lives, and everything since the newest commit."""
 
 import logging
 import socket
@@ -10,17 +6,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import psutil
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from pipelinerl_core.errors import MissingObject, PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger import GroupSummary, SealedGroup
 from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, rollout_key
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.stream.codec import flat_list
+from pipelinerl_core.stream.codec import list_lengths, span_lists
 from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.stream.segments import SegmentReader
 from pipelinerl_core.takeover import Holder
@@ -30,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # A hub rewrites hub.json every second; one on another host that did not for so long is dead.
 BEAT_LIMIT_SECONDS = 5.0
-
-Int64Array = NDArray[np.int64]
 
 GroupKey = tuple[int, int]
 """(group_id, attempt)."""
@@ -77,50 +69,43 @@ def read_past(store: ObjectStore) -> Past:
 
 
 def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
-    """What the ledger must know of the rows [R] of a group; SchemaMismatch if `ref` counts other tokens."""
-    is_scored_R = np.array([outcome == Outcome.SCORED for outcome in batch.column("outcome").to_pylist()], dtype=bool)
-    rewards = [reward for reward in batch.column("reward").to_pylist() if reward is not None]
-    ids, _ = flat_list(batch.column("completion_token_ids"))
-    if int(ids[-1] - ids[0]) != ref.num_tokens or batch.num_rows != ref.num_rollouts:
+    """What the ledger must know of the rows of a group; SchemaMismatch if `ref` counts other tokens."""
+    lengths = list_lengths(batch.column("completion_token_ids"))
+    if sum(lengths) != ref.num_tokens or batch.num_rows != ref.num_rollouts:
         raise SchemaMismatch(
-            f"group {ref.group_id}: {batch.num_rows} rows with {int(ids[-1] - ids[0])} tokens, "
+            f"group {ref.group_id}: {batch.num_rows} rows with {sum(lengths)} tokens, "
             f"its reference says {ref.num_rollouts} with {ref.num_tokens}"
         )
-    spans: pa.ListArray = batch.column("weight_spans")
-    offsets = spans.offsets.to_numpy()
-    structs = spans.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-    version_S, start_S, end_S = (
-        structs.field(name).to_numpy().astype(np.int64) for name in ("version", "start", "end")
-    )
-    length_R = np.diff(ids).astype(np.int64)
-    row_S = np.repeat(np.arange(batch.num_rows), np.diff(offsets))
-    lengths_S = _length_totals(start_S, end_S, length_R[row_S])
-    is_scored_S = is_scored_R[row_S]
-    versions, index_S = np.unique(version_S[is_scored_S], return_inverse=True)
-    lengths_V = np.zeros((len(versions), 4), dtype=np.int64)
-    np.add.at(lengths_V, index_S, lengths_S[is_scored_S])
-    by_version = dict(zip(versions.tolist(), map(_as_totals, lengths_V), strict=True))
-    unscored_R = _length_totals(np.zeros_like(length_R), length_R, length_R)[~is_scored_R]
+    outcomes = batch.column("outcome").to_pylist()
+    bounds, (versions, starts, ends) = span_lists(batch.column("weight_spans"))
+    by_version: dict[int, list[int]] = {}
+    unscored = [0, 0, 0, 0]
+    for row, (length, outcome) in enumerate(zip(lengths, outcomes, strict=True)):
+        if outcome != Outcome.SCORED:
+            _count(unscored, 0, length, length)
+            continue
+        for span in range(bounds[row], bounds[row + 1]):
+            _count(by_version.setdefault(versions[span], [0, 0, 0, 0]), starts[span], ends[span], length)
     return GroupSummary(
         ref=ref,
-        rewards=tuple(rewards),
-        tokens_by_version={version: lengths.num_tokens for version, lengths in by_version.items()},
-        lengths_by_version=by_version,
-        lengths_unscored=_as_totals(unscored_R.sum(axis=0)),
+        rewards=tuple(reward for reward in batch.column("reward").to_pylist() if reward is not None),
+        tokens_by_version={version: by_version[version][0] for version in sorted(by_version)},
+        lengths_by_version={version: _as_totals(by_version[version]) for version in sorted(by_version)},
+        lengths_unscored=_as_totals(unscored),
     )
 
 
-def _length_totals(start_S: Int64Array, end_S: Int64Array, length_S: Int64Array) -> Int64Array:
-    """[S, 4] fields of LengthTotals for the tokens [start, end) of completions of these lengths."""
-    third_S = (length_S + 1) // 3
-    num_S = end_S - start_S
-    first_S = np.clip(np.minimum(end_S, third_S) - start_S, 0, None)
-    last_S = np.clip(end_S - np.maximum(start_S, length_S - third_S), 0, None)
-    return np.stack([num_S, first_S, last_S, num_S * length_S], axis=1)
+def _count(sums: list[int], start: int, end: int, length: int) -> None:
+    """Add the tokens [start, end) of a completion to the four fields of LengthTotals."""
+    third = (length + 1) // 3
+    sums[0] += end - start
+    sums[1] += max(0, min(end, third) - start)
+    sums[2] += max(0, end - max(start, length - third))
+    sums[3] += (end - start) * length
 
 
-def _as_totals(row: Int64Array) -> LengthTotals:
-    num_tokens, first_third, last_third, length_sum = row.tolist()
+def _as_totals(sums: list[int]) -> LengthTotals:
+    num_tokens, first_third, last_third, length_sum = sums
     return LengthTotals(num_tokens=num_tokens, first_third=first_third, last_third=last_third, length_sum=length_sum)
 
 

@@ -1,4 +1,4 @@
-"""What rows must satisfy before the hub or the trainer takes them in. R = rows, C = completion tokens."""
+"""What rows must satisfy before the hub or the trainer takes them in."""
 
 import math
 
@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.codec import flat_list, origins_in, origins_of, spans_of
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.stream.codec import flat_values, list_lengths, origins_in, origins_of, span_lists
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome
 
 MAX_TOKENS_PER_ROW = 1 << 24
@@ -15,42 +15,87 @@ MAX_TOKENS_PER_ROW = 1 << 24
 
 _PER_TOKEN = ("rollout_logprobs", "loss_mask")
 _SAME_IN_GROUP = ("run_id", "group_id", "attempt", "lease_id", "prompt_id", "actor", "group_size")
+_AT = {name: index for index, name in enumerate(ROLLOUT_SCHEMA.names)}  # asking by index is the cheaper way
+_SAME_AT = [_AT[name] for name in _SAME_IN_GROUP]
+_OUTCOMES = frozenset(str(word) for word in Outcome)
+_FINISH_REASONS = frozenset(str(word) for word in FinishReason)
 
 
 def check_rows(batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PER_ROW) -> None:
-    """Raises SchemaMismatch (column, row, value, rule) unless the rows of one group message can be trained."""
+    """Raises SchemaMismatch (column, row, value, rule) unless the rows of one group message can be trained.
+
+    The hub does this for every group, so it asks Arrow as little as possible: each question costs about as much as
+    comparing a thousand values.
+    """
+    batch = conform(batch)
     if batch.num_rows == 0:
         raise SchemaMismatch("a group message has no rows; it carries at least one rollout")
+    try:
+        batch.validate(full=True)  # offsets that point outside would be followed by every question below
+    except pa.ArrowInvalid as error:
+        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
     _check_nulls(batch)
     _check_group(batch)
-    _check_lengths(batch, max_tokens_per_row)
-    _check_spans(batch)
+    lengths = list_lengths(_column(batch, "completion_token_ids"))
+    _check_lengths(batch, lengths, max_tokens_per_row)
+    _check_logprobs(batch)
+    _check_spans(batch, lengths)
     _check_results(batch)
-    _check_origins(batch)
+    _check_origins(batch, lengths)
 
 
 def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
     """Raises SchemaMismatch unless checked rows are those that `ref` names."""
-    offsets, _ = flat_list(batch.column("completion_token_ids"))
+    batch = conform(batch)
     found = (
-        batch.column("group_id")[0].as_py(),
-        batch.column("attempt")[0].as_py(),
-        batch.column("actor")[0].as_py(),
+        *(_column(batch, name)[0].as_py() for name in ("group_id", "attempt", "actor")),
         batch.num_rows,
-        int(offsets[-1] - offsets[0]),
+        sum(list_lengths(_column(batch, "completion_token_ids"))),
     )
     named = (ref.group_id, ref.attempt, ref.actor, ref.num_rollouts, ref.num_tokens)
     if found != named:
         raise SchemaMismatch(
             f"rows are (group_id, attempt, actor, rollouts, tokens) = {found}, their message names {named}"
         )
-    if origins_in(batch) != ref.origins:
-        raise SchemaMismatch(f"rows have origins {origins_in(batch)}, their message names {ref.origins}")
+    origins = origins_in(batch)
+    if origins != ref.origins:
+        raise SchemaMismatch(f"rows have origins {origins}, their message names {ref.origins}")
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    return batch.column(_AT[name])
+
+
+def _validity_places() -> list[int]:
+    """Where the buffers of a batch have the validity of a column without nulls, or of the values in its lists."""
+    places = []
+    place = 1  # after the validity of the rows themselves
+    for field in ROLLOUT_SCHEMA:
+        is_list = pa.types.is_list(field.type)
+        if not field.nullable:
+            places += [place, place + 2] if is_list else [place]
+        place += _num_buffers(field.type)
+    return places
+
+
+def _num_buffers(kind: pa.DataType) -> int:
+    """Arrow's layout: validity, then offsets and values as the type has them, children after their parent."""
+    if pa.types.is_list(kind):
+        return 2 + _num_buffers(kind.value_type)
+    if pa.types.is_struct(kind):
+        return 1 + sum(_num_buffers(field.type) for field in kind)
+    return 3 if pa.types.is_string(kind) else 2
+
+
+_VALIDITY_AT = _validity_places()
 
 
 def _check_nulls(batch: pa.RecordBatch) -> None:
+    buffers = batch.to_struct_array().buffers()
+    if all(buffers[place] is None for place in _VALIDITY_AT):
+        return  # without a bitmap there is no null, and there hardly ever is one
     for field in ROLLOUT_SCHEMA:
-        column = batch.column(field.name)
+        column = _column(batch, field.name)
         if not field.nullable and column.null_count:
             raise SchemaMismatch(f"column {field.name!r} holds {column.null_count} nulls; every row needs a value")
         if pa.types.is_list(field.type) and not field.nullable and column.values.null_count:
@@ -58,76 +103,80 @@ def _check_nulls(batch: pa.RecordBatch) -> None:
 
 
 def _check_group(batch: pa.RecordBatch) -> None:
-    for name in _SAME_IN_GROUP:
-        values = set(batch.column(name).to_pylist())
-        if len(values) > 1:
-            raise SchemaMismatch(f"column {name!r} differs within one group message: {sorted(values)[:4]}")
-    group_size = batch.column("group_size")[0].as_py()
-    indices = batch.column("rollout_index").to_pylist()
-    if len(set(indices)) < len(indices) or not all(0 <= index < group_size for index in indices):
+    same = batch.select(_SAME_AT)
+    if not same.slice(1).equals(same.slice(0, batch.num_rows - 1)):
+        name, values = next((n, v) for n in _SAME_IN_GROUP if len(v := set(_column(batch, n).to_pylist())) > 1)
+        raise SchemaMismatch(f"column {name!r} differs within one group message: {sorted(values)[:4]}")
+    group_size = _column(batch, "group_size")[0].as_py()
+    indices = _column(batch, "rollout_index").to_pylist()
+    if len(set(indices)) < len(indices) or min(indices) < 0 or max(indices) >= group_size:
         raise SchemaMismatch(f"rollout_index {indices} must be distinct and in [0, group_size={group_size})")
 
 
-def _check_lengths(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
-    lengths_R = np.diff(flat_list(batch.column("completion_token_ids"))[0])
+def _check_lengths(batch: pa.RecordBatch, lengths: list[int], max_tokens_per_row: int) -> None:
     for name in _PER_TOKEN:
-        found_R = np.diff(flat_list(batch.column(name))[0])
-        if not np.array_equal(found_R, lengths_R):
-            row = int(np.flatnonzero(found_R != lengths_R)[0])
+        found = list_lengths(_column(batch, name))
+        if found != lengths:
+            row = next(row for row, pair in enumerate(zip(found, lengths, strict=True)) if pair[0] != pair[1])
             raise SchemaMismatch(
-                f"row {row}: {name} has {found_R[row]} values for {lengths_R[row]} completion tokens; one each"
+                f"row {row}: {name} has {found[row]} values for {lengths[row]} completion tokens; one each"
             )
-    prompts_R = np.diff(flat_list(batch.column("prompt_token_ids"))[0])
-    longest = int(max(lengths_R.max(), prompts_R.max()))
+    prompts = list_lengths(_column(batch, "prompt_token_ids"))
+    longest = max(*lengths, *prompts)
     if longest > max_tokens_per_row:
         raise SchemaMismatch(f"a row has {longest} tokens, the limit is {max_tokens_per_row}")
-    if int(prompts_R.min()) == 0:
-        raise SchemaMismatch(
-            f"row {int(prompts_R.argmin())}: prompt_token_ids is empty; a prompt has at least one token"
-        )
-    offsets, values = flat_list(batch.column("rollout_logprobs"))
-    logprobs = values[offsets[0] : offsets[-1]]
-    _, mask = flat_list(batch.column("loss_mask"))
-    mask = mask[batch.column("loss_mask").offsets[0].as_py() :][: len(logprobs)]
-    if not np.isfinite(logprobs).all() or np.any(logprobs[~mask] != 0):
+    if 0 in prompts:
+        raise SchemaMismatch(f"row {prompts.index(0)}: prompt_token_ids is empty; a prompt has at least one token")
+
+
+def _check_logprobs(batch: pa.RecordBatch) -> None:
+    logprobs = flat_values(_column(batch, "rollout_logprobs"))
+    mask = flat_values(_column(batch, "loss_mask"))
+    is_sound = bool(np.isfinite(logprobs.to_numpy()).all())
+    if is_sound and mask.true_count < len(mask):
+        is_sound = not np.any(logprobs.to_numpy()[~mask.to_numpy(zero_copy_only=False)] != 0)
+    if not is_sound:
         raise SchemaMismatch("rollout_logprobs must be finite, and 0 where loss_mask is false")
 
 
-def _check_spans(batch: pa.RecordBatch) -> None:
-    lengths = np.diff(flat_list(batch.column("completion_token_ids"))[0]).tolist()
-    for row, (spans, length) in enumerate(zip(spans_of(batch.column("weight_spans")), lengths, strict=True)):
-        end, version = 0, 0
-        for span in spans:
-            if span.start != end or span.end <= span.start or span.version < version:
+def _check_spans(batch: pa.RecordBatch, lengths: list[int]) -> None:
+    bounds, fields = span_lists(_column(batch, "weight_spans"))
+    spans = list(zip(*fields, strict=True))
+    for row, length in enumerate(lengths):
+        reached, newest = 0, 0
+        for version, start, end in spans[bounds[row] : bounds[row + 1]]:
+            if start != reached or end <= start or version < newest:
                 raise SchemaMismatch(
-                    f"row {row}: weight_spans {[tuple(item) for item in spans]} must follow each other without gaps, "
-                    "versions not decreasing"
+                    f"row {row}: weight_spans {spans[bounds[row] : bounds[row + 1]]} must follow each other without "
+                    "gaps, versions not decreasing"
                 )
-            end, version = span.end, span.version
-        if end != length:
-            raise SchemaMismatch(f"row {row}: weight_spans cover {end} of {length} completion tokens")
+            reached, newest = end, version
+        if reached != length:
+            raise SchemaMismatch(f"row {row}: weight_spans cover {reached} of {length} completion tokens")
 
 
-def _check_origins(batch: pa.RecordBatch) -> None:
-    lengths = np.diff(flat_list(batch.column("completion_token_ids"))[0]).tolist()
-    for row, (origins, length) in enumerate(zip(origins_of(batch.column("origins")), lengths, strict=True)):
+def _check_origins(batch: pa.RecordBatch, lengths: list[int]) -> None:
+    column = _column(batch, "origins")
+    if column.null_count == batch.num_rows:
+        return
+    for row, (origins, length) in enumerate(zip(origins_of(column), lengths, strict=True)):
         counts = [origin.num_tokens for origin in origins]
         if any(count <= 0 for count in counts) or sum(counts) > length:
             raise SchemaMismatch(f"row {row}: origins {counts} of {length} completion tokens; each has at least one")
 
 
 def _check_results(batch: pa.RecordBatch) -> None:
-    rewards = batch.column("reward").to_pylist()
-    outcomes = batch.column("outcome").to_pylist()
+    rewards = _column(batch, "reward").to_pylist()
+    outcomes = _column(batch, "outcome").to_pylist()
     for row, (reward, outcome) in enumerate(zip(rewards, outcomes, strict=True)):
-        if outcome not in tuple(Outcome):
+        if outcome not in _OUTCOMES:
             raise SchemaMismatch(f"row {row}: outcome {outcome!r} is none of {[str(word) for word in Outcome]}")
         if (outcome == Outcome.ERROR) != (reward is None):
             raise SchemaMismatch(f"row {row}: reward {reward} with outcome {outcome}; null exactly with error")
         if reward is not None and not math.isfinite(reward):
             raise SchemaMismatch(f"row {row}: reward {reward} is not a finite number")
-    for row, word in enumerate(batch.column("finish_reason").to_pylist()):
-        if word not in tuple(FinishReason):
+    for row, word in enumerate(_column(batch, "finish_reason").to_pylist()):
+        if word not in _FINISH_REASONS:
             raise SchemaMismatch(
                 f"row {row}: finish_reason {word!r} is none of {[str(item) for item in FinishReason]}"
             )

@@ -87,13 +87,31 @@ def rows_of(column: pa.ListArray) -> list[NDArray[Any]]:
     return [values[start:end] for start, end in itertools.pairwise(bounds)]
 
 
+def list_lengths(column: pa.ListArray) -> list[int]:
+    """Values in each row of a list column."""
+    bounds = column.offsets.to_pylist()
+    return [end - start for start, end in itertools.pairwise(bounds)]
+
+
+def flat_values(column: pa.ListArray) -> pa.Array:
+    """The values of all rows of a list column without nulls, one row after the other."""
+    offsets = column.offsets
+    start, end = offsets[0].as_py(), offsets[-1].as_py()
+    return column.values.slice(start, end - start)
+
+
 def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
     """Weight spans of each row."""
-    bounds = column.offsets.to_pylist()
-    structs: pa.StructArray = column.values
-    fields = (structs.field(name).to_pylist() for name in ("version", "start", "end"))
+    bounds, fields = span_lists(column)
     spans = [WeightSpan(*values) for values in zip(*fields, strict=True)]
     return [tuple(spans[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def span_lists(column: pa.ListArray) -> tuple[list[int], tuple[list[int], list[int], list[int]]]:
+    """Weight spans as (bounds [R + 1], (version, start, end)): those of row i are [bounds[i] : bounds[i + 1]]."""
+    structs: pa.StructArray = column.values
+    version, start, end = (structs.field(index).to_pylist() for index in range(3))
+    return column.offsets.to_pylist(), (version, start, end)
 
 
 def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
