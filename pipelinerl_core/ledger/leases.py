@@ -1,5 +1,7 @@
 """Who may work on which group, until when."""
 
+import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,7 +37,9 @@ class Leases:
         self._held: dict[int, HeldLease] = {}
         self._by_actor: dict[ActorKey, dict[str, HeldLease]] = {}
         self._queue: dict[int, int] = {}  # group_id -> attempt of its next lease
+        self._queue_order: list[int] = []  # a heap of its groups, and of some that have left it
         self._holders: dict[int, tuple[Holder, ...]] = {}  # of groups without a fate, newest first
+        self._none_late_until = -math.inf  # no deadline is earlier
 
     @property
     def num_held(self) -> int:
@@ -65,10 +69,14 @@ class Leases:
 
     def first_queued(self) -> int | None:
         """The queued group that is leased next: they have no tokens yet, so the lowest group_id."""
-        return min(self._queue, default=None)
+        while self._queue_order and self._queue_order[0] not in self._queue:
+            heapq.heappop(self._queue_order)
+        return self._queue_order[0] if self._queue_order else None
 
     def queue(self, group_id: int, attempt: int | None = None) -> None:
         """Let a group wait for a new lease; `attempt` is the number of its next one."""
+        if group_id not in self._queue:
+            heapq.heappush(self._queue_order, group_id)
         self._queue[group_id] = self._first_attempt if attempt is None else max(attempt, self._first_attempt)
 
     def grant(self, group_id: int, actor: ActorKey, now: float, *, version: int) -> Grant:
@@ -100,6 +108,7 @@ class Leases:
         mine = self._by_actor.get(actor, {})
         listed = set(lease_ids)
         missing = []
+        self._none_late_until = min(self._none_late_until, now + self._lease_seconds)  # clocks are set back
         for lease_id, lease in mine.items():
             if lease_id not in listed and lease.is_claimed:
                 continue  # finished, on its way: delivered within lease_seconds or lost
@@ -123,9 +132,13 @@ class Leases:
 
     def expire(self, now: float) -> list[int]:
         """Queue every group whose lease has run out."""
+        if now <= self._none_late_until:
+            return []
         late = [group_id for group_id, lease in self._held.items() if lease.deadline_seconds < now]
         for group_id in late:
             self._requeue(group_id)
+        deadlines = (lease.deadline_seconds for lease in self._held.values())
+        self._none_late_until = min(deadlines, default=now + self._lease_seconds)
         return late
 
     def extend(self, seconds: float) -> None:
@@ -143,6 +156,7 @@ class Leases:
         )
         held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed, version)
         self._held[lease.group_id] = held
+        self._none_late_until = min(self._none_late_until, held.deadline_seconds)
         self._by_actor.setdefault(actor, {})[lease.lease_id] = held
         return grant
 

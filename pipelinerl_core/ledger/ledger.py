@@ -211,7 +211,7 @@ class Ledger(LedgerView):
         ]
         if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
             return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")
-        chosen = self._pool.choose(step, self._schedule)
+        self._pool.drop_stale(step)
         too_few = self._not_due(step)
         reason = too_few or self._waits_for_old_groups(step)
         if reason:
@@ -219,8 +219,15 @@ class Ledger(LedgerView):
             actors = {str(actor): sample.model_dump() for actor, sample in self.book.samples.items()}
             return Reserved(re=0, is_ready=False, reason=reason, ready_groups=self.num_ready, actors=actors)
         self.waits.trainer_goes_on(self._clock())
-        summaries = {group_id: self._pool.ready.pop(group_id) for group_id in chosen}
+        summaries = {
+            group_id: self._pool.ready.take(group_id) for group_id in self._pool.choose(step, self._schedule)
+        }
         return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_told=True)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a reserve of a step is worth repeating: enough groups that are live at it are ready."""
+        self._pool.drop_stale(step)
+        return not self._not_due(step)
 
     def _not_due(self, step: int) -> str:
         """Why the schedule has not enough ready groups for a step, if so."""
@@ -236,8 +243,10 @@ class Ledger(LedgerView):
         most; one that is older still has lost those tokens already.
         """
         rules = self._config.schedule
+        if rules.stale != "wait":
+            return ""
         old = sum(deadline_step(version, rules.max_lag) == step for version in self._pool.leases.oldest_versions())
-        if rules.stale != "wait" or not old:
+        if not old:
             return ""
         now = self._clock()
         if self._held_back is None or self._held_back[0] != step:
@@ -346,11 +355,13 @@ class Ledger(LedgerView):
 
     def _tokens_before(self, step: int) -> TokenLedger:
         """The token ledger as if every earlier step were committed: a commit of this step implies theirs."""
+        earlier = [reservation for number, reservation in self._pool.reservations.items() if number < step]
+        if not earlier:
+            return self._pool.tokens
         tokens = self._pool.tokens.copy()
-        for earlier, reservation in self._pool.reservations.items():
-            if earlier < step:
-                for group_id in reservation.refs:
-                    self._pool.train(reservation, group_id, tokens)
+        for reservation in earlier:
+            for group_id in reservation.refs:
+                self._pool.train(reservation, group_id, tokens)
         return tokens
 
     def _sample(self, actor: ActorKey, tokens: TokenLedger) -> ActorSample:

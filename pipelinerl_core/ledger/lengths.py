@@ -31,6 +31,10 @@ class LengthMeter:
         settled = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
         return cls(arrived=sum(settled.values(), LengthTotals()), settled=settled)
 
+    def copy(self) -> "LengthMeter":
+        """An independent copy."""
+        return LengthMeter(self.arrived, dict(self.settled))
+
     def arrive(self, lengths: LengthTotals) -> None:
         """Rows are here."""
         self.arrived += lengths

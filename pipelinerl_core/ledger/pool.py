@@ -7,6 +7,7 @@ from pipelinerl_core.errors import StaleLease
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.ledger.leases import Leases
 from pipelinerl_core.ledger.order import deadline
+from pipelinerl_core.ledger.ready import ReadyGroups
 from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
@@ -28,7 +29,7 @@ class GroupPool:
         self.leases = Leases(
             lease_seconds=config.placement.lease_seconds, first_attempt=first_attempt, boot_id=boot_id
         )
-        self.ready: dict[int, GroupSummary] = {}
+        self.ready = ReadyGroups()
         self.reservations: dict[int, Reservation] = {}
         self.fates: list[FateRecord] = []
         """Untrained, not yet told to the trainer."""
@@ -45,8 +46,10 @@ class GroupPool:
 
     def reservation_of(self, group_id: int) -> Reservation | None:
         """The reservation that holds a group."""
-        holders = (reservation for reservation in self.reservations.values() if group_id in reservation.refs)
-        return next(holders, None)
+        for reservation in self.reservations.values():
+            if group_id in reservation.refs:
+                return reservation
+        return None
 
     def is_open(self, group_id: int) -> bool:
         """Whether a group was leased and has no fate."""
@@ -59,8 +62,9 @@ class GroupPool:
 
     def needs_rows(self, group_id: int, attempt: int) -> bool:
         """Whether the trainer may still ask for the rows of this attempt."""
-        if group_id in self.ready:
-            return self.ready[group_id].ref.attempt == attempt
+        summary = self.ready.get(group_id)
+        if summary is not None:
+            return summary.ref.attempt == attempt
         reservation = self.reservation_of(group_id)
         return reservation is not None and reservation.refs[group_id].attempt == attempt
 
@@ -111,13 +115,14 @@ class GroupPool:
         if self._config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1:
             self.decide(summary, Fate.FILTERED)
             return Arrival.FILTERED
-        self.ready[ref.group_id] = summary
+        self.ready.add(summary)
         return Arrival.READY
 
     def _is_known(self, summary: GroupSummary) -> bool:
         ref = summary.ref
-        if ref.group_id in self.ready:
-            return self.ready[ref.group_id].ref.attempt == ref.attempt
+        ready = self.ready.get(ref.group_id)
+        if ready is not None:
+            return ready.ref.attempt == ref.attempt
         reservation = self.reservation_of(ref.group_id)
         if reservation is not None:
             is_same = reservation.refs[ref.group_id].attempt == ref.attempt
@@ -149,18 +154,17 @@ class GroupPool:
 
     # ---- to reserved and back --------------------------------------------------------------------------------
 
-    def choose(self, step: int, schedule: Schedule) -> list[int]:
-        """The groups of a step, by group_id: those of the first priority. Drops the ones that are stale at it."""
+    def drop_stale(self, step: int) -> None:
+        """Decide the ready groups that are stale at a step; each is looked at once per step."""
         rules = self._config.schedule
-        candidates = []
-        for group_id, summary in list(self.ready.items()):
-            last = deadline(summary, step, max_lag=rules.max_lag, stale=rules.stale)
-            if last is None:
-                self.decide(summary, Fate.DROPPED_STALE)
-            else:
-                candidates.append((schedule.priority(step, last, group_id), group_id))
-        first = sorted(candidates)[: self._config.trainer.groups_per_step]
-        return sorted(group_id for _, group_id in first)  # an order of rows that all schedules share
+        for summary in self.ready.look(step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)):
+            self.decide(summary, Fate.DROPPED_STALE)
+
+    def choose(self, step: int, schedule: Schedule) -> list[int]:
+        """The groups of a step, by group_id: those of the first priority, once the stale ones are dropped."""
+        num = self._config.trainer.groups_per_step
+        first = self.ready.first(num, lambda last, group_id: schedule.priority(step, last, group_id))
+        return sorted(first)  # an order of rows that all schedules share
 
     def seize(self, ref: GroupRef) -> GroupSummary | None:
         """Take a group that a trainer holds out of wherever it is; its summary if these rows are here.
@@ -169,7 +173,7 @@ class GroupPool:
         """
         self.extend_frontier(ref.group_id)
         self.leases.remove(ref.group_id)
-        summary = self.ready.pop(ref.group_id, None)
+        summary = self.ready.pop(ref.group_id)
         if summary is not None and summary.ref.attempt != ref.attempt:
             self.tokens.settle_group(summary, "superseded")
             summary = None
@@ -183,7 +187,7 @@ class GroupPool:
             ref = reservation.refs.pop(group_id)
             summary = reservation.summaries.pop(group_id, None)
             if summary is not None:
-                self.ready[group_id] = summary
+                self.ready.add(summary)
             else:
                 self.tokens.arrive_ref(ref, -1)
                 self.leases.queue(group_id, ref.attempt + 1)
@@ -193,7 +197,7 @@ class GroupPool:
     def decide(self, summary: GroupSummary, fate: Fate) -> None:
         """An untrained fate of a group whose tokens are here."""
         ref = summary.ref
-        self.ready.pop(ref.group_id, None)
+        self.ready.pop(ref.group_id)
         self._attempts[ref.group_id] = ref.attempt
         self.tokens.settle_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
@@ -215,7 +219,7 @@ class GroupPool:
             return
         self.extend_frontier(group_id)
         self.leases.remove(group_id)
-        summary = self.ready.pop(group_id, None)
+        summary = self.ready.pop(group_id)
         self._attempts[group_id] = attempt
         if summary is not None and summary.ref.attempt == attempt:
             if record.fate == "trained":

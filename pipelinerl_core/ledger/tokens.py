@@ -144,4 +144,5 @@ class TokenLedger:
 
     def copy(self) -> "TokenLedger":
         """An independent copy."""
-        return copy.deepcopy(self)
+        accounts = {actor: copy.copy(account) for actor, account in self.accounts.items()}
+        return TokenLedger(accounts, dict(self.settled), self.lengths.copy())

@@ -81,9 +81,13 @@ class LedgerView:
         """(actor epoch, seq) of the segment that holds a group."""
         return self._pool.segments.where(group_id, attempt)
 
-    def ready_by_actor(self) -> Counter[ActorKey]:
-        """Groups of each actor that the trainer has not taken."""
-        return Counter(summary.actor for summary in self._pool.ready.values())
+    def num_ready_of(self, actor: ActorKey) -> int:
+        """Groups of an actor that the trainer has not taken."""
+        return self._pool.ready.num_of(actor)
+
+    def take_left(self) -> Counter[ActorKey]:
+        """Groups of each actor that have ceased to be ready since the last call."""
+        return self._pool.ready.take_left()
 
     def num_leased_by(self, actor: ActorKey) -> int:
         """Leases of an actor."""

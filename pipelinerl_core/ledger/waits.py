@@ -27,6 +27,8 @@ class Waits:
         """`seconds`: totals of a commit, to go on from."""
         self._seconds = dict.fromkeys(CAUSES, 0.0) | dict(seconds or {})
         self._empty: dict[ActorKey, tuple[float, float]] = {}  # share of empty slots, since when
+        self._present: dict[ActorKey, tuple[float, float]] = {}  # those who are there, the longest silent one first
+        self._present_sum = 0.0  # of their shares
         self._asked_at: float | None = None  # the trainer's newest question, while it waits
         self._booked_at = 0.0
         self._is_held_back = False
@@ -47,6 +49,8 @@ class Waits:
         share, since = self._empty.get(actor, (0.0, now))
         self._seconds["actors"] += share * _within(now - since)
         self._empty[actor] = (empty_share, now)
+        self._present_sum += empty_share - self._present.pop(actor, (0.0, now))[0]
+        self._present[actor] = (empty_share, now)
 
     def totals(self) -> dict[str, float]:
         """Cause -> seconds."""
@@ -66,8 +70,14 @@ class Waits:
 
     def _empty_share(self, now: float) -> float:
         """Over the actors that are there."""
-        shares = [share for share, since in self._empty.values() if now - since <= _SILENCE_SECONDS]
-        return sum(shares) / max(1, len(shares))
+        while self._present:
+            actor, (share, since) = next(iter(self._present.items()))
+            if now - since <= _SILENCE_SECONDS:
+                return self._present_sum / len(self._present)
+            del self._present[actor]
+            self._present_sum -= share
+        self._present_sum = 0.0  # nobody is left, nor the rounding errors of the sum
+        return 0.0
 
 
 def empty_share(sync: Sync, num_leases: int, group_size: int) -> float:

@@ -43,6 +43,10 @@ from pipelinerl_core.roles.hub_trainer import TrainerDesk
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.05
+"""Between two syncs of an actor, as long as there are few of them."""
+MAX_SYNC_SECONDS = 1.0
+# More would cost the hub more than the groups do. What is urgent, actors are nudged about.
+_MAX_SYNCS_PER_SECOND = 500
 # Groups one actor may always have at the hub, however small the window.
 MIN_CREDIT = 8
 # Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
@@ -180,7 +184,7 @@ class Hub:
                 re=request.id,
                 boot_id=self.boot_id,
                 newest_version=self._ledger.newest_version,
-                sync_seconds=SYNC_SECONDS,
+                sync_seconds=self._sync_seconds(),
                 credit=self._credit(actor) if actor else 0,
             )
         logger.info(
@@ -212,7 +216,7 @@ class Hub:
             stop_leases=result.stop_leases,
             manifest=manifest,
             state=state,
-            sync_seconds=SYNC_SECONDS,
+            sync_seconds=self._sync_seconds(),
             credit=credit,
             ready_groups=ready_groups,
             swaps_acknowledged=swaps_acknowledged,
@@ -248,7 +252,7 @@ class Hub:
                     self._ledger.place(*key, summary.actor, request.seq)
                 if self._ledger.needs_rows(*key):
                     self._state.rows.setdefault(key, rows)
-                self._changed.notify_all()
+                self._state.wake_trainer()
         except StaleLease as error:
             logger.info("refused: %s", error)
             raise
@@ -275,9 +279,14 @@ class Hub:
     def _unknown_boot(self, re: int) -> Refused:
         return Refused(re=re, code="unknown_boot", detail=f"this hub is {self.boot_id}: register")
 
+    def _sync_seconds(self) -> float:
+        """How often each actor is to sync."""
+        limit = min(MAX_SYNC_SECONDS, self._config.placement.lease_seconds / 4)
+        return max(SYNC_SECONDS, min(limit, len(self._state.peers) / _MAX_SYNCS_PER_SECOND))
+
     def _credit(self, actor: ActorKey) -> int:
         limit = max(MIN_CREDIT, self._config.window_groups)
-        return max(0, limit - self._ledger.ready_by_actor()[actor])
+        return max(0, limit - self._ledger.num_ready_of(actor))
 
     def _stands_still(self) -> bool:
         """Whether engines with the newest weights must pause."""

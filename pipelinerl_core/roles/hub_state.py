@@ -27,11 +27,18 @@ class HubState:
         """`rows`: those of groups that the ledger was restored with."""
         self.ledger = ledger
         self.changed = threading.Condition()
-        """Notified when a reserve may have become possible."""
+        """Notified when the reserve that waits may be possible, or has to look again."""
+        self.awaited_step: int | None = None
+        """The step that a reserve waits for."""
         self.rows = {key: batch for key, batch in rows.items() if ledger.needs_rows(*key)}
         """Of ready and reserved groups."""
         self.peers: dict[str, Peer] = {}
         self.is_stopping = False
+
+    def wake_trainer(self) -> None:
+        """A group has arrived: let the reserve that waits look again, if that is worth it. Under the lock."""
+        if self.awaited_step is not None and self.ledger.is_due(self.awaited_step):
+            self.changed.notify_all()
 
     def forget_rows(self) -> None:
         """Keep the rows of groups that are ready or reserved, and no others. Under the lock."""
@@ -40,10 +47,10 @@ class HubState:
     def return_credit(self, groups: "Counter[ActorKey]") -> None:
         """Outside the lock: it writes to the peers."""
         with self.changed:
-            sinks = [(peer.credit, groups[peer.actor]) for peer in self.peers.values() if peer.actor is not None]
+            found = [(peer.credit, peer.actor) for peer in self.peers.values()]
+        sinks = [(sink, groups[actor]) for sink, actor in found if actor is not None and actor in groups]
         for sink, num_groups in sinks:
-            if num_groups:
-                sink(num_groups)
+            sink(num_groups)
 
     def nudge(self) -> None:
         """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""

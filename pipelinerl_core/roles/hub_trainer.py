@@ -5,14 +5,12 @@ A trainer reserves a step, fetches its rows, trains and commits. Reads from the 
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import pyarrow as pa
 
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.messages import Ack, Answer, Committed, Refused, Register, Reserve, Rows, RowsHeader
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.hub_state import HubState
@@ -72,16 +70,16 @@ class TrainerDesk:
     def reserve(self, request: Reserve) -> Answer:
         """The groups of a step, or, after the wait that the request names, that they are not ready."""
         deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
-        taken: Counter[ActorKey] = Counter()
         with self._changed:
             while True:
-                before = self._ledger.ready_by_actor()
                 answer = self._ledger.reserve(request.step, request.epoch)
-                taken += before - self._ledger.ready_by_actor()
                 remaining = deadline - time.monotonic()
                 if answer.is_ready or remaining <= 0 or self._state.is_stopping:
                     break
+                self._state.awaited_step = request.step
                 self._changed.wait(remaining)
+                self._state.awaited_step = None
+            taken = self._ledger.take_left()
             self._state.forget_rows()
         if taken:
             self._state.return_credit(taken)
