@@ -9,6 +9,7 @@ PipelineRLError
  |    +-- SchemaMismatch    rows of another major schema version, or malformed
  |    +-- HubUnavailable    no hub answered within the deadline
  |    +-- StaleLease        rows for a lease that this actor no longer holds
+ |    +-- WrongPeer         a message in the name of another peer than the one that sent it
  +-- EngineError            the engine cannot generate
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
@@ -53,6 +54,10 @@ class HubUnavailable(StreamError):
 
 class StaleLease(StreamError):
     """Rows were sent for a lease that this actor no longer holds."""
+
+
+class WrongPeer(StreamError):
+    """A message in the name of another peer, or of another role, than the one that sent it."""
 
 
 class EngineError(PipelineRLError):

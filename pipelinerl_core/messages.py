@@ -251,7 +251,10 @@ class RowsHeader(Message):
 
 
 class Refused(Message):
-    """The request broke a rule. `code`: unknown_boot, stale_lease, schema, fenced, not_reserved, missing_rows."""
+    """The request broke a rule.
+
+    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, not_reserved, missing_rows, internal.
+    """
 
     kind: Literal["refused"] = "refused"
     re: int

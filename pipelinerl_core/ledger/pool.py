@@ -68,6 +68,16 @@ class GroupPool:
         reservation = self.reservation_of(group_id)
         return reservation is not None and reservation.refs[group_id].attempt == attempt
 
+    def holder(self, group_id: int, attempt: int) -> ActorKey | None:
+        """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
+        lease = self.leases.held(group_id)
+        if lease is not None:
+            return lease.actor if lease.grant.attempt == attempt else None
+        summary = self.ready.get(group_id)
+        reservation = self.reservation_of(group_id)
+        ref = summary.ref if summary is not None else reservation.refs[group_id] if reservation is not None else None
+        return ActorKey(ref.actor, ref.actor_epoch) if ref is not None and ref.attempt == attempt else None
+
     def open_groups(self) -> tuple[int, ...]:
         """Groups without a fate that are in no reservation."""
         return tuple(sorted([*self.leases.group_ids(), *self.ready]))

@@ -77,6 +77,10 @@ class LedgerView:
         """Whether a group was leased and has no fate."""
         return self._pool.is_open(group_id)
 
+    def holder(self, group_id: int, attempt: int) -> ActorKey | None:
+        """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
+        return self._pool.holder(group_id, attempt)
+
     def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
         """(actor epoch, seq) of the segment that holds a group."""
         return self._pool.segments.where(group_id, attempt)

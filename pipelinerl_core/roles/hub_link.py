@@ -12,7 +12,15 @@ from typing import Literal, TypeVar
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import Fenced, HubUnavailable, MissingObject, SchemaMismatch, StaleLease, StreamError
+from pipelinerl_core.errors import (
+    Fenced,
+    HubUnavailable,
+    MissingObject,
+    SchemaMismatch,
+    StaleLease,
+    StreamError,
+    WrongPeer,
+)
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Rows, RowsHeader
 from pipelinerl_core.records import HUB_KEY, HubRecord
@@ -26,7 +34,12 @@ HUB_DEADLINE_SECONDS = 120.0
 # A request that is not answered within this is sent again.
 RETRY_SECONDS = 2.0
 _POLL_SECONDS = 0.2
-REFUSALS: dict[str, type[Exception]] = {"fenced": Fenced, "stale_lease": StaleLease, "schema": SchemaMismatch}
+REFUSALS: dict[str, type[Exception]] = {
+    "fenced": Fenced,
+    "stale_lease": StaleLease,
+    "schema": SchemaMismatch,
+    "wrong_peer": WrongPeer,
+}
 
 
 class HubLink:
@@ -77,7 +90,10 @@ class HubLink:
 
     def register_again(self) -> Registered:
         """Register on the open connection: the hub answered with an unknown boot_id."""
-        return self._register()
+        with self._lock:
+            if self._client is None:
+                raise HubUnavailable("not connected")
+            return self._register(self._client)
 
     def request(self, message: Request, rows: pa.RecordBatch | None = None) -> Answer:
         """The hub's answer, through as many hubs as it takes."""
@@ -119,32 +135,36 @@ class HubLink:
     def _connect_once(self, failed: HubClient | None) -> Registered:
         with self._lock:
             url = self._find()
-            if self._client is failed:
-                if failed is not None:
-                    failed.close(bye=False)
-                self._client = None
-                self._client = HubClient(
-                    url,
-                    token=self._token,
-                    role=self._role,
-                    name=self._name,
-                    on_credit=lambda num_groups: self.on_nudge(),
-                    faults=self._faults,
-                    retry_seconds=self._retry_seconds,
-                )
-            return self._register()
-
-    def _register(self) -> Registered:
-        with self._lock:
-            if self._client is None:
-                raise HubUnavailable("not connected")
-            answer = self._client.request(self._registration())
-            if isinstance(answer, Refused):
-                raise_refusal(answer)
-            if not isinstance(answer, Registered):
-                raise HubUnavailable(f"the hub answered {answer.kind} to register")
-            self.registered = answer
+            if self._client is not failed:  # another thread was sooner
+                return self.register_again()
+            if failed is not None:
+                failed.close(bye=False)
+            self._client = None
+            client = HubClient(
+                url,
+                token=self._token,
+                role=self._role,
+                name=self._name,
+                on_credit=lambda num_groups: self.on_nudge(),
+                faults=self._faults,
+                retry_seconds=self._retry_seconds,
+            )
+            try:
+                answer = self._register(client)
+            except BaseException:
+                client.close(bye=False)
+                raise
+            self._client = client  # only now: the hub takes nothing from who has not registered
             return answer
+
+    def _register(self, client: HubClient) -> Registered:
+        answer = client.request(self._registration())
+        if isinstance(answer, Refused):
+            raise_refusal(answer)
+        if not isinstance(answer, Registered):
+            raise HubUnavailable(f"the hub answered {answer.kind} to register")
+        self.registered = answer
+        return answer
 
     def _find(self) -> str:
         try:

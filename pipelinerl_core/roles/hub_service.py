@@ -11,12 +11,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import MissingObject, StaleLease
+from pipelinerl_core.errors import MissingObject, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.interfaces import CreditSink, ObjectStore, PromptSource
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, Ledger
 from pipelinerl_core.messages import (
@@ -36,6 +38,7 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
+from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.hub_state import HubState, Peer
 from pipelinerl_core.roles.hub_store import GroupKey, summarize
 from pipelinerl_core.roles.hub_trainer import TrainerDesk
@@ -55,7 +58,11 @@ _RECENT_SWAPS = 200
 
 
 class Hub:
-    """The HubService of a run. `handle` raises errors.py's StaleLease, Fenced and StoreError; the carrier says so."""
+    """The HubService of a run. `handle` raises StaleLease, WrongPeer, SchemaMismatch, Fenced and StoreError.
+
+    The carrier turns them into refusals, and holds a peer to the role and name of its exchange (stream/door.py); here
+    an actor is held to the actor epoch that it registered.
+    """
 
     def __init__(
         self,
@@ -158,7 +165,7 @@ class Hub:
             case Group():
                 return self._group(peer, request, rows)
             case Sealed():
-                return self._sealed(request)
+                return self._sealed(peer, request)
             case Reserve():
                 return self._trainer.reserve(request)
             case Committed():
@@ -198,6 +205,7 @@ class Hub:
             actor = self._state.peers[peer].actor
             if actor is None or request.boot_id != self.boot_id:
                 return self._unknown_boot(request.id)
+            _check_swaps(actor, request.swaps)
             result = self._ledger.sync(actor, request)
             is_final = self._ledger.is_draining or self._ledger.is_done
             manifest = self._ledger.manifest
@@ -240,11 +248,13 @@ class Hub:
             raise MissingObject(f"group {request.ref.group_id} came without its rows")
         summary = summarize(request.ref, rows)
         key = (request.ref.group_id, request.ref.attempt)
-        arrival = None
+        actor = arrival = None
         try:
             with self._changed:
-                if self._state.peers[peer].actor is None:
+                actor = self._state.peers[peer].actor
+                if actor is None:
                     return self._unknown_boot(request.id)
+                self._check_own(actor, summary.actor, [key])
                 was_still = self._stands_still()
                 arrival = self._ledger.add_group(summary, request.lease_id)
                 is_news = self._stands_still() and not was_still
@@ -253,19 +263,23 @@ class Hub:
                 if self._ledger.needs_rows(*key):
                     self._state.rows.setdefault(key, rows)
                 self._state.wake_trainer()
-        except StaleLease as error:
+        except (StaleLease, WrongPeer) as error:
             logger.info("refused: %s", error)
             raise
         finally:
-            if arrival is not Arrival.READY:
-                self._state.return_credit(Counter({summary.actor: 1}))
+            if actor is not None and arrival is not Arrival.READY:
+                self._state.return_credit(Counter({actor: 1}))
         if is_news:
             self._state.nudge()
         return Ack(re=request.id, note=arrival.value)
 
-    def _sealed(self, request: Sealed) -> Answer:
+    def _sealed(self, peer: str, request: Sealed) -> Answer:
         with self._changed:
-            self._ledger.sealed(ActorKey(request.actor, request.epoch), request.seq, request.groups)
+            actor = self._state.peers[peer].actor
+            if actor is None:
+                return self._unknown_boot(request.id)
+            self._check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
+            self._ledger.sealed(actor, request.seq, request.groups)
         return Ack(re=request.id)
 
     def _bye(self, peer: str, request: Bye) -> Answer:
@@ -275,6 +289,18 @@ class Hub:
                 self._ledger.bye(actor)
         logger.info("%s said goodbye", peer)
         return Ack(re=request.id)
+
+    def _check_own(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
+        """WrongPeer if an actor speaks as `named`, or of groups that are another's; under the lock.
+
+        An attempt that nobody holds may be its own of old: what becomes of it the ledger says.
+        """
+        if named != actor:
+            raise WrongPeer(f"{actor} sent a message of {named}: an actor speaks for itself")
+        for group_id, attempt in groups:
+            holder = self._ledger.holder(group_id, attempt)
+            if holder not in (None, actor):
+                raise WrongPeer(f"{actor} sent group {group_id} attempt {attempt}, which is {holder}'s")
 
     def _unknown_boot(self, re: int) -> Refused:
         return Refused(re=re, code="unknown_boot", detail=f"this hub is {self.boot_id}: register")
@@ -291,3 +317,15 @@ class Hub:
     def _stands_still(self) -> bool:
         """Whether engines with the newest weights must pause."""
         return self._ledger.stands_still(self._ledger.newest_version)
+
+
+def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
+    """SchemaMismatch for reports that are no SwapRecord, WrongPeer for those of another actor epoch."""
+    for swap in swaps:
+        try:
+            record = SwapRecord.model_validate(swap)
+        except ValidationError as error:
+            raise SchemaMismatch(f"{actor} reports a swap that is none: {error.errors()[0]['msg']}") from None
+        named = ActorKey(record.actor, record.actor_epoch)
+        if named != actor:
+            raise WrongPeer(f"{actor} reports a swap of {named}: an actor speaks for itself")

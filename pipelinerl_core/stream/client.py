@@ -23,6 +23,7 @@ from pipelinerl_core.errors import (
     SchemaMismatch,
     StaleLease,
     StreamError,
+    WrongPeer,
 )
 from pipelinerl_core.messages import Answer, Bye, Refused, Request, Reserve, Rows, RowsHeader, encode
 from pipelinerl_core.stream.connection import Connection, Frame, Lost, Received, lost_text
@@ -32,6 +33,7 @@ CLOSE_SECONDS = 2.0
 _REFUSALS: dict[str, type[PipelineRLError]] = {
     "schema": SchemaMismatch,
     "stale_lease": StaleLease,
+    "wrong_peer": WrongPeer,
     "fenced": Fenced,
     "missing_rows": MissingObject,
 }

@@ -10,7 +10,6 @@ waits for every open stream without a deadline: after `shutdown` the process mus
 
 import hmac
 import itertools
-import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -18,22 +17,21 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as fl
-from pydantic import ValidationError
 
-from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease
+from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.interfaces import HubService
-from pipelinerl_core.messages import REQUEST, Answer, Credit, Goodbye, Group, Refused, Request, encode
+from pipelinerl_core.messages import Answer, Credit, Goodbye, Group, Refused, Request, encode
 from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
+from pipelinerl_core.stream.door import Introduction, check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 
 MAX_ROW_BYTES = 256 << 20
 """Largest record batch of one message, about 1,000 rollouts of 16k tokens."""
-MAX_MESSAGE_BYTES = 8 << 20
-"""Largest message without its rows."""
 
 _REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
     (SchemaMismatch, "schema"),
     (StaleLease, "stale_lease"),
+    (WrongPeer, "wrong_peer"),
     (Fenced, "fenced"),
     (MissingObject, "missing_rows"),
 )
@@ -45,8 +43,9 @@ _log = logging.getLogger(__name__)
 class _Peer:
     """One exchange. `write` may be called from any thread at any time."""
 
-    def __init__(self, name: str, writer: Any) -> None:
+    def __init__(self, name: str, who: Introduction, writer: Any) -> None:
         self.name = name
+        self.who = who
         self._writer = writer
         self._lock = threading.Lock()
         self._is_dead = False
@@ -133,12 +132,13 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One peer, from its coming to its going. The peer's name is unique: "<role>/<name>#<serial>"."""
-        name = f"{_introduction(descriptor.command)}#{next(self._serials)}"
+        who = introduction(descriptor.command)
+        name = f"{who}#{next(self._serials)}"
         if not self.is_open:
             raise fl.FlightUnavailableError("the hub is starting or shutting down")
         writer.begin(ROLLOUT_SCHEMA)
         try:
-            self._host(_Peer(name, writer), reader)
+            self._host(_Peer(name, who, writer), reader)
         except Exception as error:  # noqa: BLE001 - a traceback must not reach the peer
             _log.exception("%s: exchange failed", name)
             raise fl.FlightInternalError(f"the hub ended the exchange: {type(error).__name__}") from None
@@ -179,11 +179,12 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
 
     def _answer(self, peer: _Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
         try:
-            request = _parse(metadata)
+            request = parse(metadata)
         except SchemaMismatch as error:
-            peer.write(Refused(re=_id_of(metadata), code="schema", detail=str(error)))
+            peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)))
             return
         try:
+            check_sender(peer.who, request)
             rows = self._admit(request, rows)
             for answer, answer_rows in self._service.handle(peer.name, request, rows):
                 peer.write(answer, answer_rows)
@@ -228,38 +229,3 @@ class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow 
             if hmac.compare_digest(given, self._expected):
                 return
         raise fl.FlightUnauthenticatedError("wrong or missing token")
-
-
-def _introduction(command: bytes) -> str:
-    """ "<role>/<name>" of the descriptor {"role": ..., "name": ...}."""
-    try:
-        fields = json.loads(command)
-        role, name = fields["role"], fields["name"]
-    except (ValueError, TypeError, KeyError):
-        role = name = None
-    if not isinstance(role, str) or not isinstance(name, str):
-        raise fl.FlightServerError('an exchange opens with {"role": ..., "name": ...} as its command')
-    return f"{role}/{name}"
-
-
-def _parse(metadata: bytes) -> Request:
-    if len(metadata) > MAX_MESSAGE_BYTES:
-        raise SchemaMismatch(f"a message of {len(metadata)} bytes, the limit is {MAX_MESSAGE_BYTES}")
-    try:
-        return REQUEST.validate_json(metadata)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise SchemaMismatch(f"no request of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
-
-
-def _id_of(metadata: bytes) -> int:
-    """The id of a message that is no request, as far as it can be told; 0 otherwise."""
-    if len(metadata) > MAX_MESSAGE_BYTES:
-        return 0
-    try:
-        found = json.loads(metadata)
-    except ValueError:
-        return 0
-    number = found.get("id") if isinstance(found, dict) else None
-    return number if isinstance(number, int) else 0

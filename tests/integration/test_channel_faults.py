@@ -58,7 +58,7 @@ def lossy(role_name: str, store, faults: Callable[[str], bool] | None) -> Callab
             store,
             token=TOKEN,
             role=role_name,
-            name=f"{role_name}-0",
+            name="trainer" if role_name == "trainer" else "actor-0",
             registration=registration,
             faults=faults,
             retry_seconds=0.1,

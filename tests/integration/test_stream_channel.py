@@ -1,5 +1,6 @@
 """The channel between roles and hub: in one process, and with hub and clients in processes of their own."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -197,6 +198,57 @@ def test_rows_that_break_the_rules_are_refused_and_the_exchange_goes_on(channel)
         assert says in answer.detail
     assert channel.service.received == []
     assert send_group(actor, 1).note == "new"
+
+
+@pytest.mark.parametrize("message", [Reserve(step=1, epoch=0), Rows(step=1, groups=())])
+def test_an_actor_says_nothing_of_the_trainers(channel, message):
+    answer = channel.client().request(message)
+    assert (answer.code, answer.detail) == ("wrong_peer", f"actor/actor-0 sent {message.kind}: no actor says that")
+    assert channel.service.received == []
+
+
+def test_a_trainer_says_nothing_of_an_actors(channel):
+    trainer = channel.client("trainer", "trainer")
+    rollouts = build_group(0, group_id=1)
+    assert trainer.request(SYNC).code == "wrong_peer"
+    assert trainer.request(group_message(rollouts), encode_rollouts("run", rollouts)).code == "wrong_peer"
+    assert channel.service.received == []
+
+
+@pytest.mark.parametrize(("role", "name"), [("trainer", "actor-0"), ("actor", "actor-1")])
+def test_a_peer_registers_as_what_its_exchange_was_opened_as(channel, role, name):
+    answer = channel.client().request(Register(role=role, name=name, epoch=0))
+    assert (answer.code, channel.service.received) == ("wrong_peer", [])
+    assert answer.detail.startswith(f"actor/actor-0 registers as {role}/{name}: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"[" * 10**5,
+        b'{"role": "actor"}',
+        b'{"role": "hub", "name": "x"}',
+        b'{"role": ["actor"], "name": "x"}',
+        b'{"role": "actor", "name": ""}',
+        b'{"role": "actor", "name": "a/b"}',
+        b'{"role": "actor", "name": "a\\nb"}',
+        json.dumps({"role": "actor", "name": "x" * 101}).encode(),
+    ],
+)
+def test_an_exchange_opens_with_a_role_and_a_plain_name(channel, command):
+    client = fl.FlightClient(channel.server.url)
+    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {TOKEN}".encode())])
+    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
+    with pytest.raises(fl.FlightServerError, match="role actor or trainer") as caught:
+        reader.read_chunk()
+    assert "Traceback" not in str(caught.value)
+    with contextlib.suppress(fl.FlightError, pa.ArrowException):
+        writer.close()
+    client.close()
+    assert channel.service.connections == []
 
 
 def test_another_schema_is_refused_by_name(channel):

@@ -15,9 +15,9 @@ from pipelinerl_core.messages import Register, Request, Sync
 from pipelinerl_core.storage.keys import check_key
 from pipelinerl_core.stream.checks import check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
+from pipelinerl_core.stream.door import parse
 from pipelinerl_core.stream.partials import decode_partials, encode_partials
 from pipelinerl_core.stream.schema import conform
-from pipelinerl_core.stream.server import _parse
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import WeightManifest
 from tests.unit.test_stream_partials import row
@@ -85,7 +85,7 @@ REGISTER = Register(role="actor", name="a", epoch=1).model_dump()
 )
 def test_messages(metadata):
     try:
-        request = _parse(metadata)
+        request = parse(metadata)
     except SchemaMismatch:
         return
     assert TypeAdapter(Request).validate_python(request.model_dump()) == request
@@ -142,4 +142,4 @@ def test_keys_never_leave_their_root(key):
 @pytest.mark.parametrize("size", [8 * 2**20 + 1, 2**26])
 def test_a_giant_message_is_refused_before_it_is_read(size):
     with pytest.raises(SchemaMismatch, match="the limit is"):
-        _parse(b"{" + b" " * size)
+        parse(b"{" + b" " * size)

@@ -3,14 +3,15 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease
-from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import (
     Ack,
     Bye,
@@ -181,6 +182,79 @@ def test_who_has_not_registered_or_knows_another_hub_is_told_to_register(talk):
     ))  # fmt: skip
     assert isinstance(old, Refused)
     assert old.code == "unknown_boot"
+
+
+def other_actor(talk: Talk) -> None:
+    """Peer "b": actor-1, epoch 5."""
+    talk.hub.connected("b", lambda num_groups: None)
+    talk("b", Register(role="actor", name="actor-1", epoch=5))
+
+
+def test_an_actor_delivers_in_its_own_name_and_under_its_own_lease(talk):
+    other_actor(talk)
+    [lease] = talk.sync(want=1).leases
+    ref, batch = rows_of(lease)
+    before = talk.ledger.tokens()
+    with pytest.raises(WrongPeer, match="actor-1/5 sent a message of actor-0/1"):
+        talk("b", Group(lease_id=lease.lease_id, ref=ref), batch)
+    own = replace(ref, actor="actor-1", actor_epoch=5)
+    with pytest.raises(WrongPeer, match="actor-1/5 sent group 0 attempt 0, which is actor-0/1's"):
+        talk("b", Group(lease_id=lease.lease_id, ref=own), batch)
+    assert talk.ledger.tokens() == before
+    talk.deliver(lease)
+    with pytest.raises(WrongPeer, match="which is actor-0/1's"):  # no copy of what is ready is acknowledged either
+        talk("b", Group(lease_id=lease.lease_id, ref=own), batch)
+
+
+def test_an_actor_seals_in_its_own_name_and_what_is_its_own(talk):
+    other_actor(talk)
+    leased, delivered = talk.sync(want=2).leases
+    talk.deliver(delivered)
+    for sealed in (
+        Sealed(actor="actor-0", epoch=1, seq=0, groups=()),
+        Sealed(actor="actor-1", epoch=4, seq=0, groups=()),
+        Sealed(actor="actor-1", epoch=5, seq=0, groups=((leased.group_id, 0),)),
+        Sealed(actor="actor-1", epoch=5, seq=0, groups=((delivered.group_id, 0),)),
+    ):
+        with pytest.raises(WrongPeer):
+            talk("b", sealed)
+    assert talk.ledger.where(0, 0) is talk.ledger.where(1, 0) is None
+    assert talk("b", Sealed(actor="actor-1", epoch=5, seq=0, groups=((7, 0),))) == Ack(re=7)  # of long ago
+    talk.hub.connected("new", lambda num_groups: None)
+    assert talk("new", Sealed(actor="actor-1", epoch=5, seq=0, groups=())).code == "unknown_boot"
+
+
+def test_an_actor_reports_its_own_swaps(talk):
+    swap = {"actor": "actor-1", "actor_epoch": 5, "version": 1, "at": 0.0, "pause_seconds": 0.0}
+    with pytest.raises(SchemaMismatch, match="a swap that is none"):
+        talk.sync(want=0, swaps=(swap,))
+    with pytest.raises(WrongPeer, match="a swap of actor-1/5"):
+        talk.sync(want=0, swaps=({**swap, "num_bytes": 1, "num_running": 1, "num_tokens": 1},))
+
+
+def test_a_late_group_of_a_lost_lease_is_stale_and_not_taken_for_somebody_elses(talk):
+    other_actor(talk)
+    [lease] = talk.sync(want=1).leases
+    talk.ledger.bye(ActorKey("actor-0", 1))
+    sync = Sync(
+        boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=4, want=1, leases=(), num_tokens=0,
+        running_seconds=0.0,
+    )  # fmt: skip
+    assert talk("b", sync).leases[0].attempt == 1
+    ref, batch = rows_of(lease)
+    with pytest.raises(StaleLease):
+        talk("a", Group(lease_id=lease.lease_id, ref=ref), batch)
+    assert talk("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),))) == Ack(re=7)
+
+
+def test_an_actor_that_comes_back_while_its_old_exchange_looks_alive_goes_on(talk):
+    [lease] = talk.sync(want=1).leases
+    talk.hub.connected("again", lambda num_groups: None)
+    held = LeaseRef(group_id=0, attempt=0, lease_id=lease.lease_id)
+    assert talk("again", Register(role="actor", name="actor-0", epoch=1, leases=(held,))).kind == "registered"
+    ref, batch = rows_of(lease)
+    assert talk("again", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="ready")
+    assert talk("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="known")  # sent before
 
 
 def test_a_step_from_lease_to_announcement(talk):
@@ -427,6 +501,7 @@ def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
     ledger.committed(0, (), (), manifest(0))
     new = Talk(talk.store.url.removeprefix("file://"), ledger)
     new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
+    new("a", Register(role="actor", name="actor-0", epoch=1))
     seal(new, lease)
     new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
     [(header, batch)] = new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None)
