@@ -13,7 +13,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow check bench bench-gpu bench-peers format
+.PHONY: help install quickstart test test-slow chaos check bench bench-gpu bench-peers format
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -44,6 +44,9 @@ test: install ## unit, contract and integration tests
 
 test-slow: install $(VLLM) ## whole runs, with real vLLM, Prefect workers, S3, crashes
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+
+chaos: install ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 check: install ## lint, types, import rules
 	$(BIN)/ruff check .

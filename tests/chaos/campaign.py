@@ -1,0 +1,130 @@
+"""A run in which one thing after another goes wrong, and what must be true at its end."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.roles.audit import Audit
+from tests.chaos.faults import AWAY_SECONDS, catalogue
+from tests.chaos.world import RECOVERY_SECONDS, ROOT, StoreKind, World
+
+STEPS_PER_FAULT = 10
+_AUDIT_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """A fault that happened."""
+
+    name: str
+    detail: str
+    step: int
+    """Newest commit when it happened."""
+    seconds: float
+    """How long it lasted."""
+    recovered_seconds: float
+    """From its end to the second commit after its beginning; 0 if that came before."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a campaign has found; it has passed when there are no complaints."""
+
+    store: StoreKind
+    seed: int
+    injected: list[Injected] = field(default_factory=list)
+    seconds: float = 0.0
+    steps: int = 0
+    audit: dict[str, Any] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
+
+
+def run_campaign(
+    home: Path,
+    store: StoreKind,
+    names: Sequence[str],
+    *,
+    seed: int,
+    away_seconds: float = AWAY_SECONDS,
+    replays: bool = True,
+    settings: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Start a run, let the named faults happen at random moments, wait for its end and look at what is left.
+
+    AssertionError, naming what it waited for, when the run hangs or ends early.
+    """
+    outcome, begun = Outcome(store, seed), time.monotonic()
+    world = World(home, store, steps=STEPS_PER_FAULT * (len(names) + 1), seed=seed, settings=settings)
+    faults = catalogue(store, away_seconds=away_seconds)
+    try:
+        world.start()
+        for number, name in enumerate(names, 1):
+            time.sleep(world.random.uniform(0, 1.5))
+            happened = inject(world, name, faults[name])
+            outcome.injected.append(happened)
+            say(
+                f"{store} {number}/{len(names)}: step {happened.step}, {name} ({happened.detail}), "
+                f"{happened.seconds:.1f} s, two steps later after {happened.recovered_seconds:.1f} s"
+            )
+        report = world.finish()
+        outcome.steps = report["steps"]
+        outcome.complaints += complaints(world, report, outcome, replays=replays)
+    finally:
+        world.close()
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+def inject(world: World, name: str, fault: Callable[[World], str]) -> Injected:
+    """Let a fault happen; returns when two further steps are committed."""
+    step, begun = world.committed, time.monotonic()
+    detail = fault(world)
+    seconds = time.monotonic() - begun
+    recovered = world.wait_for(f"two steps after {name}", lambda: world.committed >= step + 2, RECOVERY_SECONDS)
+    return Injected(name, detail, step, seconds, recovered)
+
+
+def complaints(world: World, report: dict[str, Any], outcome: Outcome, *, replays: bool) -> list[str]:
+    """What should not be: nothing."""
+    found = [f"left behind: {one}" for one in world.leftovers()]
+    if report["steps"] != world.steps:
+        found.append(f"{report['steps']} of {world.steps} steps")
+    run = world.run
+    outcome.audit = Audit(run.store, run.config).run().document
+    found += [f"audit: {problem}" for problem in outcome.audit["problems"]]
+    found += [f"audit: {key} {outcome.audit[key]}" for key in ("lost", "trained_twice") if outcome.audit[key]]
+    found += missing_metrics(world)
+    if replays:
+        found += replay(run.store.url)
+    return found
+
+
+def missing_metrics(world: World) -> list[str]:
+    """Every step has its loss in MLflow, once, in one run."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=world.mlflow.url)
+    record = world.run.record
+    assert record.mlflow_run_id is not None
+    steps = [metric.step for metric in client.get_metric_history(record.mlflow_run_id, "train/loss")]
+    missing = sorted(set(range(1, world.steps + 1)) - set(steps))
+    return [f"MLflow has no loss of steps {missing}"] if missing else []
+
+
+def replay(url: str) -> list[str]:
+    """The recorded batches give the recorded losses and weights, to the last bit."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "pipelinerl_core.roles.replay", "--run", url, "--json"],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=False,
+        timeout=_AUDIT_SECONDS,
+    )  # fmt: skip
+    if printed.returncode == 0 and json.loads(printed.stdout)["all_equal"]:
+        return []
+    return [f"the replay differs: {printed.stdout[-300:]}"]

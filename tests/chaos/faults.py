@@ -1,0 +1,147 @@
+"""What can go wrong. A fault happens to a World, and tells in a few words what it did."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.services import Service
+from tests.chaos.world import LEASE_SECONDS, StoreKind, World
+
+Fault = Callable[[World], str]
+
+AWAY_SECONDS = 60.0
+STORE_SECONDS = 5.0
+_ROLES = ("roles.hub", "roles.trainer", "roles.actor")
+
+
+def kill(words: str, world: World) -> str:
+    """kill -9."""
+    process = world.process(words)
+    process.send_signal(signal.SIGKILL)
+    return f"pid {process.pid}"
+
+
+def kill_flow(world: World) -> str:
+    """kill -9 of the command; somebody starts it again."""
+    world.kill_command()
+    world.resume()
+    return f"start {world.num_starts}"
+
+
+def stop(words: str, world: World) -> str:
+    """SIGSTOP for longer than a lease, then SIGCONT."""
+    process, seconds = world.process(words), LEASE_SECONDS + world.random.uniform(1, 3)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+    return f"{seconds:.1f} s"
+
+
+def store_fails(mode: str, world: World) -> str:
+    """The S3 server fails in this way for a while."""
+    assert world.proxy is not None
+    before = world.proxy.num_faults
+    world.proxy.mode = mode
+    time.sleep(STORE_SECONDS)
+    world.proxy.mode = "pass"
+    return f"{world.proxy.num_faults - before} requests"
+
+
+def disk_full(world: World) -> str:
+    """No file of one role can grow for a while: its writes fail as on a full disk."""
+    role = world.random.choice(_ROLES)
+    process = world.process(role)
+    limits = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, limits[1]))
+    time.sleep(STORE_SECONDS)
+    with suppress(psutil.NoSuchProcess):
+        process.rlimit(psutil.RLIMIT_FSIZE, limits)
+    return role
+
+
+def damage(path: Path, world: World) -> None:
+    """Flip a bit, or tear the end off."""
+    data = bytearray(path.read_bytes())
+    if world.random.random() < 0.5:
+        data[world.random.randrange(len(data))] ^= 1 << world.random.randrange(8)
+    else:
+        del data[world.random.randrange(len(data)) :]
+    path.write_bytes(data)
+
+
+def damaged_segments(world: World) -> str:
+    """The newest segments are damaged, and the hub must read them because it dies."""
+    newest = sorted(world.directory.glob("rollouts/*/*/*.arrow"), key=lambda path: path.stat().st_mtime)[-3:]
+    for path in newest:
+        damage(path, world)
+    return f"{len(newest)} segments, hub {kill('roles.hub', world)}"
+
+
+def damaged_log(world: World) -> str:
+    """The newest write of the log of open groups is damaged, and its actor dies."""
+    actor = world.process("roles.actor")
+    name = actor.cmdline()[actor.cmdline().index("--name") + 1]
+    logs = sorted(world.directory.glob(f"partials/{name}/*/*.arrow"), key=lambda path: path.stat().st_mtime)[-1:]
+    for path in logs:
+        damage(path, world)
+    actor.send_signal(signal.SIGKILL)
+    return f"{len(logs)} logs of {name}"
+
+
+def damaged_weights(world: World) -> str:
+    """The newest weights are damaged wherever they are, and an actor must read them because it dies."""
+    paths = [*world.shm.glob("[0-9]*/model.safetensors"), *world.directory.glob("weights/*/model.safetensors")]
+    newest = max(path.parent.name for path in paths)
+    for path in [path for path in paths if path.parent.name == newest]:
+        damage(path, world)
+    return f"version {newest}, actor {kill('roles.actor', world)}"
+
+
+def damaged_checkpoint(world: World) -> str:
+    """The newest checkpoint is damaged, and the trainer must read it because it dies."""
+    newest = max(path.parent for path in world.directory.glob("checkpoints/*/manifest.json"))
+    damage(newest / "state.safetensors", world)
+    return f"step {newest.name}, trainer {kill('roles.trainer', world)}"
+
+
+def away(service: Callable[[World], Service], seconds: float, world: World) -> str:
+    """kill -9 of a server, which comes back after a while; the faults after this one do not wait for it."""
+    world.await_servers()
+    server = service(world)
+    server.kill()
+    timer = threading.Timer(seconds, server.start)
+    timer.start()
+    world.returning.append(timer)
+    return f"{seconds:.0f} s"
+
+
+def catalogue(kind: StoreKind, *, away_seconds: float = AWAY_SECONDS) -> dict[str, Fault]:
+    """Name -> fault, of all that can happen to a run on this kind of store."""
+    faults: dict[str, Fault] = {
+        "kill hub": partial(kill, "roles.hub"),
+        "kill trainer": partial(kill, "roles.trainer"),
+        "kill actor": partial(kill, "roles.actor"),
+        "kill reward worker": partial(kill, "rewards.worker"),
+        "kill flow": kill_flow,
+        "stop hub": partial(stop, "roles.hub"),
+        "stop trainer": partial(stop, "roles.trainer"),
+        "stop actor": partial(stop, "roles.actor"),
+        "stop reward worker": partial(stop, "rewards.worker"),
+        "segments damaged": damaged_segments,
+        "log damaged": damaged_log,
+        "weights damaged": damaged_weights,
+        "checkpoint damaged": damaged_checkpoint,
+        "Prefect away": partial(away, lambda world: world.prefect, away_seconds),
+        "MLflow away": partial(away, lambda world: world.mlflow, away_seconds),
+    }
+    if kind == "s3":
+        modes = {"503": "503", "slow": "slow", "torn": "torn", "full": "full"}
+        return faults | {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}
+    return faults | {"disk full": disk_full}

@@ -1,0 +1,240 @@
+"""One run and everything around it: servers, the store behind a proxy, the command, and its processes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.weights.publish import shm_directory
+from tests.chaos.proxy import FaultyProxy
+from tests.chaos.services import mlflow_server, prefect_server
+from tests.conftest import ACCESS_KEY, BUCKET, SECRET_KEY, start_rclone, stop_rclone
+
+ROOT = Path(__file__).parents[2]
+LEASE_SECONDS = 4.0
+RECOVERY_SECONDS = 180.0
+"""Longest time between a fault and two further commits."""
+END_SECONDS = 600.0
+
+StoreKind = Literal["file", "s3"]
+SETTINGS = (
+    f"placement.lease_seconds={LEASE_SECONDS:g}",
+    "placement.actors=2",
+    "placement.max_restarts=1000",
+    "trainer.groups_per_step=16",
+    "engine.concurrency=32",
+    "checkpoint.every_seconds=3",
+    "store.partial_seconds=0.5",
+    "eval.num_prompts=0",
+)
+
+
+class World:
+    """`start`, then faults, then `finish`; `close` whatever happened."""
+
+    def __init__(self, home: Path, store: StoreKind, *, steps: int, seed: int, settings: Sequence[str] = ()) -> None:
+        self.home, self.kind, self.steps = home, store, steps
+        self.random = random.Random(seed)
+        self.settings = (*SETTINGS, f"trainer.steps={steps}", *settings)
+        self.prefect, self.mlflow = prefect_server(home), mlflow_server(home)
+        self.proxy: FaultyProxy | None = None
+        self._rclone: Any = None
+        self._command: subprocess.Popen[str] | None = None
+        self._seen: dict[int, float] = {}
+        """pid -> creation time of every process the run ever had, as far as somebody looked."""
+        self.num_starts = 0
+        self.returning: list[threading.Timer] = []
+        """They bring servers back that are away."""
+
+    # ---- from the start to the end ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Servers, then the run; returns when its third step is committed."""
+        for service in (self.prefect, self.mlflow):
+            service.start()
+        if self.kind == "s3":
+            (self.home / "s3").mkdir()
+            self._rclone = start_rclone(self.home / "s3")
+            self.proxy = FaultyProxy(self._rclone.endpoint, self.random.randrange(1 << 30))
+            self._prefix = uuid.uuid4().hex[:8]
+            self.root, self._directory = f"s3://{BUCKET}/{self._prefix}", self.home / "s3" / BUCKET / self._prefix
+        else:
+            self._directory = self.home / "runs"
+            self._directory.mkdir()
+            self.root = f"file://{self._directory}"
+        for service in (self.prefect, self.mlflow):
+            service.wait()
+        settings = (*self.settings, f"tracking.mlflow_uri={self.mlflow.url}")
+        self._launch("train", "quickstart", *settings)
+        self.wait_for("the first steps", lambda: self.committed >= 3, 300)
+
+    def resume(self) -> None:
+        """Start a command that goes on with the run, which must not be running."""
+        self.await_servers()
+        self._launch("resume", self.directory.name)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end of the run; its report."""
+        assert self._command is not None
+        self.await_servers()
+        deadline = time.monotonic() + END_SECONDS
+        while self._command.poll() is None:
+            self.look()
+            assert time.monotonic() < deadline, f"the run did not end within {END_SECONDS:g} s: {self.log_tail()}"
+            time.sleep(0.3)
+        assert self._command.returncode == 0, self.log_tail()
+        report: dict[str, Any] = json.loads((self.home / "stdout.txt").read_text())
+        return report
+
+    def await_servers(self) -> None:
+        """Until Prefect and MLflow answer; those that are away come back first."""
+        for timer in self.returning:
+            timer.join()
+        self.returning.clear()
+        for service in (self.prefect, self.mlflow):
+            service.wait()
+
+    def close(self) -> None:
+        """End what is left of it all."""
+        for timer in self.returning:
+            timer.cancel()
+        if self._command is not None and self._command.poll() is None:
+            self._command.kill()
+            self._command.wait(20)
+        for service in (self.prefect, self.mlflow):
+            service.kill()
+        if self.proxy is not None:
+            self.proxy.shutdown()
+            self.proxy.server_close()
+        if self._rclone is not None:
+            stop_rclone(self._rclone.process)
+
+    def _launch(self, *arguments: str) -> None:
+        environment = {**os.environ, "PREFECT_API_URL": f"{self.prefect.url}/api", **self.aws(self.proxy)}
+        command = [sys.executable, "-m", "flows.cli", *arguments, "--root", self.root, "--json"]
+        with (self.home / "stdout.txt").open("w") as results, (self.home / "stderr.txt").open("a") as log:
+            self._command = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=results, stderr=log, text=True, start_new_session=True
+            )
+        self.num_starts += 1
+
+    def aws(self, proxy: FaultyProxy | None) -> dict[str, str]:
+        """Environment of those who use the store, through the proxy or (None) around it."""
+        if self.kind == "file":
+            return {}
+        return {
+            "AWS_ENDPOINT_URL_S3": self._rclone.endpoint if proxy is None else proxy.endpoint,
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    # ---- looking ---------------------------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> Path:
+        """Where the run's objects lie on this disk, on S3 too."""
+        (path,) = [path.parent for path in self._directory.glob("*/run.json")]
+        return path
+
+    @property
+    def run(self) -> RunContext:
+        """The run, read around the proxy."""
+        os.environ.update(self.aws(None))
+        return open_run(f"{self.root}/{self.directory.name}")
+
+    @property
+    def shm(self) -> Path:
+        """Shared memory of the run."""
+        return shm_directory(self.directory.name)
+
+    @property
+    def committed(self) -> int:
+        """Newest step that has a commit, -1 before there is one."""
+        keys = self._directory.glob("*/commits/[0-9]*.json")
+        return max((int(path.name.split(".")[0]) for path in keys), default=-1)
+
+    def look(self) -> list[psutil.Process]:
+        """Processes below the command, remembered for `leftovers`."""
+        assert self._command is not None
+        try:
+            found = psutil.Process(self._command.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        for process in found:
+            try:
+                self._seen[process.pid] = process.create_time()
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that have outlived the run."""
+        found = [str(self.shm)] if self.shm.exists() else []
+        for pid, created in self._seen.items():
+            try:
+                process = psutil.Process(pid)
+                if process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def process(self, *words: str) -> psutil.Process:
+        """One of the processes of the run whose command line has all of these words; waits for one."""
+        found: list[psutil.Process] = []
+
+        def has_any() -> bool:
+            found[:] = [process for process in self.look() if has_words(process, words)]
+            return bool(found)
+
+        self.wait_for(f"a process with {words}", has_any, 60)
+        return self.random.choice(found)
+
+    def kill_command(self) -> None:
+        """kill -9 of the flow; returns when all that it started has gone with it."""
+        assert self._command is not None
+        self.look()
+        self._command.send_signal(signal.SIGKILL)
+        self._command.wait(20)
+        self.wait_for("the end of every child", lambda: not self.leftover_processes(), 20, is_running=False)
+
+    def leftover_processes(self) -> list[str]:
+        """`leftovers` without shared memory, which a killed flow cannot remove."""
+        return [found for found in self.leftovers() if found != str(self.shm)]
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True) -> float:
+        """Poll until it holds, returns the seconds; fails at the deadline, or when the command has ended."""
+        assert self._command is not None
+        begun = time.monotonic()
+        while not condition():
+            assert not is_running or self._command.poll() is None, f"the run ended before {what}: {self.log_tail()}"
+            waited = time.monotonic() - begun
+            assert waited < seconds, f"{what} did not happen within {seconds:g} s: {self.log_tail()}"
+            self.look()
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
+    def log_tail(self) -> str:
+        """The end of what the command wrote to stderr."""
+        return f"see {self.home}\n" + (self.home / "stderr.txt").read_text()[-3000:]
+
+
+def has_words(process: psutil.Process, words: Sequence[str]) -> bool:
+    """Whether a process lives and its command line has all words, each as a part of an argument."""
+    try:
+        line = " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and all(word in line for word in words)
+    except psutil.Error:
+        return False
