@@ -2,6 +2,7 @@
 
 import argparse
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,8 @@ def main() -> int:
     parser.add_argument("--away-seconds", type=float, default=AWAY_SECONDS, help="of Prefect and MLflow servers")
     parser.add_argument("--engine", default="embedded", choices=["embedded", "vllm"])
     options = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # unwind, so that nothing is left; a shell may have ignored them
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     say(f"seed {options.seed}")
     kinds = ["file", "s3"] if options.store == "both" else [options.store]
     outcomes = []

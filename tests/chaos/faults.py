@@ -76,9 +76,17 @@ def damage(path: Path, world: World) -> None:
     path.write_bytes(data)
 
 
+def last_change(path: Path) -> float:
+    """When a file was written; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def damaged_segments(world: World) -> str:
     """The newest segments are damaged, and the hub must read them because it dies."""
-    newest = sorted(world.directory.glob("rollouts/*/*/*.arrow"), key=lambda path: path.stat().st_mtime)[-3:]
+    newest = sorted(world.directory.glob("rollouts/*/*/*.arrow"), key=last_change)[-3:]
     for path in newest:
         damage(path, world)
     return f"{len(newest)} segments, hub {kill('roles.hub', world)}"
@@ -86,13 +94,17 @@ def damaged_segments(world: World) -> str:
 
 def damaged_log(world: World) -> str:
     """The newest write of the log of open groups is damaged, and its actor dies."""
-    actor = world.process("roles.actor")
-    name = actor.cmdline()[actor.cmdline().index("--name") + 1]
-    logs = sorted(world.directory.glob(f"partials/{name}/*/*.arrow"), key=lambda path: path.stat().st_mtime)[-1:]
-    for path in logs:
-        damage(path, world)
-    actor.send_signal(signal.SIGKILL)
-    return f"{len(logs)} logs of {name}"
+    logs: list[Path] = []
+
+    def has_any() -> bool:
+        logs[:] = sorted(world.directory.glob("partials/*/*/*.arrow"), key=last_change)
+        return bool(logs)
+
+    world.wait_for("a log of open groups", has_any, 30)
+    name = logs[-1].parts[-3]
+    with suppress(FileNotFoundError):  # its groups were sealed a moment ago
+        damage(logs[-1], world)
+    return f"{'/'.join(logs[-1].parts[-3:])}, {name} {kill(f'--name {name}', world)}"
 
 
 def damaged_weights(world: World) -> str:
