@@ -6,16 +6,41 @@ Arrow record batches beside the messages that name them. A request carries `id`;
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
 
 
 class Message(BaseModel):
-    """Frozen, closed, JSON only."""
+    """Frozen, closed, JSON only. JSON has no NaN: one that got into a commit could not be read back."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _counts(ref: GroupRef) -> GroupRef:
+    numbers = (ref.group_id, ref.attempt, ref.actor_epoch, ref.num_rollouts, ref.num_tokens)
+    if not all(0 <= number < 1 << 63 for number in numbers):
+        raise ValueError("the numbers of a group are from 0 to 2^63 - 1")
+    return ref
+
+
+# What requests say is bounded here once: it ends up in int64 columns, in object keys and in lines of the log.
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Name = Annotated[str, Field(pattern=r"^[^\p{C}/\\]+$", max_length=100)]
+LeaseId = Annotated[str, Field(pattern=r"^[!-~]+$", max_length=200)]
+Ref = Annotated[GroupRef, AfterValidator(_counts)]
+
+
+class Introduction(Message):
+    """Who a peer is; it opens its exchange with it, as the command of the descriptor."""
+
+    role: Literal["actor", "trainer"]
+    name: Name
+
+    def __str__(self) -> str:
+        """The form of log lines: "<role>/<name>"."""
+        return f"{self.role}/{self.name}"
 
 
 class Lease(Message):
@@ -35,18 +60,18 @@ class Lease(Message):
 class LeaseRef(Message):
     """Names one lease that an actor holds."""
 
-    group_id: int
-    attempt: int
-    lease_id: str
+    group_id: Count
+    attempt: Count
+    lease_id: LeaseId
 
 
 class FateRecord(Message):
     """A group that left the ledger without being trained, or its training in a commit."""
 
-    group_id: int
-    attempt: int
+    group_id: Count
+    attempt: Count
     fate: Literal["trained", "filtered", "dropped_stale", "failed"]
-    num_tokens: int
+    num_tokens: Count
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -58,13 +83,13 @@ class Register(Message):
     kind: Literal["register"] = "register"
     id: int = 0
     role: Literal["actor", "trainer"]
-    name: str
-    epoch: int
+    name: Name
+    epoch: Count
     leases: tuple[LeaseRef, ...] = ()
     """Leases an actor still works on."""
-    step: int | None = None
+    step: Count | None = None
     """Trainer: the step whose reservation it holds."""
-    reservation: tuple[GroupRef, ...] = ()
+    reservation: tuple[Ref, ...] = ()
     """Trainer: the groups of that reservation."""
     committed_step: int = -1
     """Trainer: its newest commit."""
@@ -79,20 +104,20 @@ class Sync(Message):
     id: int = 0
     boot_id: str
     engine_version: int
-    running: int
-    waiting: int
-    concurrency: int
+    running: Count
+    waiting: Count
+    concurrency: Count
     want: int
     """Groups it could start now."""
-    leases: tuple[str, ...]
+    leases: tuple[LeaseId, ...]
     """lease_id of every lease it knows and has not finished; the hub sends again what is missing here."""
-    num_tokens: int
+    num_tokens: Count
     """Tokens sampled since this actor epoch began."""
     running_seconds: float
     """Integral of `running` since this actor epoch began, sequence-seconds."""
     swaps: tuple[dict[str, Any], ...] = ()
     """Swaps that the hub has not acknowledged, each a SwapRecord."""
-    counters: dict[str, float] = Field(default_factory=dict)
+    counters: dict[Name, float] = Field(default_factory=dict, max_length=100)
     """Free-form counters of the role, for example cpu_seconds, rss_bytes, reward_errors."""
 
 
@@ -101,9 +126,9 @@ class Group(Message):
 
     kind: Literal["group"] = "group"
     id: int = 0
-    lease_id: str
-    ref: GroupRef
-    seq: int | None = None
+    lease_id: LeaseId
+    ref: Ref
+    seq: Count | None = None
     """Segment that holds the rows, when they are sealed already."""
 
 
@@ -112,10 +137,10 @@ class Sealed(Message):
 
     kind: Literal["sealed"] = "sealed"
     id: int = 0
-    actor: str
-    epoch: int
-    seq: int
-    groups: tuple[tuple[int, int], ...]
+    actor: Name
+    epoch: Count
+    seq: Count
+    groups: tuple[tuple[Count, Count], ...]
     """(group_id, attempt) of each group in the segment."""
 
 
@@ -124,8 +149,8 @@ class Reserve(Message):
 
     kind: Literal["reserve"] = "reserve"
     id: int = 0
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     wait_seconds: float = 0.5
 
 
@@ -134,8 +159,8 @@ class Rows(Message):
 
     kind: Literal["rows"] = "rows"
     id: int = 0
-    step: int
-    groups: tuple[tuple[int, int], ...]
+    step: Count
+    groups: tuple[tuple[Count, Count], ...]
 
 
 class Committed(Message):
@@ -143,11 +168,11 @@ class Committed(Message):
 
     kind: Literal["committed"] = "committed"
     id: int = 0
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     manifest: WeightManifest | None
     """None when this version was not published (weights.publish_every > 1)."""
-    groups: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[Count, Count], ...]
     fates: tuple[FateRecord, ...] = ()
     """The untrained fates that this commit records, which the hub may now forget."""
     metrics: dict[str, float] = Field(default_factory=dict)

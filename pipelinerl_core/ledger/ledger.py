@@ -4,6 +4,7 @@ Not thread-safe; the hub calls it under one lock.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
@@ -206,9 +207,7 @@ class Ledger(LedgerView):
         reservation = self._pool.reservations.get(step)
         if reservation is not None:
             return reservation.answer
-        unknown = [
-            earlier for earlier in range(self.committed_step + 1, step) if earlier not in self._pool.reservations
-        ]
+        unknown = self._untold(step)
         if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
             return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")
         self._pool.drop_stale(step)
@@ -226,8 +225,15 @@ class Ledger(LedgerView):
 
     def is_due(self, step: int) -> bool:
         """Whether a reserve of a step is worth repeating: enough groups that are live at it are ready."""
+        if self._untold(step):
+            return False
         self._pool.drop_stale(step)
         return not self._not_due(step)
+
+    def _untold(self, step: int) -> list[int]:
+        """The first steps before this one that are neither committed nor reserved here."""
+        missing = (n for n in range(self.committed_step + 1, step) if n not in self._pool.reservations)
+        return list(islice(missing, 3))  # the step is the trainer's word: it may be any number
 
     def _not_due(self, step: int) -> str:
         """Why the schedule has not enough ready groups for a step, if so."""

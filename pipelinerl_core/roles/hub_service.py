@@ -8,6 +8,7 @@ The right half is in hub_trainer.py. Prompts, summaries and reads from the store
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -185,6 +186,7 @@ class Hub:
             actor = ActorKey(request.name, request.epoch)
         with self._changed:
             if actor is not None:
+                self._state.check_groups(lease.group_id for lease in request.leases)
                 self._ledger.register_actor(actor, request.leases)
                 self._state.peers[peer].actor = actor
             answer = Registered(
@@ -255,6 +257,7 @@ class Hub:
                 if actor is None:
                     return self._unknown_boot(request.id)
                 self._check_own(actor, summary.actor, [key])
+                self._state.check_groups([request.ref.group_id])
                 was_still = self._stands_still()
                 arrival = self._ledger.add_group(summary, request.lease_id)
                 is_news = self._stands_still() and not was_still
@@ -326,6 +329,8 @@ def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
             record = SwapRecord.model_validate(swap)
         except ValidationError as error:
             raise SchemaMismatch(f"{actor} reports a swap that is none: {error.errors()[0]['msg']}") from None
+        if not math.isfinite(record.at) or not math.isfinite(record.pause_seconds):
+            raise SchemaMismatch(f"{actor} reports a swap at {record.at} with a pause of {record.pause_seconds} s")
         named = ActorKey(record.actor, record.actor_epoch)
         if named != actor:
             raise WrongPeer(f"{actor} reports a swap of {named}: an actor speaks for itself")

@@ -2,13 +2,19 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
 
+from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.roles.hub_store import GroupKey
+
+# Groups that an earlier hub may have leased after the last commit that this one has read. A peer that names one
+# further out is broken, and every group up to it would be queued.
+MAX_UNTOLD_GROUPS = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +40,15 @@ class HubState:
         """Of ready and reserved groups."""
         self.peers: dict[str, Peer] = {}
         self.is_stopping = False
+        self._first_unlikely = ledger.next_group_id + MAX_UNTOLD_GROUPS
+
+    def check_groups(self, group_ids: Iterable[int]) -> None:
+        """SchemaMismatch for a group that no hub can have leased. Under the lock."""
+        limit = max(self._first_unlikely, self.ledger.next_group_id)
+        for group_id in group_ids:
+            if group_id >= limit:
+                found = self.ledger.next_group_id
+                raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
 
     def wake_trainer(self) -> None:
         """A group has arrived: let the reserve that waits look again, if that is worth it. Under the lock."""

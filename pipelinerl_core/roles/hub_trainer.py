@@ -24,7 +24,9 @@ _MAX_WAIT_SECONDS = 5.0
 
 
 class TrainerDesk:
-    """Answers the trainer. Raises Fenced, and MissingObject for commits or rows that are not there (yet)."""
+    """Answers the trainer. Raises Fenced, SchemaMismatch for groups that cannot be, and MissingObject for commits or
+    rows that are not there (yet).
+    """
 
     def __init__(self, state: HubState, store: ObjectStore) -> None:
         self._state = state
@@ -41,6 +43,7 @@ class TrainerDesk:
         """A trainer (re)appears; commits that no hub was told of are read from the store first."""
         with self._changed:
             self._ledger.check_trainer(request.epoch)
+            self._state.check_groups(ref.group_id for ref in request.reservation)
         self._catch_up(request.committed_step)
         with self._changed:
             self.has_met = True
@@ -113,6 +116,8 @@ class TrainerDesk:
         """A step is committed: forget its groups, announce its version."""
         with self._changed:
             self._ledger.check_trainer(request.epoch)
+            self._state.check_groups(group_id for group_id, _ in request.groups)
+            self._state.check_groups(record.group_id for record in request.fates)
         self._catch_up(request.step - 1)
         with self._changed:
             is_new = self._ledger.committed(request.step, request.groups, request.fates, request.manifest)

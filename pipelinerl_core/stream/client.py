@@ -5,7 +5,6 @@ exit of the interpreter.
 """
 
 import itertools
-import json
 import logging
 import queue
 import threading
@@ -14,8 +13,10 @@ from collections.abc import Callable
 from typing import Literal
 
 import pyarrow as pa
+from pydantic import ValidationError
 
 from pipelinerl_core.errors import (
+    ConfigError,
     Fenced,
     HubUnavailable,
     MissingObject,
@@ -25,7 +26,7 @@ from pipelinerl_core.errors import (
     StreamError,
     WrongPeer,
 )
-from pipelinerl_core.messages import Answer, Bye, Refused, Request, Reserve, Rows, RowsHeader, encode
+from pipelinerl_core.messages import Answer, Bye, Introduction, Refused, Request, Reserve, Rows, RowsHeader, encode
 from pipelinerl_core.stream.connection import Connection, Frame, Lost, Received, lost_text
 
 CLOSE_SECONDS = 2.0
@@ -64,7 +65,7 @@ class HubClient:
         faults: Callable[[str], bool] | None = None,
     ) -> None:
         self._token = token
-        self._command = json.dumps({"role": role, "name": name}).encode()
+        self._command = _introduction(role, name)
         self._on_credit = on_credit
         self._retry_seconds = retry_seconds
         self._deadline_seconds = deadline_seconds
@@ -147,6 +148,15 @@ class HubClient:
 
     def _open(self, url: str) -> "Connection":
         return Connection(url, self._token, self._command, self._on_credit, self._faults)
+
+
+def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
+    try:
+        return encode(Introduction(role=role, name=name))
+    except ValidationError:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a peer; it has 1 to 100 printable characters and no slash"
+        ) from None
 
 
 class _Call:

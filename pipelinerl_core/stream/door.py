@@ -5,7 +5,6 @@ is held to that. What only the ledger knows, whose a lease or a group is, the se
 """
 
 import json
-from typing import NamedTuple
 
 import pyarrow.flight as fl
 from pydantic import ValidationError
@@ -16,6 +15,7 @@ from pipelinerl_core.messages import (
     Bye,
     Committed,
     Group,
+    Introduction,
     Register,
     Request,
     Reserve,
@@ -27,42 +27,23 @@ from pipelinerl_core.messages import (
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest message without its rows."""
 
+_MAX_PLACE = 100  # characters
+
 _KINDS: dict[str, tuple[type[Request], ...]] = {
     "actor": (Register, Sync, Group, Sealed, Bye),
     "trainer": (Register, Reserve, Rows, Committed, Bye),
 }
-_MAX_NAME = 100  # characters
-
-
-class Introduction(NamedTuple):
-    """Who a peer said it is when it opened its exchange."""
-
-    role: str
-    name: str
-
-    def __str__(self) -> str:
-        """The form of log lines: "<role>/<name>"."""
-        return f"{self.role}/{self.name}"
 
 
 def introduction(command: bytes) -> Introduction:
-    """From the descriptor {"role": ..., "name": ...} of an exchange; anything else raises FlightServerError."""
+    """From the command of the descriptor of an exchange; FlightServerError if there is none in it."""
     try:
-        fields = json.loads(command)
-        role, name = fields["role"], fields["name"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        role = name = None
-    if role not in tuple(_KINDS) or not isinstance(name, str) or not _is_plain(name):
+        return Introduction.model_validate_json(command or b"")
+    except ValidationError:
         raise fl.FlightServerError(
             'an exchange opens with {"role": ..., "name": ...} as its command: role actor or trainer, and a name of '
-            f"1 to {_MAX_NAME} printable characters without a slash"
-        )
-    return Introduction(role, name)
-
-
-def _is_plain(name: str) -> bool:
-    """A name becomes a part of object keys and of log lines."""
-    return 0 < len(name) <= _MAX_NAME and name.isprintable() and not {"/", "\\"} & set(name)
+            "1 to 100 printable characters without a slash"
+        ) from None
 
 
 def parse(metadata: bytes) -> Request:
@@ -73,7 +54,7 @@ def parse(metadata: bytes) -> Request:
         return REQUEST.validate_json(metadata)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        place = ".".join(str(part) for part in first["loc"])[:_MAX_PLACE]  # a key of theirs may be part of it
         raise SchemaMismatch(f"no request of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
 
 
@@ -93,8 +74,8 @@ def check_sender(who: Introduction, request: Request) -> None:
     """WrongPeer for a message of another role, and for a registration under another role or name."""
     if not isinstance(request, _KINDS[who.role]):
         raise WrongPeer(f"{who} sent {request.kind}: no {who.role} says that")
-    if isinstance(request, Register) and (request.role, request.name) != who:
+    if isinstance(request, Register) and (request.role, request.name) != (who.role, who.name):
         raise WrongPeer(
-            f"{who} registers as {request.role}/{request.name[:_MAX_NAME]}: a peer keeps the role and name that it "
+            f"{who} registers as {request.role}/{request.name}: a peer keeps the role and name that it "
             "opened its exchange with"
         )

@@ -20,9 +20,9 @@ import pyarrow.flight as fl
 
 from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.interfaces import HubService
-from pipelinerl_core.messages import Answer, Credit, Goodbye, Group, Refused, Request, encode
+from pipelinerl_core.messages import Answer, Credit, Goodbye, Group, Introduction, Refused, Request, encode
 from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
-from pipelinerl_core.stream.door import Introduction, check_sender, id_of, introduction, parse
+from pipelinerl_core.stream.door import check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 
 MAX_ROW_BYTES = 256 << 20

@@ -660,6 +660,14 @@ def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
     assert ledger.num_ready == 0
 
 
+def test_a_step_far_ahead_waits_for_the_commits_before_it_and_drops_nothing():
+    ledger, _ = restarted(Clock(), (2, {0: 10}), (3, {0: 10}))
+    answer = ledger.reserve(10**15, epoch=2)
+    assert answer.reason == "the commits of steps [2, 3, 4] have not arrived"
+    assert not ledger.is_due(6)  # where both would be stale; but they may have been trained in step 2
+    assert ledger.num_ready == 2
+
+
 def test_a_reserve_that_is_not_ready_says_how_far_it_is():
     ledger = new_ledger()
     grants = lease(ledger, A, want=4)

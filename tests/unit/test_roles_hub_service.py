@@ -232,6 +232,34 @@ def test_an_actor_reports_its_own_swaps(talk):
         talk.sync(want=0, swaps=({**swap, "num_bytes": 1, "num_running": 1, "num_tokens": 1},))
 
 
+def test_a_swap_without_a_finite_pause_is_refused(talk):
+    swap = {"actor": "actor-0", "actor_epoch": 1, "version": 1, "at": 0.0, "num_bytes": 1, "num_running": 1}
+    with pytest.raises(SchemaMismatch, match="a pause of nan s"):
+        talk.sync(want=0, swaps=({**swap, "num_tokens": 1, "pause_seconds": float("nan")},))
+    assert talk.hub.num_swaps == 0
+
+
+def test_a_group_that_no_hub_can_have_leased_is_refused_before_all_up_to_it_are_queued(tmp_path):
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    talk = Talk(str(tmp_path), ledger)
+    talk.register()
+    lease = LeaseRef(group_id=10**12, attempt=0, lease_id="x")
+    source = build_source(CONFIG)
+    far = Lease(**lease.model_dump(), deadline_seconds=0.0, group_size=2, prompt=source.prompt(0))
+    ref, batch = rows_of(far)
+    for peer, message, rows in (
+        ("a", Register(role="actor", name="actor-0", epoch=1, leases=(lease,)), None),
+        ("a", Group(lease_id="x", ref=ref), batch),
+        ("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=(ref,)), None),
+        ("t", Committed(step=1, epoch=2, manifest=None, groups=((10**12, 0),)), None),
+    ):
+        with pytest.raises(SchemaMismatch, match="group 1000000000000 was never leased, the next one is 0"):
+            talk(peer, message, rows)
+    near = lease.model_copy(update={"group_id": 100})
+    assert talk("a", Register(role="actor", name="actor-0", epoch=1, leases=(near,))).kind == "registered"
+    assert (ledger.next_group_id, ledger.num_leased) == (101, 1)
+
+
 def test_a_late_group_of_a_lost_lease_is_stale_and_not_taken_for_somebody_elses(talk):
     other_actor(talk)
     [lease] = talk.sync(want=1).leases
