@@ -3,16 +3,18 @@
 It carries messages between peers and a `HubService` and knows nothing of ledgers. Requests and answers are JSON in
 the metadata of a write; rows are the record batch of the same write. Both directions use ROLLOUT_SCHEMA.
 
-Two properties of Flight shape this module. Writing to an exchange whose handler has returned crashes the process: a
-peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock. And Flight's shutdown
-waits for every open stream without a deadline: after `shutdown` the process must leave by os._exit.
+Three properties of Flight shape this module. Writing to an exchange whose handler has returned crashes the process:
+a peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock. Flight's shutdown
+waits for every open stream without a deadline: after `shutdown` the process must leave by os._exit. And every peer
+has a thread of its own: a hundred of them, each of which lets go of the interpreter a dozen times per message, spend
+most of their time on handing it to each other. So messages of actors, which wait for nothing, are worked on in turn.
 """
 
 import hmac
 import itertools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -129,6 +131,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
+        self._turn = threading.Lock()
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One peer, from its coming to its going. The peer's name is unique: "<role>/<name>#<serial>"."""
@@ -185,8 +188,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             return
         try:
             check_sender(peer.who, request)
-            rows = self._admit(request, rows)
-            for answer, answer_rows in self._service.handle(peer.name, request, rows):
+            for answer, answer_rows in self._work_on(peer, request, rows):
                 peer.write(answer, answer_rows)
         except PipelineRLError as error:
             code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
@@ -196,6 +198,14 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             peer.write(
                 Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
             )
+
+    def _work_on(
+        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None
+    ) -> Iterable[tuple[Answer, pa.RecordBatch | None]]:
+        if peer.who.role != "actor":  # a trainer's reserve waits, its rows are read from the store
+            return self._service.handle(peer.name, request, self._admit(request, rows))
+        with self._turn:
+            return list(self._service.handle(peer.name, request, self._admit(request, rows)))
 
     def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
         """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
