@@ -47,20 +47,8 @@ def check_writable(store: ObjectStore) -> None:
 
 
 def supports_create_only(store: ObjectStore) -> bool:
-    """Whether create-only writes are atomic there. Files and memory: yes; S3: two conditional PUTs find out."""
-    if not isinstance(store, S3Store):
-        return True
-    key = f"check-{uuid.uuid4().hex}"
-    try:
-        store.create(key, b"first")
-        store.create(key, b"second")
-    except FileExistsError:
-        return True
-    except StoreError:
-        return False  # a store may also answer that it does not know If-None-Match
-    finally:
-        store.delete([key])
-    return False
+    """Whether the store itself refuses a second creator. Files and memory: yes; S3: if it knows conditional PUT."""
+    return store.is_conditional if isinstance(store, S3Store) else True
 
 
 def sha256_hex(data: bytes | memoryview) -> str:

@@ -27,6 +27,7 @@ ATTEMPT_SECONDS = 900.0
 CONNECT_SECONDS = 5
 STALL_SECONDS = 15
 """Longest silence within one request."""
+_SETTLE_SECONDS = 0.5
 
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
 _NO_ROOM_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
@@ -68,16 +69,42 @@ class S3Store:
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         """Write an object whole; readers see the old or the new one.
 
-        create_only is atomic where the store honours If-None-Match (`supports_create_only`). Elsewhere the check
-        before the write still refuses an existing key, but two writers at the same moment may both succeed.
+        create_only is atomic where the store honours If-None-Match. Elsewhere (`is_conditional`) the write is looked
+        at again a moment later: of several writers the last one has created the object, and the others are told so.
         """
-        if create_only and self.exists(key):
-            raise FileExistsError(f"{self.url}/{key} exists already")
         if create_only:
-            self.create(key, bytes(data))
+            self._create_once(key, bytes(data))
             return
         path = self._path(key)
         self._call("write", key, lambda timeout: self._fs.pipe_file(path, bytes(data), timeout=timeout))
+
+    @functools.cached_property
+    def is_conditional(self) -> bool:
+        """Whether the store honours If-None-Match; two writes of a small object find out."""
+        key = f"check-{uuid.uuid4().hex}"
+        try:
+            self.create(key, b"first")
+            self.create(key, b"second")
+        except FileExistsError:
+            return True
+        except StoreError:
+            return False  # a store may also answer that it does not know If-None-Match
+        finally:
+            self.delete([key])
+        return False
+
+    def _create_once(self, key: str, data: bytes) -> None:
+        begun = time.monotonic()
+        if self.exists(key):
+            raise FileExistsError(f"{self.url}/{key} exists already")
+        if self.is_conditional:
+            self.create(key, data)
+            return
+        self.put(key, data)
+        # Whoever has not seen it yet writes within the time that looking and writing takes.
+        time.sleep(_SETTLE_SECONDS + 2 * (time.monotonic() - begun))
+        if self.get(key) != data:
+            raise FileExistsError(f"{self.url}/{key} was created by another writer at the same time")
 
     def create(self, key: str, data: bytes) -> None:
         """One PUT with If-None-Match: FileExistsError where the store honours it and the key exists."""

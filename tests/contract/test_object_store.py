@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
-from pipelinerl_core.storage.object_store import check_writable, open_store, sha256_hex, supports_create_only
+from pipelinerl_core.storage.object_store import check_writable, open_store, sha256_hex
 
 
 @pytest.fixture(params=["memory", "file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
@@ -41,8 +41,6 @@ def test_create_only_refuses_an_existing_key_and_leaves_it_alone(store):
 
 
 def test_one_of_many_concurrent_creators_wins(store):
-    if not supports_create_only(store):
-        pytest.skip("this store has no conditional PUT")
     won, barrier = [], threading.Barrier(8)
 
     def create(number):
