@@ -189,6 +189,17 @@ def test_the_golden_segment_of_every_version_still_reads(version, origins):
         assert_equal(found, replace(expected, origins=origins))
 
 
+@pytest.mark.parametrize(("version", "origins"), [("v1", ()), ("v1.1", ORIGINS)])
+def test_the_golden_batch_of_every_version_still_reads(version, origins):
+    path = GOLDEN / f"batches_{version}.arrow"
+    first, second = decode_batch(from_segment(path.read_bytes(), path.name)[0])
+    for found, index, advantage, live in ((first, 1, -0.5, [3]), (second, 0, 2 / 3, [0, 1, 2, 3])):
+        assert_equal(found.rollout, replace(by_hand(index), origins=origins))
+        assert found.advantage == float(np.float32(advantage))
+        assert np.flatnonzero(found.loss_mask).tolist() == live
+    assert [first.loss_weight, second.loss_weight] == [0.125, float(np.float32(0.1))]
+
+
 @pytest.mark.parametrize("counts", [(0,), (3, -1), (4, 2)])
 def test_origins_that_cannot_be_are_refused(counts):
     origins = tuple(Origin("a", 1, count) for count in counts)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,13 @@ def assert_same(found, expected):
     for name in PartialRow.__dataclass_fields__:
         left, right = getattr(found, name), getattr(expected, name)
         assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
+
+
+def test_the_golden_log_still_reads():
+    path = Path(__file__).parents[1] / "golden" / "partials_v1.1.arrow"
+    (batch,) = from_segment(path.read_bytes(), path.name)
+    for found, expected in zip(decode_partials(batch), [row(2, 3), row(0, 4, index=1, **ENDED)], strict=True):
+        assert_same(found, expected)
 
 
 def log(store, actor="a", epoch=1):
