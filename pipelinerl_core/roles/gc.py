@@ -5,6 +5,7 @@ Run: python -m pipelinerl_core.roles.gc --run URL [--rollouts] [--dry-run] [--js
 | class    | what | removed |
 |----------|------|---------|
 | orphans  | what trainers wrote that died before their commit, or were fenced | always |
+| checkpoints | all but that of step 0 and the newest two, or the newest one once the run has taken its last step | always |
 | partials | logs of groups that are decided, and all of them once the run has taken its last step | always |
 | rollouts | segments of which every group is decided: what was trained is in batches/ too | with --rollouts |
 """
@@ -53,6 +54,15 @@ class Collector:
             found += [key for key in self._store.list(prefix) if f"{key.rpartition('/')[0]}/" not in kept]
         return sorted(found)
 
+    def checkpoints(self) -> list[str]:
+        """Those that no start and no replay needs."""
+        named = [commit.checkpoint for commit in self._commits if commit.checkpoint is not None]
+        prefixes = list(dict.fromkeys(f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in named))
+        first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
+        kept = {*first, *prefixes[-1 if self._is_done else -2 :]}
+        made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits} - kept
+        return [key for key in self._store.list("checkpoints") if f"{key.rpartition('/')[0]}/" in made]
+
     def partials(self) -> list[str]:
         """Logs that hold no open group."""
         keys = self._store.list("partials")
@@ -82,7 +92,11 @@ class Collector:
 def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool) -> dict[str, list[str]]:
     """Class -> the keys that were removed, or would be."""
     collector = Collector(store, config)
-    garbage = {"orphans": collector.orphans(), "partials": collector.partials()}
+    garbage = {
+        "orphans": collector.orphans(),
+        "checkpoints": collector.checkpoints(),
+        "partials": collector.partials(),
+    }
     if with_rollouts:
         garbage["rollouts"] = collector.rollouts()
     if not dry_run:

@@ -2,14 +2,24 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.records import EpochRecord, batch_key, commit_key, epoch_key, partial_key, rollout_key
+from pipelinerl_core.records import (
+    CheckpointRef,
+    EpochRecord,
+    batch_key,
+    commit_key,
+    epoch_key,
+    partial_key,
+    rollout_key,
+)
 from pipelinerl_core.roles.audit import Audit
 from pipelinerl_core.roles.gc import collect
 from pipelinerl_core.stream.codec import to_segment
 from pipelinerl_core.stream.partials import encode_partials
 from pipelinerl_core.takeover import PartialRow
+from pipelinerl_core.training.checkpoint import save_checkpoint
 from tests.unit.test_roles_audit import CONFIG, EPOCH, STEPS, change, store
 
 __all__ = ["store"]
@@ -73,7 +83,20 @@ def test_orphans_go_and_everything_that_counts_stays(store):
 def test_a_run_without_a_commit_keeps_everything(store):
     for key in store.list("commits"):
         store.delete([key])
-    assert collect(store, LONGER, with_rollouts=True, dry_run=True) == {"orphans": [], "partials": [], "rollouts": []}
+    garbage = collect(store, LONGER, with_rollouts=True, dry_run=True)
+    assert garbage == {"orphans": [], "checkpoints": [], "partials": [], "rollouts": []}
+
+
+@pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2])])
+def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
+    for step in range(STEPS + 1):
+        save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
+        change(store, step, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
+    save_checkpoint(store, STEPS + 1, EPOCH, {"w": torch.zeros(1)}, {})  # its commit is on the way
+    collect(store, config, with_rollouts=False, dry_run=False)
+    left = {int(key.split("/")[1].split(".")[0]) for key in store.list("checkpoints")}
+    assert left == set(range(STEPS + 1)) - set(gone)
+    assert Audit(store, CONFIG).run().problems == []
 
 
 def test_logs_stay_while_one_of_their_groups_is_open(store):
