@@ -1,0 +1,413 @@
+"""A peer that has the token and means harm, or is broken, against a real hub process over the real channel.
+
+Each case is refused by name; after each the hub serves an honest actor and trainer as before, and its totals are what
+they were.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as fl
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.messages import (
+    Ack,
+    Answer,
+    Bye,
+    Committed,
+    Group,
+    Lease,
+    LeaseRef,
+    Register,
+    Registered,
+    Reserve,
+    Reserved,
+    Rows,
+    Sealed,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.records import HubRecord, RunRecord
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.types import Rollout, WeightManifest, WeightSpan
+from tests.integration.test_stream_channel import leave, raw_exchange, refusal
+
+TOKEN = "a-token-for-tests"
+ROOT = Path(__file__).parents[2]
+VALUES = {
+    "rollouts": {"group_size": 2},
+    "engine": {"concurrency": 8},
+    "schedule": {"max_lag": 1},
+    "trainer": {"groups_per_step": 4, "steps": 1},
+    "placement": {"lease_seconds": 60.0},
+}
+# The hub as it is, but for smaller limits, so that a giant is quickly sent, and totals that are told more often.
+HUB = """
+import functools, sys
+from pipelinerl_core.roles import hub
+from pipelinerl_core.roles.process import leave
+hub._BEAT_SECONDS = 0.0
+hub.FlightHubServer = functools.partial(hub.FlightHubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)
+leave(hub.main())
+"""
+MANIFEST = WeightManifest(version=0, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+
+
+@contextmanager
+def hub_process(run: Path) -> Iterator[subprocess.Popen[str]]:
+    config = build_config(VALUES).model_dump(mode="json")
+    record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
+    open_store(str(run)).put("run.json", record.model_dump_json().encode())
+    environment = {**os.environ, "PIPELINERL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", HUB, "--run", str(run), "--parent-pid", str(os.getpid())]
+    with (run / "hub.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stderr=log, text=True, cwd=ROOT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=5)
+
+
+class Peer:
+    """An actor, or the trainer."""
+
+    def __init__(self, url: str, role: str, name: str, epoch: int) -> None:
+        self.name, self.epoch = name, epoch
+        self.leases: list[str] = []
+        self.client = HubClient(url, token=TOKEN, role=role, name=name)
+        answer = self.client.request(Register(role=role, name=name, epoch=epoch))
+        assert isinstance(answer, Registered)
+        self.boot_id = answer.boot_id
+
+    def sync(self, want: int = 0, leases: tuple[str, ...] = (), **more) -> Answer:
+        fields = {
+            "boot_id": self.boot_id, "engine_version": 0, "running": 0, "waiting": 0, "concurrency": 8, "want": want,
+            "leases": leases, "num_tokens": 0, "running_seconds": 0.0, **more,
+        }  # fmt: skip
+        return self.client.request(Sync.model_construct(**fields))  # unchecked here: the hub is tested
+
+    def lease(self) -> Lease:
+        (lease,) = self.sync(want=1, leases=tuple(self.leases)).leases
+        self.leases.append(lease.lease_id)
+        return lease
+
+    def group(self, lease: Lease | LeaseRef, *, num_tokens: int = 12) -> list[Rollout]:
+        return build_group(
+            0, group_id=lease.group_id, attempt=lease.attempt, size=2, num_tokens=num_tokens, actor=self.name
+        )
+
+    def send(self, lease_id: str, rollouts: list[Rollout], *, epoch: int | None = None) -> Answer:
+        ref = group_ref(rollouts, actor_epoch=self.epoch if epoch is None else epoch)
+        return self.client.request(Group(lease_id=lease_id, ref=ref), encode_rollouts("run", rollouts))
+
+
+class World:
+    """A hub, an honest actor and trainer, and an intruder: an actor of its own right with the token of the run."""
+
+    def __init__(self, run: Path, process: subprocess.Popen[str]) -> None:
+        self.run = run
+        self.process = process
+        self.url = self.told(0.0).url
+        self.trainer = Peer(self.url, "trainer", "trainer", 1)
+        self.trainer.client.request(Committed(step=0, epoch=1, manifest=MANIFEST, groups=()))
+        self.intruder = Peer(self.url, "actor", "intruder", 9)
+        self.lost = self.intruder.lease()
+        self.intruder.client.request(Bye())
+        self.intruder.leases.clear()
+        self.intruder.client.request(Register(role="actor", name="intruder", epoch=9))
+        self.actor = Peer(self.url, "actor", "actor-0", 1)
+        self.held = self.actor.lease()
+        assert (self.held.group_id, self.held.attempt) == (self.lost.group_id, 1)
+        self.delivered = self.actor.lease()
+        assert self.actor.send(self.delivered.lease_id, self.actor.group(self.delivered)).note == "ready"
+        self.actor.leases.remove(self.delivered.lease_id)
+        self.own = self.intruder.lease()
+        assert self.intruder.send(self.own.lease_id, self.intruder.group(self.own)).note == "ready"
+        self.intruder.leases.remove(self.own.lease_id)
+        self.mine = self.intruder.lease()
+        self.tokens = self.told(time.time()).live["tokens"]
+        assert self.tokens["ready"] == self.tokens["generated"] == 48
+
+    def told(self, since: float) -> HubRecord:
+        """hub.json, written after `since`."""
+        deadline = time.monotonic() + 20
+        path = self.run / "hub.json"
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, (self.run / "hub.log").read_text()
+            if path.exists() and (record := HubRecord.model_validate_json(path.read_text())).beat > since:
+                return record
+            time.sleep(0.02)
+        raise AssertionError("hub.json was not written")
+
+    def raw(self, metadata: bytes, batch: pa.RecordBatch | None = None, schema: pa.Schema = ROLLOUT_SCHEMA) -> dict:
+        """What the hub answers to these bytes."""
+        client, writer, reader = raw_exchange(self.url, schema, token=TOKEN)
+        answer = refusal(writer, reader, metadata, batch)
+        leave(client, writer, reader)
+        return answer
+
+    def check(self, **moved: int) -> None:
+        """The hub serves on; its totals are what they were, but for what has `moved`."""
+        synced = self.actor.sync(leases=(self.held.lease_id,))
+        assert isinstance(synced, SyncReply)
+        assert (synced.state, synced.leases, synced.stop_leases) == ("run", (), ())
+        reserved = self.trainer.client.request(Reserve(step=1, epoch=1, wait_seconds=0.0))
+        assert isinstance(reserved, Reserved)
+        assert (reserved.is_ready, reserved.ready_groups) == (False, 2)
+        self.tokens = {name: number + moved.get(name, 0) for name, number in self.tokens.items()}
+        tokens = self.told(time.time()).live["tokens"]
+        assert tokens == self.tokens
+        assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    run = tmp_path_factory.mktemp("run")
+    with hub_process(run) as process:
+        made = World(run, process)
+        yield made
+        for peer in (made.actor, made.intruder, made.trainer):
+            peer.client.close(bye=False)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    name: str
+    act: Callable[[World], Answer | dict]
+    code: str
+    says: str
+
+
+def changed(**fields) -> Callable[[World], Answer]:
+    """A group of the intruder's own lease whose first rollout is changed."""
+
+    def act(world: World) -> Answer:
+        first, second = world.intruder.group(world.mine)
+        return world.intruder.send(world.mine.lease_id, [replace(first, **fields), second])
+
+    return act
+
+
+def spans(*items: tuple[int, int, int]) -> Callable[[World], Answer]:
+    return changed(weight_spans=tuple(WeightSpan(*item) for item in items))
+
+
+def logprobs(value: float) -> Callable[[World], Answer]:
+    return changed(rollout_logprobs=np.full(12, value, np.float32))
+
+
+def sized(num_tokens: int) -> Callable[[World], Answer]:
+    return lambda world: world.intruder.send(
+        world.mine.lease_id, world.intruder.group(world.mine, num_tokens=num_tokens)
+    )
+
+
+def said(message) -> Callable[[World], Answer]:
+    return lambda world: world.intruder.client.request(message)
+
+
+def in_their_name(world: World) -> Answer:
+    """The honest actor's own next message, word for word."""
+    return world.intruder.client.request(
+        Group(lease_id=world.held.lease_id, ref=group_ref(world.actor.group(world.held), actor_epoch=1)),
+        encode_rollouts("run", world.actor.group(world.held)),
+    )
+
+
+def under_their_lease(world: World) -> Answer:
+    return world.intruder.send(world.held.lease_id, world.intruder.group(world.held))
+
+
+def a_copy_of_what_they_delivered(world: World) -> Answer:
+    return world.intruder.send(world.delivered.lease_id, world.intruder.group(world.delivered))
+
+
+def under_a_lease_of_long_ago(world: World) -> Answer:
+    return world.intruder.send(world.lost.lease_id, world.intruder.group(world.lost))
+
+
+def of_an_invented_lease(world: World) -> Answer:
+    return world.intruder.send("7.0.x", world.intruder.group(LeaseRef(group_id=7, attempt=0, lease_id="7.0.x")))
+
+
+def of_a_negative_attempt(world: World) -> dict:
+    rollouts = [replace(rollout, attempt=-1) for rollout in world.intruder.group(world.mine)]
+    message = Group.model_construct(id=3, lease_id="x", ref=group_ref(rollouts, actor_epoch=9))
+    return world.raw(message.model_dump_json().encode(), encode_rollouts("run", rollouts))
+
+
+def newer_schema(world: World) -> dict:
+    schema = ROLLOUT_SCHEMA.with_metadata({**ROLLOUT_SCHEMA.metadata, b"schema_version": b"2.0"})
+    rows = encode_rollouts("run", world.intruder.group(world.mine))
+    message = Group(id=1, lease_id="x", ref=group_ref(world.intruder.group(world.mine), actor_epoch=9))
+    batch = pa.RecordBatch.from_arrays(rows.columns, schema=schema)
+    return world.raw(message.model_dump_json().encode(), batch, schema)
+
+
+def other_columns(world: World) -> dict:
+    schema = pa.schema([("x", pa.int64())])
+    message = Group(id=1, lease_id="x", ref=group_ref(world.intruder.group(world.mine), actor_epoch=9))
+    return world.raw(message.model_dump_json().encode(), pa.record_batch([[1]], schema=schema), schema)
+
+
+def other_rows_than_named(world: World) -> Answer:
+    rollouts = world.intruder.group(world.mine)
+    ref = replace(group_ref(rollouts, actor_epoch=9), num_tokens=25)
+    return world.intruder.client.request(
+        Group(lease_id=world.mine.lease_id, ref=ref), encode_rollouts("run", rollouts)
+    )
+
+
+def rows_beside_a_sync(world: World) -> Answer:
+    sync = Sync(
+        boot_id=world.intruder.boot_id, engine_version=0, running=0, waiting=0, concurrency=8, want=0, leases=(),
+        num_tokens=0, running_seconds=0.0,
+    )  # fmt: skip
+    return world.intruder.client.request(sync, encode_rollouts("run", world.intruder.group(world.mine)))
+
+
+def a_huge_lease(world: World) -> Answer:
+    lease = LeaseRef(group_id=10**15, attempt=0, lease_id="x")
+    return world.intruder.client.request(Register(role="actor", name="intruder", epoch=9, leases=(lease,)))
+
+
+def sealing_their_group(world: World) -> Answer:
+    key = (world.delivered.group_id, world.delivered.attempt)
+    return world.intruder.client.request(Sealed(actor="intruder", epoch=9, seq=0, groups=(key,)))
+
+
+def a_swap(**fields) -> Callable[[World], Answer]:
+    swap = {
+        "actor": "intruder", "actor_epoch": 9, "version": 1, "at": 0.0, "pause_seconds": 0.0, "num_bytes": 1,
+        "num_running": 0, "num_tokens": 0, **fields,
+    }  # fmt: skip
+    return lambda world: world.intruder.sync(swaps=(swap,))
+
+
+MINE = (Committed(step=1, epoch=9, manifest=None, groups=(), is_last=True), Reserve(step=1, epoch=9))
+CASES = [
+    Case("malformed JSON", lambda world: world.raw(b'{"kind": "group", '), "schema", "no request of this protocol"),
+    Case("no JSON", lambda world: world.raw(b"\xff\xfe\x00"), "schema", "no request of this protocol"),
+    Case("deep JSON", lambda world: world.raw(b"[" * 100_000), "schema", "no request of this protocol"),
+    Case("an oversized message", lambda world: world.raw(b" " * (9 << 20)), "schema", "the limit is 8388608"),
+    Case("another major schema", newer_schema, "schema", "'2.0' cannot be read"),
+    Case("other columns", other_columns, "schema", "schema"),
+    Case("rows beside a sync", rows_beside_a_sync, "schema", "carries no rows"),
+    Case("other rows than named", other_rows_than_named, "schema", "their message names"),
+    Case("a giant batch", sized(100_000), "schema", "bytes of rows in one message, the limit is 1048576"),
+    Case("a giant rollout", sized(2_000), "schema", "2000 tokens, the limit is 1000"),
+    Case("NaN log-probabilities", logprobs(np.nan), "schema", "rollout_logprobs must be finite"),
+    Case("infinite log-probabilities", logprobs(-np.inf), "schema", "rollout_logprobs must be finite"),
+    Case("an infinite reward", changed(reward=float("inf")), "schema", "is not a finite number"),
+    Case("spans beyond the tokens", spans((0, 0, 99)), "schema", "weight_spans"),
+    Case("spans before them", spans((0, -4, 12)), "schema", "weight_spans"),
+    Case("spans with a gap", spans((0, 0, 4), (1, 6, 12)), "schema", "weight_spans"),
+    Case("versions that fall", spans((1, 0, 4), (0, 4, 12)), "schema", "weight_spans"),
+    Case("lengths that disagree", changed(rollout_logprobs=np.zeros(5, np.float32)), "schema", "one each"),
+    Case("a mask of another length", changed(loss_mask=np.ones(13, np.bool_)), "schema", "one each"),
+    Case("a counter that is no number", lambda world: world.raw(
+        b'{"kind": "sync", "id": 1, "boot_id": "b", "engine_version": 0, "running": 0, "waiting": 0, "want": 0,'
+        b' "concurrency": 1, "leases": [], "num_tokens": 0, "running_seconds": 0, "counters": {"x": NaN}}'
+    ), "schema", "sync.counters.x"),
+    Case("a negative attempt", of_a_negative_attempt, "schema", "group.ref"),
+    Case("a lease far ahead", a_huge_lease, "schema", "was never leased"),
+    Case("a swap that is none", a_swap(version="x"), "schema", "a swap that is none"),
+    Case("somebody else's name", in_their_name, "wrong_peer", "sent a message of actor-0/1"),
+    Case("somebody else's lease", under_their_lease, "wrong_peer", "which is actor-0/1's"),
+    Case("a copy of theirs", a_copy_of_what_they_delivered, "wrong_peer", "which is actor-0/1's"),
+    Case("another epoch", lambda world: world.intruder.send("x", world.intruder.group(world.mine), epoch=8),
+         "wrong_peer", "sent a message of intruder/8"),
+    Case("sealed for another", said(Sealed(actor="actor-0", epoch=1, seq=0, groups=())), "wrong_peer", "actor-0/1"),
+    Case("sealing their group", sealing_their_group, "wrong_peer", "which is actor-0/1's"),
+    Case("a swap of another", a_swap(actor="actor-0", actor_epoch=1), "wrong_peer", "a swap of actor-0/1"),
+    *[Case(f"an actor says {message.kind}", said(message), "wrong_peer", "no actor says that")
+      for message in (*MINE, Rows(step=1, groups=((1, 0),)))],
+    Case("registering as the trainer", said(Register(role="trainer", name="trainer", epoch=99)), "wrong_peer",
+         "registers as trainer/trainer"),
+    Case("registering as another", said(Register(role="actor", name="actor-0", epoch=99)), "wrong_peer",
+         "registers as actor/actor-0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_is_refused_by_name_and_harms_nobody(world, case):
+    answer = case.act(world)
+    if not isinstance(answer, dict):
+        answer = answer.model_dump()
+    assert (answer["kind"], answer["code"]) == ("refused", case.code)
+    assert case.says in answer["detail"]
+    assert "Traceback" not in answer["detail"]
+    world.check()
+
+
+def test_nobody_enters_without_the_token(world):
+    with pytest.raises(ConfigError, match="refuses the token"):
+        HubClient(world.url, token="wrong", role="actor", name="intruder")
+    for headers in ([], [(b"authorization", b"Bearer ")], [(b"authorization", b"Basic eDp4")]):
+        client = fl.FlightClient(world.url)
+        options = fl.FlightCallOptions(headers=headers, timeout=10)
+        _, reader = client.do_exchange(fl.FlightDescriptor.for_command(b"{}"), options)
+        with pytest.raises(fl.FlightUnauthenticatedError, match="wrong or missing token"):
+            reader.read_chunk()
+        client.close()
+    world.check()
+
+
+@pytest.mark.parametrize("act", [under_a_lease_of_long_ago, of_an_invented_lease])
+def test_rows_of_no_lease_are_stale_and_their_tokens_superseded_once(world, act):
+    for moved in ({"generated": 24, "superseded": 24}, {}):
+        answer = act(world)
+        assert answer.code == "stale_lease"
+        assert "is not in force" in answer.detail
+        world.check(**moved)
+
+
+def test_a_group_that_is_sent_again_is_known_and_counted_once(world):
+    for _ in range(2):
+        answer = world.intruder.send(world.own.lease_id, world.intruder.group(world.own))
+        assert (answer.kind, answer.note) == ("ack", "known")
+        world.check()
+
+
+def test_the_run_goes_on_with_the_rows_that_were_sent_honestly(tmp_path):
+    with hub_process(tmp_path) as process:
+        world = World(tmp_path, process)
+        for case in CASES:
+            case.act(world)
+        assert world.actor.send(world.held.lease_id, world.actor.group(world.held)).note == "ready"
+        assert world.intruder.send(world.mine.lease_id, world.intruder.group(world.mine)).note == "ready"
+        client = world.trainer.client
+        reserved = client.request(Reserve(step=1, epoch=1, wait_seconds=2.0))
+        assert reserved.is_ready
+        samplers = {ref.group_id: ref.actor for ref in reserved.groups}
+        assert samplers == {
+            world.held.group_id: "actor-0", world.delivered.group_id: "actor-0", world.own.group_id: "intruder",
+            world.mine.group_id: "intruder",
+        }  # fmt: skip
+        keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
+        for header, rows in client.request_rows(Rows(step=1, groups=keys)):
+            assert {rollout.actor for rollout in decode_rollouts(rows)} == {samplers[header.group_id]}
+        assert reserved.tokens["ready"] == reserved.tokens["generated"] == 96
+        assert isinstance(client.request(Committed(step=1, epoch=1, manifest=None, groups=keys)), Ack)
+        tokens = world.told(time.time()).live["tokens"]
+        assert tokens["trained"] == tokens["generated"] == 96
+        for peer in (world.actor, world.intruder, world.trainer):
+            peer.client.close()
