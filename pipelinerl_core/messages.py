@@ -275,6 +275,16 @@ class RowsHeader(Message):
     remaining: int
 
 
+class RowsBundle(Message):
+    """Several of them at once: the record batch beside it holds the rows of these groups, one after the other."""
+
+    kind: Literal["rows_bundle"] = "rows_bundle"
+    re: int
+    groups: tuple[tuple[int, int, int], ...]
+    """(group_id, attempt, number of rows) of each."""
+    remaining: int
+
+
 class Refused(Message):
     """The request broke a rule.
 
@@ -304,7 +314,7 @@ class Goodbye(Message):
 
 
 Answer = Annotated[
-    Registered | SyncReply | Ack | Reserved | RowsHeader | Refused | Credit | Goodbye,
+    Registered | SyncReply | Ack | Reserved | RowsHeader | RowsBundle | Refused | Credit | Goodbye,
     Field(discriminator="kind"),
 ]
 

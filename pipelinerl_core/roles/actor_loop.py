@@ -264,10 +264,10 @@ class Actor:
 
     def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
         """On a thread of its own; the hub's answers in order."""
-        return [
-            self._link.request(Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq), group.rows)
-            for group in groups
-        ]
+        messages = [Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq) for group in groups]
+        return self._link.request_all(
+            [(message, group.rows) for message, group in zip(messages, groups, strict=True)]
+        )
 
     def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
         group.is_sent = True

@@ -7,7 +7,7 @@ first, so that the hub knows its leases or its reservation before it sees anythi
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import pyarrow as pa
@@ -98,6 +98,10 @@ class HubLink:
     def request(self, message: Request, rows: pa.RecordBatch | None = None) -> Answer:
         """The hub's answer, through as many hubs as it takes."""
         return self._through_restarts(lambda client: client.request(message, rows))
+
+    def request_all(self, messages: Sequence[tuple[Request, pa.RecordBatch | None]]) -> list[Answer]:
+        """The answers to several requests that do not wait for each other, in their order."""
+        return self._through_restarts(lambda client: client.request_all(messages))
 
     def request_rows(self, message: Rows) -> list[tuple[RowsHeader, pa.RecordBatch]]:
         """The record batches of reserved groups; HubUnavailable, or StreamError for rows the hub does not have."""

@@ -4,12 +4,13 @@ Synchronous and safe between threads; every wait has a deadline. A client that n
 exit of the interpreter.
 """
 
+import contextlib
 import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import pyarrow as pa
@@ -27,7 +28,8 @@ from pipelinerl_core.errors import (
     WrongPeer,
 )
 from pipelinerl_core.messages import Answer, Bye, Introduction, Refused, Request, Reserve, Rows, RowsHeader, encode
-from pipelinerl_core.stream.connection import Connection, Frame, Lost, Received, lost_text
+from pipelinerl_core.stream.bundles import Received
+from pipelinerl_core.stream.connection import Connection, Frame, Lost, lost_text
 
 CLOSE_SECONDS = 2.0
 """Longest time `close` waits for the hub's farewell."""
@@ -97,18 +99,37 @@ class HubClient:
 
         Raises HubUnavailable as soon as the connection is lost, or after `timeout` (default: deadline_seconds).
         """
+        return self.request_all([(message, rows)], timeout=timeout)[0]
+
+    def request_all(
+        self, messages: Sequence[tuple[Request, pa.RecordBatch | None]], *, timeout: float | None = None
+    ) -> list[Answer]:
+        """The answers to several requests, in their order; none waits for the answer to another.
+
+        Raises like `request`; `timeout` holds for all of them together.
+        """
         limit_seconds = self._deadline_seconds if timeout is None else timeout
         deadline = time.monotonic() + limit_seconds
-        with _Call(self._connection, self._identified(message), rows, self._faults) as call:
-            while True:
-                received = call.attempt(min(deadline, time.monotonic() + self._patience(message)))
-                if received is not None:
-                    return received.answer
-                if time.monotonic() >= deadline:
-                    raise HubUnavailable(
-                        f"no answer to {message.kind} from {call.connection.url} within {limit_seconds:g} s. "
-                        "Look at hub.json for a newer hub, then reconnect"
-                    )
+        with contextlib.ExitStack() as stack:
+            calls = [
+                stack.enter_context(_Call(self._connection, self._identified(message), rows, self._faults))
+                for message, rows in messages
+            ]
+            for call in calls:
+                call.send()
+            return [self._answer_to(call, deadline, limit_seconds) for call in calls]
+
+    def _answer_to(self, call: "_Call", deadline: float, limit_seconds: float) -> Answer:
+        while True:
+            received = call.next(min(deadline, time.monotonic() + self._patience(call.message)))
+            if received is not None:
+                return received.answer
+            if time.monotonic() >= deadline:
+                raise HubUnavailable(
+                    f"no answer to {call.message.kind} from {call.connection.url} within {limit_seconds:g} s. "
+                    "Look at hub.json for a newer hub, then reconnect"
+                )
+            call.send()
 
     def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
         """The rows of every group that `message` names, in its order; what was lost is asked for again.
@@ -170,33 +191,33 @@ class _Call:
         faults: Callable[[str], bool] | None,
     ) -> None:
         self.connection = connection
-        self._number = message.id
+        self.message = message
         self._metadata = encode(message)
         self._rows = rows
         self._faults = faults
         self._written: threading.Event | None = None
 
     def __enter__(self) -> "_Call":
-        self._mailbox = self.connection.expect(self._number)
+        self._mailbox = self.connection.expect(self.message.id)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.connection.forget(self._number)
+        self.connection.forget(self.message.id)
 
-    def attempt(self, until: float) -> Received | None:
-        """Send, unless the last sending is still stuck in the socket; the next answer before `until`, or None."""
+    def send(self) -> None:
+        """Send, unless the last sending is still stuck in the socket."""
         if self._written is None or self._written.is_set():
             self._written = threading.Event()
             if self._faults is not None and self._faults("send"):
                 self._written.set()
             else:
                 self.connection.send(Frame(self._metadata, self._rows, self._written))
-        return self._next(until)
 
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
         """Send once; all groups that arrive until the last one, or until none comes for `patience_seconds`."""
         found: list[RowsAnswer] = []
-        received = self.attempt(min(deadline, time.monotonic() + patience_seconds))
+        self.send()
+        received = self.next(min(deadline, time.monotonic() + patience_seconds))
         while received is not None:
             answer, rows = received
             if isinstance(answer, Refused):
@@ -208,10 +229,11 @@ class _Call:
             found.append((answer, rows))
             if answer.remaining == 0:
                 break
-            received = self._next(min(deadline, time.monotonic() + patience_seconds))
+            received = self.next(min(deadline, time.monotonic() + patience_seconds))
         return found
 
-    def _next(self, until: float) -> Received | None:
+    def next(self, until: float) -> Received | None:
+        """The next answer before `until`, or None. Raises HubUnavailable when none will come."""
         try:
             received = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:

@@ -76,8 +76,10 @@ def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
 
 
 def flat_list(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(offsets [R + 1], values) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
-    return column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False)
+    """(offsets [R + 1] from 0, values) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
+    offsets = column.offsets.to_numpy()
+    values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))  # of a bundle, only its own bits
+    return offsets - offsets[0], values.to_numpy(zero_copy_only=False)
 
 
 def rows_of(column: pa.ListArray) -> list[NDArray[Any]]:
@@ -109,9 +111,10 @@ def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
 
 def span_lists(column: pa.ListArray) -> tuple[list[int], tuple[list[int], list[int], list[int]]]:
     """Weight spans as (bounds [R + 1], (version, start, end)): those of row i are [bounds[i] : bounds[i + 1]]."""
-    structs: pa.StructArray = column.values
+    bounds = column.offsets.to_pylist()
+    structs: pa.StructArray = column.values.slice(bounds[0], bounds[-1] - bounds[0])
     version, start, end = (structs.field(index).to_pylist() for index in range(3))
-    return column.offsets.to_pylist(), (version, start, end)
+    return [bound - bounds[0] for bound in bounds], (version, start, end)
 
 
 def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
@@ -244,8 +247,8 @@ def _checksum(batch: pa.RecordBatch) -> int:
         crc = zlib.crc32(name.encode(), crc)
         if name in _FLAT_COLUMNS and column.null_count == 0:
             offsets, values = flat_list(column)
-            crc = zlib.crc32((offsets - offsets[0]).tobytes(), crc)
-            crc = zlib.crc32(np.ascontiguousarray(values[offsets[0] : offsets[-1]]).data, crc)
+            crc = zlib.crc32(offsets.tobytes(), crc)
+            crc = zlib.crc32(np.ascontiguousarray(values).data, crc)
         else:
             crc = zlib.crc32(repr(column.to_pylist()).encode(), crc)
     return crc

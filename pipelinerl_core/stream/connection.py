@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
+from pipelinerl_core.stream.bundles import Received, unbundled
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, check_schema
 
 _CHANNEL_OPTIONS = (
@@ -27,13 +28,6 @@ WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)
 """Everything that a broken connection raises."""
 
 _log = logging.getLogger(__name__)
-
-
-class Received(NamedTuple):
-    """An answer, with its rows if it has any."""
-
-    answer: Answer
-    rows: pa.RecordBatch | None
 
 
 class Lost(NamedTuple):
@@ -181,12 +175,14 @@ class Connection:
             if self._on_credit is not None:
                 self._on_credit(answer.num_groups)
             return
-        if isinstance(answer, Goodbye) or (self._faults is not None and self._faults("receive")):
+        if isinstance(answer, Goodbye):
             return
         with self._lock:
             mailbox = self.waiting.get(answer.re)
-        if mailbox is not None:
-            mailbox.put(Received(answer, rows))
+        for received in unbundled(answer, rows):
+            is_lost = self._faults is not None and self._faults("receive")
+            if mailbox is not None and not is_lost:
+                mailbox.put(received)
 
 
 def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]:

@@ -23,6 +23,7 @@ import pyarrow.flight as fl
 from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.interfaces import HubService
 from pipelinerl_core.messages import Answer, Credit, Goodbye, Group, Introduction, Refused, Request, encode
+from pipelinerl_core.stream.bundles import bundled
 from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
 from pipelinerl_core.stream.door import check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
@@ -188,7 +189,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             return
         try:
             check_sender(peer.who, request)
-            for answer, answer_rows in self._work_on(peer, request, rows):
+            for answer, answer_rows in bundled(self._work_on(peer, request, rows)):
                 peer.write(answer, answer_rows)
         except PipelineRLError as error:
             code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")

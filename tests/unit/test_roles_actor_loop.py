@@ -28,6 +28,9 @@ class Link:
         self.groups.append(message.ref.group_id)
         return Ack(re=0)
 
+    def request_all(self, messages):
+        return [self.request(message, rows) for message, rows in messages]
+
 
 class Engine:
     """Refuses the first `failures` swaps."""
