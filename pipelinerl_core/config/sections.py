@@ -211,8 +211,9 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """How much is trained again after a crash."""
 
-    every_seconds: float = Field(30.0, gt=0)
-    """Time between checkpoints of model and optimizer."""
+    every_seconds: float = Field(15.0, gt=0)
+    """Time between checkpoints of model and optimizer, which bounds what is trained again after a crash; longer where
+    more than a twentieth of it would go into making them."""
 
 
 class EvalConfig(Section):

@@ -77,6 +77,8 @@ class Committer:
         self._pending: list[Future[Commit]] = []
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
+        self.checkpoint_seconds = 0.0
+        """What writing the last checkpoint took."""
 
     def adopt(self, commit: Commit) -> None:
         """Go on after a commit of an earlier epoch."""
@@ -170,6 +172,7 @@ class Committer:
         published = time.time()
         if computed.state is not None:
             save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
+            self.checkpoint_seconds = time.time() - published
             self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
         commit = self._commit_record(computed, hashlib.sha256(data).hexdigest())
         commit = commit.model_copy(

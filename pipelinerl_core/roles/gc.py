@@ -5,7 +5,7 @@ Run: python -m pipelinerl_core.roles.gc --run URL [--rollouts] [--dry-run] [--js
 | class    | what | removed |
 |----------|------|---------|
 | orphans  | what trainers wrote that died before their commit, or were fenced | always |
-| checkpoints | all but that of step 0 and the newest two, or the newest one once the run has taken its last step | always |
+| checkpoints | all but that of step 0 and the newest two; the newest one once the run is done | always |
 | partials | logs of groups that are decided, and all of them once the run has taken its last step | always |
 | rollouts | segments of which every group is decided: what was trained is in batches/ too | with --rollouts |
 """

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -55,12 +56,18 @@ from pipelinerl_core.tracking.metrics import step_metrics
 from pipelinerl_core.types import FileEntry, GroupRef, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
 
 # No further group for this long while the hub answers: every actor is dead, or every group fails or is filtered.
 RESERVE_DEADLINE_SECONDS = 600.0
 # Rows that the hub lost come again from their actor within a few syncs.
 ROWS_DEADLINE_SECONDS = 120.0
+# Largest share of the time that copying and writing checkpoints may take, unless one takes less than a second.
+_CHECKPOINT_SHARE = 0.05
+_CHEAP_SECONDS = 1.0
 # Rollouts compared by the parity gate, at most.
 _PARITY_ROLLOUTS = 200
 
@@ -89,6 +96,7 @@ class Trainer:
             context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link
         )
         self._checkpointed_at = time.monotonic()
+        self._state_seconds = 0.0
         self._started_at = time.time()
         self._samples = 0
         self._tokens = 0
@@ -202,7 +210,7 @@ class Trainer:
             ComputedStep(
                 step=step,
                 weights=self._learner.weights(),
-                state=self._learner.state() if self._checkpoint_due(step) else None,
+                state=self._state_if_due(step),
                 batch=upload,
                 reserved=reserved,
                 metrics=metrics,
@@ -257,12 +265,19 @@ class Trainer:
         self._store.put(key, data)
         return entry_of(key, data)
 
-    def _checkpoint_due(self, step: int) -> bool:
-        due = time.monotonic() - self._checkpointed_at >= self._config.checkpoint.every_seconds
-        if due or step == self._config.trainer.steps:
-            self._checkpointed_at = time.monotonic()
-            return True
-        return False
+    def _state_if_due(self, step: int) -> "tuple[dict[str, torch.Tensor], dict[str, Any]] | None":
+        """The learner's state, when a checkpoint is due; large ones are due less often."""
+        now = time.monotonic()
+        pause_seconds = self._config.checkpoint.every_seconds
+        spent_seconds = self._state_seconds + self._committer.checkpoint_seconds
+        if spent_seconds > _CHEAP_SECONDS:
+            pause_seconds = max(pause_seconds, spent_seconds / _CHECKPOINT_SHARE)
+        if now - self._checkpointed_at < pause_seconds and step != self._config.trainer.steps:
+            return None
+        self._checkpointed_at = now
+        state = self._learner.state()
+        self._state_seconds = time.monotonic() - now
+        return state
 
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
         """Once per start: engine and trainer must agree on tokens that the trainer's own version sampled."""
