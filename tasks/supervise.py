@@ -28,6 +28,8 @@ READY_SECONDS = 120.0
 """How long a start may take until the role is ready."""
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
+SETTLED_SECONDS = 600.0
+"""A process that has lived for so long was started well: failures before it are not counted any more."""
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
@@ -65,18 +67,20 @@ def supervise_role(
     ready_seconds: float = READY_SECONDS,
     stop_seconds: float = STOP_SECONDS,
     is_done: Callable[[], bool] = lambda: True,
+    settled_seconds: float = SETTLED_SECONDS,
 ) -> RoleReport:
     """Keep a role running until it ends with 0 or `stop` is set; blocks for the whole life of the role.
 
     A role that somebody else has asked to leave ends with 0 as well: it is started again unless `is_done()`.
     Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed once it has
-    failed more than `max_restarts` times, with the last lines of its log.
+    failed more than `max_restarts` times within a short while each, with the last lines of its log.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    restarts = 0
+    restarts = in_a_row = 0
     is_over = False
     while not is_over:
+        started = time.monotonic()
         life = _Life(command, env, log_path, name)
         try:
             failure = life.watch(stop, ready_check, ready_seconds)
@@ -85,10 +89,13 @@ def supervise_role(
         if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
             break
         reason = failure or describe_exit(life.exit_code)
-        _raise_if_final(name, life, reason, restarts, max_restarts)
+        if time.monotonic() - started >= settled_seconds:
+            in_a_row = 0
+        _raise_if_final(name, life, reason, in_a_row, max_restarts)
         restarts += 1
-        backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (restarts - 1), LAST_BACKOFF_SECONDS)
-        logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, restarts, max_restarts, backoff)
+        in_a_row += 1
+        backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (in_a_row - 1), LAST_BACKOFF_SECONDS)
+        logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, in_a_row, max_restarts, backoff)
         is_over = stop.wait(backoff)
     return RoleReport(
         name=name,

@@ -242,7 +242,7 @@ class PlacementConfig(Section):
     lease_seconds: float = Field(10.0, gt=0)
     """Time after which the leases of a silent actor go to another."""
     max_restarts: int = Field(5, ge=0)
-    """Restarts of each role before the run fails."""
+    """Restarts of each role in a row before the run fails; a life of ten minutes starts the count again."""
 
 
 class TrackingConfig(Section):

@@ -14,7 +14,7 @@ from pipelinerl_core.roles.audit import Audit
 from tests.chaos.faults import AWAY_SECONDS, catalogue
 from tests.chaos.world import RECOVERY_SECONDS, ROOT, StoreKind, World
 
-STEPS_PER_FAULT = 10
+STEPS_PER_FAULT = 7
 _AUDIT_SECONDS = 300
 
 

@@ -83,6 +83,16 @@ def test_the_budget_of_restarts_is_exact_and_the_error_quotes_the_last_log_lines
     assert "start 1" not in str(caught.value), "the log of an earlier start is not the reason"
 
 
+def test_failures_before_a_long_life_are_not_counted(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    program = COUNT + "time.sleep(0.3 * (n == 3))\nsys.exit(7 * (n < 6))"
+    with pytest.raises(RoleFailed, match="after 2 restarts"):
+        run(tmp_path / "a", COUNT + "sys.exit(7 * (n < 6))")
+    report = run(tmp_path / "b", program, settled_seconds=0.25, max_restarts=3)
+    assert report.restarts == 5
+
+
 def test_a_killed_role_is_restarted_and_named_by_its_signal(tmp_path):
     with pytest.raises(RoleFailed, match="killed by SIGKILL"):
         run(tmp_path, COUNT + "os.kill(os.getpid(), signal.SIGKILL)", max_restarts=1)
