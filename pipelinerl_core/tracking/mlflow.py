@@ -38,6 +38,7 @@ from pipelinerl_core.tracking.redact import flatten, redact, redact_text  # noqa
 
 logger = logging.getLogger(__name__)
 logging.getLogger("alembic").setLevel(logging.WARNING)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every attempt; we do once
 
 T = TypeVar("T")
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -56,7 +57,10 @@ _MAX_PARAM_CHARS = 6000
 _MAX_BUFFERED = 200_000
 # Between two attempts while the server is away.
 _RETRY_SECONDS = 15.0
-_CLOSE_SECONDS = 15.0
+# How long the end of a run waits for it, and the end of one that was stopped.
+_CLOSE_SECONDS = 120.0
+_STOP_SECONDS = 5.0
+_CLOSE_RETRY_SECONDS = 2.0
 _MAX_REASON_CHARS = 200
 
 
@@ -116,7 +120,9 @@ class MlflowTracker:
         self._buffer: deque[Metric] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._late_artifacts: dict[str, bytes] = {}
         self._is_closing = False
+        self._close_at = 0.0
         self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
         self._writer.start()
 
@@ -137,27 +143,44 @@ class MlflowTracker:
             self._wake.set()
 
     def log_artifact(self, name: str, data: bytes) -> None:
-        """Store a small file with the run; a failure is a warning."""
+        """Store a small file with the run; after a failure it is tried again at the end."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / Path(name).name
             path.write_bytes(data)
-            self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path)))
+            if not self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path))):
+                self._late_artifacts[name] = data
 
     def set_tag(self, key: str, value: str) -> None:
         """Set one tag; a failure is a warning."""
         self._try(f"tag {key}", partial(self._client.set_tag, self.run_id, key, redact_text(value)))
 
     def close(self, status: Status = "FINISHED") -> None:
-        """Flush, end the run with `status` and stop; takes 15 s at most when MLflow is away. Repeats do nothing."""
+        """Flush, end the run with `status` and stop; waits for an MLflow that is away, not long if the run was stopped.
+
+        Metrics that are not written then are in the run's commits still: resuming the run writes them. Repeats do
+        nothing.
+        """
         if self._is_closing:
             return
+        limit_seconds = _STOP_SECONDS if status == "KILLED" else _CLOSE_SECONDS
+        self._close_at = time.monotonic() + limit_seconds
         self._is_closing = True
         self._wake.set()
-        self._writer.join(_CLOSE_SECONDS)
+        self._writer.join(_CLOSE_RETRY_SECONDS)
+        if self._writer.is_alive() and self._buffer:
+            logger.warning(
+                "MLflow is away: waiting %.0f s for it to take %d metrics", limit_seconds, len(self._buffer)
+            )
+        self._writer.join(limit_seconds)
         if self._writer.is_alive() or self._buffer:
             self.num_lost += len(self._buffer)
-            logger.warning("MLflow was away at the end: %d metrics were not written", self.num_lost)
+            logger.warning(
+                "MLflow was away at the end: %d metrics were not written; `pipelinerl resume` of this run writes them",
+                self.num_lost,
+            )
             return
+        for name, data in list(self._late_artifacts.items()):
+            self.log_artifact(name, data)
         self._try("end of run", partial(self._client.set_terminated, self.run_id, status))
 
     # ---- start -----------------------------------------------------------------------------------------------
@@ -193,9 +216,12 @@ class MlflowTracker:
         while True:
             self._wake.wait(_RETRY_SECONDS if is_away else _FLUSH_SECONDS)
             self._wake.clear()
-            closing = self._is_closing
+            is_closing = self._is_closing
             is_away = not self._flush()
-            if closing:
+            while is_closing and is_away and time.monotonic() < self._close_at:
+                time.sleep(_CLOSE_RETRY_SECONDS)
+                is_away = not self._flush()
+            if is_closing:
                 return
 
     def _flush(self) -> bool:

@@ -104,6 +104,50 @@ def test_losing_mlflow_later_is_warned_of_once_and_made_up_for(uri, monkeypatch,
     assert sorted(history(tracker, "x")) == [(1, 1.0), (2, 2.0)]
 
 
+def be_away(tracker, monkeypatch, *names):
+    """The server is away; returns what brings it back."""
+    real = {name: getattr(tracker._client, name) for name in names}
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("down")
+
+    for name in names:
+        monkeypatch.setattr(tracker._client, name, refuse)
+    return lambda: [setattr(tracker._client, name, call) for name, call in real.items()]
+
+
+def test_a_server_that_is_away_at_the_end_is_waited_for(uri, monkeypatch):
+    monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
+    tracker = MlflowTracker(uri, "e", "end")
+    come_back = be_away(tracker, monkeypatch, "log_batch", "log_artifact")
+    tracker.log(1, {"x": 1.0})
+    tracker.log_artifact("report.json", b"{}")
+    timer = threading.Timer(0.5, come_back)
+    timer.start()
+    tracker.close()
+    timer.join()
+    assert (tracker.num_lost, history(tracker, "x")) == (0, [(1, 1.0)])
+    assert run_of(tracker).info.status == "FINISHED"
+    assert [artifact.path for artifact in tracker._client.list_artifacts(tracker.run_id)] == ["report.json"]
+
+
+def test_metrics_that_a_stopped_run_could_not_write_are_written_by_the_next_start(uri, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "_STOP_SECONDS", 0.2)
+    tracker = MlflowTracker(uri, "e", "stopped")
+    come_back = be_away(tracker, monkeypatch, "log_batch")
+    tracker.log(1, {"x": 1.0})
+    tracker.close("KILLED")
+    assert tracker.num_lost == 1
+    assert "`pipelinerl resume` of this run writes them" in caplog.text
+    come_back()
+    resumed = MlflowTracker(uri, "e", "stopped", run_id=tracker.run_id)
+    for step in (1, 2):
+        resumed.log(step, {"x": float(step)})
+    resumed.close()
+    assert sorted(history(resumed, "x")) == [(1, 1.0), (2, 2.0)]
+
+
 def test_a_server_that_is_not_there_is_a_configuration_error_at_once():
     begun = time.monotonic()
     with socket.socket() as free:
