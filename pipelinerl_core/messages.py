@@ -152,6 +152,8 @@ class Reserve(Message):
     step: Count
     epoch: Count
     wait_seconds: float = 0.5
+    lost: tuple[tuple[Count, Count], ...] = ()
+    """(group_id, attempt) of groups of the last answer whose rows cannot be read: they are generated again."""
 
 
 class Rows(Message):

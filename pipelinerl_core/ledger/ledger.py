@@ -199,14 +199,22 @@ class Ledger(LedgerView):
         found = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
         self._reserve(step, list(refs), found, is_told=False)
 
-    def reserve(self, step: int, epoch: int) -> Reserved:
-        """The groups of a step, or that they are not ready; the same question has the same answer. Raises Fenced."""
+    def reserve(self, step: int, epoch: int, lost: Iterable[tuple[int, int]] = ()) -> Reserved:
+        """The groups of a step, or that they are not ready; the same question has the same answer. Raises Fenced.
+
+        lost: groups of that answer whose rows cannot be read, which makes it another question.
+        """
         self._take_over(epoch)
         if step <= self.committed_step:
             raise Fenced(f"step {step} is committed already (the newest is {self.committed_step})")
         reservation = self._pool.reservations.get(step)
         if reservation is not None:
-            return reservation.answer
+            refs = reservation.refs
+            gone = [group_id for group_id, attempt in lost if group_id in refs and refs[group_id].attempt == attempt]
+            if not gone:
+                return reservation.answer
+            self._pool.lose(self._pool.reservations.pop(step), gone)
+            self._free(reservation)
         unknown = self._untold(step)
         if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
             return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")

@@ -202,6 +202,18 @@ class GroupPool:
                 self.tokens.arrive_ref(ref, -1)
                 self.leases.queue(group_id, ref.attempt + 1)
 
+    def lose(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+        """The rows of groups of a reservation cannot be read by anyone: they are leased once more."""
+        for group_id in group_ids:
+            ref = reservation.refs.pop(group_id)
+            summary = reservation.summaries.pop(group_id, None)
+            if summary is not None:
+                self._superseded.add((group_id, ref.attempt))
+                self.tokens.settle_group(summary, "superseded")
+            else:
+                self.tokens.arrive_ref(ref, -1)
+            self.leases.queue(group_id, ref.attempt + 1)
+
     # ---- to decided ------------------------------------------------------------------------------------------
 
     def decide(self, summary: GroupSummary, fate: Fate) -> None:

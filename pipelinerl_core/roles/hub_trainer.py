@@ -75,7 +75,7 @@ class TrainerDesk:
         deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
         with self._changed:
             while True:
-                answer = self._ledger.reserve(request.step, request.epoch)
+                answer = self._ledger.reserve(request.step, request.epoch, request.lost)
                 remaining = deadline - time.monotonic()
                 if answer.is_ready or remaining <= 0 or self._state.is_stopping:
                     break

@@ -30,8 +30,10 @@ from pipelinerl_core.errors import (
     ConfigError,
     DeadlineExceeded,
     Fenced,
+    HubUnavailable,
     MissingObject,
     PipelineRLError,
+    SchemaMismatch,
     StreamError,
 )
 from pipelinerl_core.interfaces import Learner
@@ -53,7 +55,7 @@ from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
-from pipelinerl_core.types import FileEntry, GroupRef, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
 if TYPE_CHECKING:
@@ -64,12 +66,18 @@ logger = logging.getLogger(__name__)
 # No further group for this long while the hub answers: every actor is dead, or every group fails or is filtered.
 RESERVE_DEADLINE_SECONDS = 600.0
 # Rows that the hub lost come again from their actor within a few syncs.
-ROWS_DEADLINE_SECONDS = 120.0
+ROWS_DEADLINE_SECONDS = 30.0
+# Reservations of one step, each after rows of the one before were lost.
+_RESERVATIONS = 20
 # Largest share of the time that copying and writing checkpoints may take, unless one takes less than a second.
 _CHECKPOINT_SHARE = 0.05
 _CHEAP_SECONDS = 1.0
 # Rollouts compared by the parity gate, at most.
 _PARITY_ROLLOUTS = 200
+
+
+GroupKey = tuple[int, int]
+"""(group_id, attempt)."""
 
 
 class Trainer:
@@ -180,10 +188,10 @@ class Trainer:
 
     def _step(self, step: int, stop: threading.Event) -> None:
         waited_from = time.time()
-        reserved = self._reserve(step, stop)
-        if reserved is None:
+        found = self._reserve_rows(step, stop)
+        if found is None:
             return
-        groups = self._rows(step, reserved.groups)
+        reserved, groups = found
         reserved_at = time.time()
         assembled = assemble_rows(step, groups, self._config)
         batch = encode_batch(self._context.run_id, step, assembled.rows)
@@ -219,12 +227,41 @@ class Trainer:
             )
         )
 
-    def _reserve(self, step: int, stop: threading.Event) -> Reserved | None:
+    def _reserve_rows(self, step: int, stop: threading.Event) -> tuple[Reserved, list[list[Rollout]]] | None:
+        """The groups of a step with their rollouts; None when asked to stop while waiting.
+
+        Groups whose rows are lost, because their segment is damaged, are given back and others taken.
+        """
+        lost: tuple[GroupKey, ...] = ()
+        for _ in range(_RESERVATIONS):
+            reserved = self._reserve(step, stop, lost)
+            if reserved is None:
+                return None
+            keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
+            try:
+                return reserved, self._rows(step, keys)
+            except HubUnavailable:
+                raise
+            except (StreamError, MissingObject) as error:
+                lost = tuple(key for key in keys if self._is_lost(step, key))
+                logger.error("step %d: rows of %s are lost, to be generated again: %s", step, list(lost), error)
+        raise MissingObject(f"step {step}: rows were lost {_RESERVATIONS} times in a row. Look at the hub's log")
+
+    def _is_lost(self, step: int, key: GroupKey) -> bool:
+        try:
+            self._link.request_rows(Rows(step=step, groups=(key,)))
+        except HubUnavailable:
+            raise
+        except (StreamError, MissingObject):
+            return True
+        return False
+
+    def _reserve(self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]) -> Reserved | None:
         """The groups of a step; None when asked to stop while waiting."""
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
         reason, most_ready = "", 0
         while not stop.is_set():
-            answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch))
+            answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
                 raise_refusal(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
@@ -243,15 +280,17 @@ class Trainer:
                 )
         return None
 
-    def _rows(self, step: int, refs: tuple[GroupRef, ...]) -> list[list[Rollout]]:
-        """The rollouts of reserved groups, in the order of the reservation."""
-        keys = tuple((ref.group_id, ref.attempt) for ref in refs)
+    def _rows(self, step: int, keys: tuple[GroupKey, ...]) -> list[list[Rollout]]:
+        """The rollouts of reserved groups, in the order of the reservation.
+
+        Raises MissingObject when some have not come in time, SchemaMismatch when some are damaged.
+        """
         deadline = time.monotonic() + ROWS_DEADLINE_SECONDS
         while True:
             try:
                 received = self._link.request_rows(Rows(step=step, groups=keys))
             except (StreamError, MissingObject) as error:
-                if time.monotonic() > deadline:
+                if isinstance(error, SchemaMismatch | HubUnavailable) or time.monotonic() > deadline:
                     raise
                 logger.warning("step %d: rows not there yet: %s", step, error)
                 time.sleep(0.2)

@@ -145,6 +145,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.reserved[step] = answer
 
     @precondition(lambda self: self.reserved)
+    @rule(pick=st.integers(0, 9))
+    def lose(self, pick: int) -> None:
+        step = max(self.reserved)
+        refs = self.reserved.pop(step).groups
+        ref = refs[pick % len(refs)]
+        answer = self.ledger.reserve(step, self.epoch, lost=[(ref.group_id, ref.attempt)])
+        if answer.is_ready:
+            assert (ref.group_id, ref.attempt) not in {(other.group_id, other.attempt) for other in answer.groups}
+            self.reserved[step] = answer
+
+    @precondition(lambda self: self.reserved)
     @rule(repeat=st.booleans())
     def commit(self, repeat: bool) -> None:
         step = min(self.reserved)

@@ -650,6 +650,35 @@ def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again():
     check_closes(ledger.tokens())
 
 
+def test_a_reserved_group_whose_rows_are_lost_is_generated_again_and_the_others_stay_ready():
+    ledger = new_ledger()
+    grants = lease(ledger, A, want=4)
+    for grant in grants[:3]:
+        deliver(ledger, grant)
+    first = ledger.reserve(1, epoch=2)
+    assert ids(first) == [0, 1]
+    assert ledger.reserve(1, epoch=2, lost=[(0, 5), (9, 0)]) == first  # of another attempt, and of no group of it
+    second = ledger.reserve(1, epoch=2, lost=[(0, 0)])
+    assert ids(second) == [1, 2]
+    assert ledger.reserve(1, epoch=2, lost=[(0, 0)]) == second  # the answer was lost
+    assert ledger.tokens()["superseded"] == 10
+    with pytest.raises(StaleLease):
+        deliver(ledger, grants[0])
+    [again] = lease(ledger, B, want=1)
+    assert (again.group_id, again.attempt) == (0, 1)
+    commit(ledger, 1, second)
+    check_closes(ledger.tokens())
+
+
+def test_a_lost_group_whose_rows_never_came_to_this_hub_is_leased_again():
+    ledger, _ = restarted(Clock(), (2, {0: 10}))
+    ledger.register_trainer(2, step=2, refs=[summary(group_id, {0: 10}).ref for group_id in (2, 3)])
+    answer = ledger.reserve(2, epoch=2, lost=[(3, 0)])
+    assert not answer.is_ready
+    assert (ledger.num_ready, ledger.num_queued) == (1, 1)
+    check_closes(ledger.tokens())
+
+
 def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
     ledger, _ = restarted(Clock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(3, epoch=2)  # 2 and 3 are ready here, but they belong to step 2

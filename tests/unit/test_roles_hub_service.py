@@ -534,3 +534,22 @@ def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
     new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
     [(header, batch)] = new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None)
     assert (header.group_id, batch.num_rows) == (0, 2)
+
+
+def test_rows_of_a_damaged_segment_are_refused_and_their_group_is_leased_again(talk, tmp_path):
+    leases = talk.sync(want=2).leases
+    refs = tuple(rows_of(lease)[0] for lease in leases)
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    ledger.committed(0, (), (), manifest(0))
+    new = Talk(talk.store.url.removeprefix("file://"), ledger)
+    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
+    new("a", Register(role="actor", name="actor-0", epoch=1))
+    seal(new, leases[0])
+    new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
+    (path,) = tmp_path.glob("rollouts/*/*/*.arrow")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SchemaMismatch, match="torn or corrupt"):
+        list(new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None))
+    answer = new("t", Reserve(step=1, epoch=2, wait_seconds=0, lost=((0, 0), (1, 0))))
+    assert not answer.is_ready
+    assert ledger.num_queued == 2
