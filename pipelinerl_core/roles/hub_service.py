@@ -266,7 +266,7 @@ class Hub:
                 if self._ledger.needs_rows(*key):
                     self._state.rows.setdefault(key, rows)
                 self._state.wake_trainer()
-        except (StaleLease, WrongPeer) as error:
+        except StaleLease as error:
             logger.info("refused: %s", error)
             raise
         finally:

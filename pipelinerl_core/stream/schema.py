@@ -136,7 +136,7 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
         )
     major, _, minor = version.partition(".")
     our_major, _, our_minor = ours["schema_version"].partition(".")
-    if major != our_major or not minor.isdecimal():
+    if major != our_major or not minor.isdecimal() or len(minor) > 4:
         raise SchemaMismatch(
             f"{name} schema version {version!r} cannot be read: this reader knows {our_major}.x. "
             "Use the release that wrote it"
@@ -162,6 +162,10 @@ def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.R
     if batch.schema.equals(expected, check_metadata=True):
         return batch
     check_schema(batch.schema, expected)
+    try:
+        batch.validate()  # columns are made below, of as many rows as it claims to have
+    except pa.ArrowInvalid as error:
+        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
     known = set(batch.schema.names)
     arrays = [
         batch.column(field.name) if field.name in known else pa.nulls(batch.num_rows, field.type)

@@ -38,6 +38,7 @@ _REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
     (Fenced, "fenced"),
     (MissingObject, "missing_rows"),
 )
+_MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
 _GOODBYE_SECONDS = 0.2  # how long shutdown waits for the lock of one peer, which a frozen one may hold
 
 _log = logging.getLogger(__name__)
@@ -185,15 +186,14 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
-            peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)))
+            _refuse(peer, id_of(metadata), error)
             return
         try:
             check_sender(peer.who, request)
             for answer, answer_rows in bundled(self._work_on(peer, request, rows)):
                 peer.write(answer, answer_rows)
         except PipelineRLError as error:
-            code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
-            peer.write(Refused(re=request.id, code=code, detail=str(error)))
+            _refuse(peer, request.id, error)
         except Exception as error:  # noqa: BLE001 - one bad request must not end the hub, nor show its insides
             _log.exception("%s: %s failed", peer.name, request.kind)
             peer.write(
@@ -223,6 +223,13 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         check_rows(rows, max_tokens_per_row=self._max_tokens_per_row)
         check_group(request.ref, rows)
         return rows
+
+
+def _refuse(peer: _Peer, re: int, error: PipelineRLError) -> None:
+    code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
+    if code == "wrong_peer":
+        _log.warning("%s: %s", peer.name, error)
+    peer.write(Refused(re=re, code=code, detail=str(error)[:_MAX_DETAIL]))
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
