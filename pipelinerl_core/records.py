@@ -218,6 +218,8 @@ class HubRecord(Record):
     """hub.json: where the hub is, that it lives, and what the run looks like now."""
 
     url: str
+    certificate: str = ""
+    """PEM of the certificate that this hub shows, and no other; empty without TLS."""
     boot_id: str
     host: str
     pid: int

@@ -239,6 +239,8 @@ class PlacementConfig(Section):
     """Address the hub binds to; loopback unless actors live on other hosts."""
     hub_port: int = Field(0, ge=0, le=65535)
     """Port of the hub, 0 for any free one."""
+    hub_tls: bool = False
+    """Encrypt the channel; the hub makes its certificate itself, and the roles find it in hub.json."""
     lease_seconds: float = Field(10.0, gt=0)
     """Time after which the leases of a silent actor go to another."""
     max_restarts: int = Field(5, ge=0)

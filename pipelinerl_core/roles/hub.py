@@ -5,6 +5,7 @@ It ends when the last step is committed or it is asked to, after telling the act
 """
 
 import argparse
+import ipaddress
 import logging
 import socket
 import sys
@@ -29,6 +30,7 @@ from pipelinerl_core.roles.process import (
     limit_threads,
 )
 from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.tls import make_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +85,18 @@ class HubProcess:
         placement = context.config.placement
         self._store = context.store
         self.hub = start_hub(context)
+        credentials = make_credentials() if placement.hub_tls else None
         self._server = FlightHubServer(
-            self.hub, host=placement.hub_host, port=placement.hub_port, token=context.token
+            self.hub, host=placement.hub_host, port=placement.hub_port, token=context.token, credentials=credentials
         )
-        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url))
+        certificate = credentials.certificate if credentials else ""
+        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url), certificate)
+        if not placement.hub_tls and not is_loopback(placement.hub_host):
+            logger.warning(
+                "placement.hub_host=%s: the token and the rows cross the network in the clear; "
+                "set placement.hub_tls=true",
+                placement.hub_host,
+            )
         self._beat_at = 0.0
 
     def run(self, stop: threading.Event) -> None:
@@ -126,6 +136,14 @@ class HubProcess:
             self._store.put(HUB_KEY, self._live.record(state).model_dump_json().encode())
         except StoreError as error:
             logger.warning("%s not written: %s", HUB_KEY, error)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can connect to an address; a name other than localhost counts as any other host's."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def reachable_url(url: str) -> str:

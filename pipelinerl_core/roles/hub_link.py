@@ -138,14 +138,15 @@ class HubLink:
 
     def _connect_once(self, failed: HubClient | None) -> Registered:
         with self._lock:
-            url = self._find()
+            found = self._find()
             if self._client is not failed:  # another thread was sooner
                 return self.register_again()
             if failed is not None:
                 failed.close(bye=False)
             self._client = None
             client = HubClient(
-                url,
+                found.url,
+                certificate=found.certificate,
                 token=self._token,
                 role=self._role,
                 name=self._name,
@@ -170,9 +171,9 @@ class HubLink:
         self.registered = answer
         return answer
 
-    def _find(self) -> str:
+    def _find(self) -> HubRecord:
         try:
-            return HubRecord.model_validate_json(self._store.get(HUB_KEY)).url
+            return HubRecord.model_validate_json(self._store.get(HUB_KEY))
         except MissingObject:
             raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started") from None
 

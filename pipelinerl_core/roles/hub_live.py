@@ -23,11 +23,12 @@ _FROM_COMMIT = {"reward_mean": "reward/mean", "lag_mean": "lag/mean", "ess": "im
 class LiveRecord:
     """Builds hub.json."""
 
-    def __init__(self, hub: Hub, config: RunConfig, url: str) -> None:
-        """`url`: where clients find the hub."""
+    def __init__(self, hub: Hub, config: RunConfig, url: str, certificate: str = "") -> None:
+        """`url`: where clients find the hub; `certificate`: what they know it by, if the channel is TLS."""
         self._hub = hub
         self._config = config
         self._url = url
+        self._certificate = certificate
         self._process_started_at = psutil.Process().create_time()
         self._generated: deque[tuple[float, int]] = deque()
 
@@ -46,6 +47,7 @@ class LiveRecord:
         live["num_swaps"] = self._hub.num_swaps
         return HubRecord(
             url=self._url,
+            certificate=self._certificate,
             boot_id=self._hub.boot_id,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -51,7 +51,8 @@ class HubClient:
 
     `on_credit` is called on the reading thread with each number of groups the trainer has taken. `faults` is for
     tests: asked "send" or "receive" before each message that is repeated until answered, True loses the message.
-    Credit is never lost: it lives and dies with its connection, and registering again grants it anew.
+    Credit is never lost: it lives and dies with its connection, and registering again grants it anew. `certificate`
+    is the PEM by which a hub behind grpc+tls:// is known; no other is trusted.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class HubClient:
         retry_seconds: float = 2.0,
         deadline_seconds: float = 120.0,
         faults: Callable[[str], bool] | None = None,
+        certificate: str = "",
     ) -> None:
         self._token = token
+        self._certificate = certificate
         self._command = _introduction(role, name)
         self._on_credit = on_credit
         self._retry_seconds = retry_seconds
@@ -86,9 +89,10 @@ class HubClient:
         """Whether the exchange is open and the hub has not said goodbye."""
         return self._connection.lost is None
 
-    def reconnect(self, url: str | None = None) -> None:
+    def reconnect(self, url: str | None = None, *, certificate: str | None = None) -> None:
         """Leave the old exchange and open a new one, at `url` if given. The role must register again."""
         with self._lock:
+            self._certificate = self._certificate if certificate is None else certificate
             self._connection.cut("reconnecting")
             self._connection = self._open(url or self._connection.url)
 
@@ -168,7 +172,7 @@ class HubClient:
         return self._retry_seconds + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
 
     def _open(self, url: str) -> "Connection":
-        return Connection(url, self._token, self._command, self._on_credit, self._faults)
+        return Connection(url, self._token, self._command, self._on_credit, self._faults, self._certificate)
 
 
 def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:

@@ -21,6 +21,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
 )
 
+CERTIFIED_NAME = "pipelinerl-hub"
+"""The name in every hub's certificate, whatever its address: a client trusts one certificate, not a name."""
+
 _CONNECT_SECONDS = 10.0  # for the hub's first word
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
 
@@ -54,6 +57,7 @@ class Connection:
         command: bytes,
         on_credit: Callable[[int], None] | None,
         faults: Callable[[str], bool] | None,
+        certificate: str = "",
     ) -> None:
         self.url = url
         self.lost: str | None = None
@@ -64,7 +68,7 @@ class Connection:
         self._heard = threading.Event()
         self._is_unauthenticated = False
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._client, self._writer, self._reader = _open_exchange(url, token, command)
+        self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
         # Before the interpreter exits: a thread in read_chunk would hang it.
         self._finalizer = weakref.finalize(self, _cancel, self._reader)
         self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
@@ -158,7 +162,7 @@ class Connection:
         except ValidationError:
             reason = "the hub sent a message that this release does not know"
         except WIRE_ERRORS as error:
-            reason = _one_line(error)
+            reason = _reason(error)
         except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
             _log.exception("the reading thread failed")
             reason = f"the reading thread failed: {type(error).__name__}"
@@ -185,11 +189,12 @@ class Connection:
                 mailbox.put(received)
 
 
-def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]:
+def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
     """(client, writer, reader) of a new exchange."""
     options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+    trust = {"tls_root_certs": certificate, "override_hostname": CERTIFIED_NAME} if certificate else {}
     try:
-        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS))
+        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS), **trust)
         writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
         writer.begin(ROLLOUT_SCHEMA)
     except fl.FlightUnauthenticatedError:
@@ -197,7 +202,7 @@ def _open_exchange(url: str, token: str, command: bytes) -> tuple[Any, Any, Any]
             f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
         ) from None
     except WIRE_ERRORS as error:
-        raise HubUnavailable(f"no hub at {url}: {_one_line(error)}. Start the hub, or look at hub.json") from None
+        raise HubUnavailable(f"no hub at {url}: {_reason(error)}. Start the hub, or look at hub.json") from None
     return client, writer, reader
 
 
@@ -215,6 +220,13 @@ def _token_text(url: str) -> str:
 def lost_text(url: str, reason: str) -> str:
     """What the caller reads when a connection is gone."""
     return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
+
+
+def _reason(error: BaseException) -> str:
+    """Why there is no exchange, or no more."""
+    if "certificate verify failed" in str(error):
+        return "it shows another certificate than the one in hub.json"
+    return _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

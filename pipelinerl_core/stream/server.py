@@ -27,6 +27,7 @@ from pipelinerl_core.stream.bundles import bundled
 from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
 from pipelinerl_core.stream.door import check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
+from pipelinerl_core.stream.tls import Credentials
 
 MAX_ROW_BYTES = 256 << 20
 """Largest record batch of one message, about 1,000 rollouts of 16k tokens."""
@@ -92,17 +93,21 @@ class FlightHubServer:
         token: str,
         max_row_bytes: int = MAX_ROW_BYTES,
         max_tokens_per_row: int = MAX_TOKENS_PER_ROW,
+        credentials: Credentials | None = None,
     ) -> None:
+        """With `credentials` the channel is TLS."""
         if not token:
             raise ValueError("the hub needs a token; an empty one would let everybody in")
+        scheme = "grpc" if credentials is None else "grpc+tls"
         self._flight = _Flight(
             service,
-            f"grpc://{host}:{port}",
+            f"{scheme}://{host}:{port}",
             token,
+            credentials,
             max_row_bytes=max_row_bytes,
             max_tokens_per_row=max_tokens_per_row,
         )
-        self.url = f"grpc://{host}:{self._flight.port}"
+        self.url = f"{scheme}://{host}:{self._flight.port}"
 
     def start(self) -> None:
         """Let peers in; earlier ones are told to come again. Flight serves on threads of its own."""
@@ -123,9 +128,17 @@ class FlightHubServer:
 
 class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
     def __init__(
-        self, service: HubService, location: str, token: str, *, max_row_bytes: int, max_tokens_per_row: int
+        self,
+        service: HubService,
+        location: str,
+        token: str,
+        credentials: Credentials | None,
+        *,
+        max_row_bytes: int,
+        max_tokens_per_row: int,
     ) -> None:
-        super().__init__(location, middleware={"token": _TokenCheck(token)})
+        certificates = None if credentials is None else [tuple(credentials)]
+        super().__init__(location, tls_certificates=certificates, middleware={"token": _TokenCheck(token)})
         self.is_open = False
         self._service = service
         self._max_row_bytes = max_row_bytes
