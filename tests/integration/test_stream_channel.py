@@ -16,6 +16,9 @@ import pytest
 
 from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
 from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync
+from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
@@ -395,6 +398,39 @@ def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
     for _ in range(100):
         sinks[0](1)
     assert send_group(channel.client(name="next"), 0).note == "new"
+
+
+def test_a_name_that_is_none_is_refused_before_anything_is_sent():
+    with pytest.raises(ConfigError, match="'a/b' cannot be the name of a peer"):
+        HubClient("grpc://127.0.0.1:1", token=TOKEN, role="actor", name="a/b")
+
+
+def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
+    store = open_store(str(tmp_path))
+    record = HubRecord(
+        url=channel.server.url, boot_id="boot", host="", pid=1, process_started_at=0.0, beat=time.time()
+    )
+    store.put(HUB_KEY, record.model_dump_json().encode())
+    asked, gate = threading.Event(), threading.Event()
+
+    def registration():
+        asked.set()
+        assert gate.wait(5)
+        return Register(role="actor", name="actor-0", epoch=1)
+
+    link = HubLink(store, token=TOKEN, role="actor", name="actor-0", registration=registration)
+    threads = [threading.Thread(target=link.connect), threading.Thread(target=link.request, args=(SYNC,))]
+    threads[0].start()
+    assert asked.wait(5)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert channel.service.received == []
+    gate.set()
+    for thread in threads:
+        thread.join()
+    link.close()
+    kinds = [request.kind for request in channel.service.received]
+    assert (kinds[0], kinds[-2:]) == ("register", ["sync", "bye"])
 
 
 def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
