@@ -1,7 +1,9 @@
 """The command line, light on purpose: commands import what they need when they run; --help answers at once."""
 
+import dataclasses
 import importlib
 import subprocess
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -283,6 +285,22 @@ def doctor(root: Root = "", as_json: Json = False) -> None:
     examination = _module("flows.doctor").examine(root)
     answer(examination.document, examination.lines, as_json=as_json)
     raise typer.Exit(EXIT_FAILURE if examination.problems else EXIT_OK)
+
+
+@app.command()
+def deploy(
+    pools: Annotated[str, typer.Option(help="Kind of the work pools: process, docker or kubernetes.")] = "process",
+    notify: Annotated[
+        str, typer.Option(metavar="TYPE/NAME", help="Notification block that alarms go to, as slack-webhook/team.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Make work pools, deployments and automations on the server of PREFECT_API_URL; as often as you like.
+
+    Example: `pipelinerl deploy`, then `prefect worker start --pool control` and a click on "Run" in the Prefect UI.
+    """
+    deployed = _module("flows.deploy").deploy(pools, notify, Path.cwd())
+    answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)
 
 
 @app.command(context_settings=_PASS_THROUGH)

@@ -14,6 +14,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
 from tasks.mlflow_runs import RunTracker, open_tracker
@@ -88,6 +89,7 @@ def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
     flow_run_id = str(flow_run.id)
     run = find_run(url)
     config = run.config if run else config
+    refuse_resume(config)
     refuse_if_live(url)
     preflight(config, url.rpartition("/")[0])
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id)
@@ -96,6 +98,16 @@ def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
     remember_latest(url)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     return replace(run, token=token), tracker
+
+
+def refuse_resume(config: RunConfig) -> None:
+    """PipelineRLError once this flow run has been started too often: whatever crashes it would do so forever."""
+    resumes, limit = flow_run.run_count - 1, config.placement.max_resumes
+    if resumes > limit:
+        raise PipelineRLError(
+            f"this flow run was started again {resumes} times (placement.max_resumes={limit}). "
+            "Look at why it crashes; `pipelinerl resume` goes on with the run"
+        )
 
 
 def run_roles(

@@ -23,6 +23,7 @@ from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub
 from pipelinerl_core.tracking.live import LiveView
+from tasks.alarms import RUN_STALLED, Alarms
 from tasks.markdown import report_markdown
 from tasks.mlflow_runs import RunTracker, mlflow_link
 from tasks.runs import MlflowRef
@@ -49,6 +50,7 @@ class RunWatch:
         self._run = run
         self._view = LiveView(None, run.config.trainer.steps)
         self._follower = RunFollower(run.store)
+        self._alarms = Alarms(run.run_id)
         self._tracker = tracker
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
@@ -90,6 +92,7 @@ class RunWatch:
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
+            _quietly("alarm", lambda: self._alarms.look(self.commits))
         self._check_stall()
 
     def finish(self, report: Mapping[str, Any]) -> None:
@@ -141,6 +144,7 @@ class RunWatch:
         if seen != self._seen:
             self._seen, self._changed_at = seen, time.monotonic()
         elif time.monotonic() - self._changed_at > STALL_SECONDS:
+            self._alarms.tell(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
             raise DeadlineExceeded(
                 f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
                 "the roles' logs say what they wait for. Resume the run to go on"

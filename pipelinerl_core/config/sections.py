@@ -245,6 +245,8 @@ class PlacementConfig(Section):
     """Time after which the leases of a silent actor go to another."""
     max_restarts: int = Field(5, ge=0)
     """Restarts of each role in a row before the run fails; a life of ten minutes starts the count again."""
+    max_resumes: int = Field(10, ge=0)
+    """Times that one Prefect flow run may be started again, by hand or by an automation, before it fails."""
 
 
 class TrackingConfig(Section):

@@ -23,6 +23,7 @@ from pipelinerl_core.roles.replay import build_learner, replay_run
 from pipelinerl_core.roles.trainer import Trainer
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
+from tasks import replaying
 from tests.integration.pipeline import TOKEN, assert_closes, make_run, role, trained_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -181,7 +182,7 @@ def test_a_crash_after_each_single_write_changes_nothing(kind, clean, tmp_path, 
 
 
 def check_replays(url):
-    """The recorded stream gives the recorded losses, and with another learner others."""
+    """The recorded stream gives the recorded losses, and with another learner others; a flow replays it alike."""
     assert all(step.weights_match and step.stats.loss == step.recorded_loss for step in replay_run(url, None, None))
     studied = list(replay_run(url, 2, 4, ["learner.lr=1e-2"]))
     assert [step.stats.step for step in studied] == [2, 3, 4]
@@ -189,6 +190,10 @@ def check_replays(url):
     assert all(step.stats.loss != step.recorded_loss for step in studied[1:])
     with pytest.raises(ConfigError, match="a replay can change loss and learner only"):
         next(replay_run(url, 2, 4, ["rollouts.temperature=2"]))
+    document = replaying.replay_run(open_run(url), 5, 0, ())
+    assert (document["all_equal"], [step["step"] for step in document["steps"]]) == (True, list(range(5, STEPS + 1)))
+    with pytest.raises(ConfigError, match="beyond the last step"):
+        replaying.replay_run(open_run(url), STEPS + 1, 0, ())
 
 
 def commits_of(url):

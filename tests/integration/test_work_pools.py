@@ -1,7 +1,7 @@
 """placement.kind=work_pools: actor and trainer are flow runs on their own pools, Running for the whole job.
 
-A real Prefect server, one process worker per pool, prefect.yaml as it is. The flow processes import neither torch nor
-an engine: their memory maps say so.
+A real Prefect server, `pipelinerl deploy`, one process worker per pool. The flow processes import neither torch nor
+an engine: their memory maps say so. In the middle the train flow is killed, and an automation starts it again.
 """
 
 import json
@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-from tests.integration.pipeline import ROOT, committed_steps
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -65,10 +65,25 @@ class Prefect:
         while not self.is_healthy():
             assert time.monotonic() < deadline, (self.home / "log").read_text()[-2000:]
             time.sleep(0.5)
-        for pool in POOLS:
-            self.command("work-pool", "create", pool, "--type", "process")
-        self.command("--no-prompt", "deploy", "--all")
+        first, again = self.deploy(), self.deploy()
+        assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
+        assert set(again["pools"].values()) == set(again["automations"].values()) == {"unchanged"}
+        assert set(again["pools"]) == set(POOLS)
         self.processes += [self.spawn("worker", "start", "--pool", pool) for pool in POOLS]
+
+    def deploy(self) -> dict:
+        command = [sys.executable, "-m", "flows.cli", "deploy", "--json"]
+        done = subprocess.run(
+            command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        )
+        return json.loads(done.stdout)
+
+    def kill_flow(self, pool: str) -> None:
+        """kill -9 of the process that executes the flow run of a pool."""
+        worker = self.processes[1 + POOLS.index(pool)]
+        for process in psutil.Process(worker.pid).children(recursive=True):
+            if "prefect.engine" in " ".join(process.cmdline()):
+                process.kill()
 
     def is_healthy(self) -> bool:
         try:
@@ -136,18 +151,22 @@ def test_actor_and_trainer_are_runs_of_their_own_pools_for_the_whole_job(prefect
     )
     deadline = time.monotonic() + 600
     states: dict[str, list[str]] = {pool: [] for pool in POOLS}
-    maps_checked = 0
+    maps_checked, is_killed = 0, False
     while True:
         assert time.monotonic() < deadline, states
         runs = prefect.runs()
         for pool, run in runs.items():
             states[pool].append(run["state_type"])
-        if "control" in runs and runs["control"]["state_type"] in ("COMPLETED", "FAILED", "CRASHED", "CANCELLED"):
+        ends = ("COMPLETED", "FAILED", "CANCELLED", *(() if is_killed else ("CRASHED",)))
+        if "control" in runs and runs["control"]["state_type"] in ends:
             break
         urls = list(root.glob("quickstart-*"))
-        if urls and 5 <= committed_steps(str(urls[0])) < STEPS - 5:
+        if urls and not is_killed and committed_steps(str(urls[0])) >= 5:
             assert runs["actors"]["state_type"] == runs["trainers"]["state_type"] == "RUNNING"
             maps_checked += check_no_torch(prefect)
+        if urls and not is_killed and committed_steps(str(urls[0])) >= STEPS // 2:
+            prefect.kill_flow("control")
+            is_killed = True
         time.sleep(1)
     assert runs["control"]["state_type"] == "COMPLETED", (prefect.home / "log").read_text()[-4000:]
     assert maps_checked >= 3, "train, actor and trainer flow processes were seen in the middle of the job"
@@ -155,8 +174,10 @@ def test_actor_and_trainer_are_runs_of_their_own_pools_for_the_whole_job(prefect
     while {run["state_type"] for run in prefect.runs().values()} != {"COMPLETED"}:
         assert time.monotonic() < settled, prefect.runs()
         time.sleep(1)
-    report = json.loads(next(root.glob("quickstart-*/report.json")).read_text())
-    assert report["steps"] == STEPS
+    (run,) = root.glob("quickstart-*")
+    assert json.loads((run / "report.json").read_text())["steps"] == STEPS
+    assert (is_killed, prefect.runs()["control"]["run_count"]) == (True, 2), "the same flow run went on by itself"
+    assert_closes(str(run))
 
 
 def check_no_torch(prefect: Prefect) -> int:

@@ -1,0 +1,139 @@
+"""`pipelinerl deploy`: work pools, deployments and automations on a Prefect server, as often as one likes."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+from uuid import UUID
+
+import yaml  # type: ignore[import-untyped]
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect.settings import get_current_settings
+
+from flows.console import say
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from tasks.automations import apply_automations, wanted_automations
+from tasks.checks import check_http
+
+PoolKind = Literal["process", "docker", "kubernetes"]
+KINDS: tuple[PoolKind, ...] = ("process", "docker", "kubernetes")
+PROJECT_FILE = "prefect.yaml"
+_TEMPLATES = Path("infra/work_pools")
+_DEPLOY_SECONDS = 300.0
+
+
+@dataclass(slots=True)
+class Deployed:
+    """What a server has now; each name with what was done: created, updated, unchanged, deployed."""
+
+    api_url: str
+    pools: dict[str, str] = field(default_factory=dict)
+    deployments: dict[str, str] = field(default_factory=dict)
+    automations: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        rows = [("work pool", self.pools), ("deployment", self.deployments), ("automation", self.automations)]
+        found = [f"{what} {name}: {change}" for what, changes in rows for name, change in changes.items()]
+        workers = [f"  prefect worker start --pool {name}" for name in self.pools]
+        return [*found, "next, on the machines that run them:", *workers, "  prefect deployment run train/quickstart"]
+
+
+def deploy(kind: PoolKind, notify: str, project: Path) -> Deployed:
+    """Make the server what prefect.yaml in the directory `project` says; ConfigError without a server or that file.
+
+    notify: "<block type>/<name>" of a notification block that alarms go to, or "".
+    """
+    document = read_project(project, kind)
+    url = get_current_settings().api.url
+    if not url:
+        raise ConfigError("deploy needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
+    check_http("PREFECT_API_URL", str(url))
+    block = _notification_block(notify)
+    deployed = Deployed(api_url=str(url))
+    with get_client(sync_client=True) as client:
+        for name in document["definitions"]["pools"][kind]:
+            deployed.pools[name] = _make_pool(client, name, kind, project)
+    say(f"deploying {len(document['deployments'])} deployments")
+    _deploy_all(document, project)
+    for entry in document["deployments"]:
+        flow = entry["entrypoint"].rpartition(":")[2]
+        deployed.deployments[f"{flow}/{entry['name']}"] = "deployed"
+    deployed.automations.update(apply_automations(wanted_automations(block)))
+    return deployed
+
+
+def read_project(project: Path, kind: PoolKind) -> dict[str, Any]:
+    """prefect.yaml, with every deployment on the pool of this kind that has the name of its own."""
+    path = project / PROJECT_FILE
+    if kind not in KINDS:
+        raise ConfigError(f"--pools {kind}: there are {', '.join(KINDS)}")
+    try:
+        document: dict[str, Any] = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not there: run `pipelinerl deploy` from the repository root") from None
+    pools = document["definitions"]["pools"][kind]
+    for entry in document["deployments"]:
+        entry["work_pool"] = pools[entry["work_pool"]["name"]]
+    return document
+
+
+def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, project: Path) -> str:
+    template = _template(project, kind)
+    try:
+        found = client.read_work_pool(name)
+    except ObjectNotFound:
+        wanted = WorkPoolCreate(name=name, type=kind, **({} if template is None else {"base_job_template": template}))
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(wanted)
+        return "created"
+    if found.type != kind:
+        raise ConfigError(
+            f"work pool {name} is of type {found.type}, not {kind}. Delete it (prefect work-pool delete {name}) or "
+            f"deploy with --pools {found.type}"
+        )
+    if template is None or found.base_job_template == template:
+        return "unchanged"
+    client.update_work_pool(name, WorkPoolUpdate(base_job_template=template))
+    return "updated"
+
+
+def _template(project: Path, kind: PoolKind) -> dict[str, Any] | None:
+    """Base job template of a kind of pool; None: Prefect's own."""
+    path = project / _TEMPLATES / f"{kind}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _deploy_all(document: dict[str, Any], project: Path) -> None:
+    """Prefect's own command, on the file as it was read."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix=".prefect-", dir=project) as file:
+        yaml.safe_dump(document, file)
+        file.flush()
+        command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file.name]
+        try:
+            ended = subprocess.run(
+                command, cwd=project, capture_output=True, text=True, timeout=_DEPLOY_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise PipelineRLError(f"`prefect deploy` did not end within {_DEPLOY_SECONDS:.0f} s") from None
+    if ended.returncode != 0:
+        raise PipelineRLError(f"`prefect deploy` failed:\n{(ended.stderr or ended.stdout)[-2000:].strip()}")
+
+
+def _notification_block(slug: str) -> UUID | None:
+    if not slug:
+        return None
+    try:
+        block: Any = Block.load(slug)
+    except ValueError as error:
+        raise ConfigError(f"--notify {slug}: no such block ({str(error).splitlines()[0]})") from None
+    found: UUID | None = block._block_document_id
+    return found

@@ -1,0 +1,124 @@
+"""Automations of a Prefect server that keep runs going and call people: made once, changed when they differ.
+
+| name | when | then |
+|------|------|------|
+| pipelinerl-unresponsive | a flow run of ours has sent no heartbeat for 90 s | it is Crashed |
+| pipelinerl-resume | a train run has Crashed | it is scheduled again and goes on, `placement.max_resumes` times |
+| pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
+
+A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Literal, cast
+from uuid import UUID
+
+from prefect.automations import Automation
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
+from prefect.events.schemas.automations import EventTrigger, Posture
+from prefect.events.schemas.events import ResourceSpecification
+
+from tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
+
+HEARTBEAT_SECONDS = 30
+"""Set as PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml; Prefect's own default is 180."""
+TAG = "pipelinerl"
+"""On every deployment of ours, and so on its flow runs."""
+
+_FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
+_OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
+_TRAIN = ResourceSpecification({"prefect.resource.name": ["train"], "prefect.resource.role": ["flow"]})
+
+Change = Literal["created", "updated", "unchanged"]
+
+
+def wanted_automations(notify_block: UUID | None) -> list[Automation]:
+    """All of them; notify_block: document id of a notification block such as a SlackWebhook."""
+    return [_unresponsive(), _resume(), _alarm(notify_block)]
+
+
+def _unresponsive() -> Automation:
+    return Automation(
+        name="pipelinerl-unresponsive",
+        description="A flow run whose heartbeats have stopped is Crashed: its host or its process is gone.",
+        trigger=EventTrigger(
+            after={"prefect.flow-run.heartbeat"},
+            expect={"prefect.flow-run.*"},
+            match=_FLOW_RUNS,
+            match_related=[_OURS],
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=3 * HEARTBEAT_SECONDS),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message="no heartbeat")],
+    )
+
+
+def _resume() -> Automation:
+    return Automation(
+        name="pipelinerl-resume",
+        description="A crashed train run goes on where its last commit is. placement.max_resumes bounds how often.",
+        trigger=EventTrigger(
+            expect={"prefect.flow-run.Crashed"},
+            match=_FLOW_RUNS,
+            match_related=[_OURS, _TRAIN],
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED, name="AwaitingRetry", message="resumed after a crash", force=True
+            )
+        ],
+    )
+
+
+def _alarm(notify_block: UUID | None) -> Automation:
+    body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
+    return Automation(
+        name="pipelinerl-alarm",
+        description="A run whose reward has collapsed, or that stands still.",
+        trigger=EventTrigger(
+            expect={REWARD_COLLAPSED, RUN_STALLED},
+            match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            SendNotification(block_document_id=notify_block, subject="PipelineRL: {{ event.event }}", body=body)
+            if notify_block is not None
+            else DoNothing()
+        ],
+    )
+
+
+def apply_automations(wanted: Iterable[Automation]) -> dict[str, Change]:
+    """Make the server's automations of these names what they should be; name -> what was done."""
+    return {automation.name: _apply(automation) for automation in wanted}
+
+
+def _apply(wanted: Automation) -> Change:
+    try:
+        found = cast(Automation, Automation.read(name=wanted.name))
+    except ValueError:
+        wanted.create()
+        return "created"
+    if _content(found) == _content(wanted):
+        return "unchanged"
+    changed = found.model_copy(update={name: getattr(wanted, name) for name in ("description", "trigger", "actions")})
+    changed.update()
+    return "updated"
+
+
+def _content(automation: Automation) -> dict[str, Any]:
+    """What a user could see change; not whether somebody has switched it off."""
+    content = automation.model_dump(mode="json", include={"description", "trigger", "actions"})
+    content["trigger"].pop("id", None)
+    return content

@@ -1,0 +1,72 @@
+"""What `pipelinerl deploy` reads: prefect.yaml and the base job templates."""
+
+import importlib
+import json
+import re
+import shutil
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.deploy import KINDS, deploy, read_project
+from pipelinerl_core.errors import ConfigError
+from tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
+    document = read_project(ROOT, kind)
+    names = set()
+    for entry in document["deployments"]:
+        path, _, function = entry["entrypoint"].partition(":")
+        flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), function)
+        names.add(f"{flow.name}/{entry['name']}")
+        assert set(entry.get("parameters", {})) <= set(flow.parameters.properties)
+        assert TAG in entry["tags"], "automations look for it"
+        assert entry["work_pool"] == document["definitions"]["pools"][kind][entry["work_pool"]["name"]]
+        environment = entry["work_pool"]["job_variables"]["env"]
+        assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+    assert names >= {"train/quickstart", "train/nightly", "actor/actor", "trainer/trainer", "replay/replay"}
+
+
+@pytest.mark.parametrize("kind", ["docker", "kubernetes"])
+def test_every_variable_of_a_job_template_is_used_and_every_use_is_declared(kind):
+    template = json.loads((ROOT / "infra" / "work_pools" / f"{kind}.json").read_text())
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used == set(template["variables"]["properties"])  # Prefect ignores a variable that nothing refers to
+    for pool in read_project(ROOT, kind)["definitions"]["pools"][kind].values():
+        assert set(pool["job_variables"]) <= used
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://127.0.0.1:9/api", "PREFECT_API_URL=http://127.0.0.1:9/api: no answer"),
+        (None, "deploy needs a Prefect server"),
+    ],
+)
+def test_without_a_server_deploy_says_what_to_set(url, says):
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(ConfigError, match=re.escape(says)):
+        deploy("process", "", ROOT)
+
+
+def test_wrong_kinds_and_directories_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--pools nomad: there are process, docker, kubernetes"):
+        read_project(ROOT, "nomad")
+    with pytest.raises(ConfigError, match="from the repository root"):
+        read_project(tmp_path, "process")
+    shutil.copy(ROOT / "prefect.yaml", tmp_path)
+    assert read_project(tmp_path, "process")["name"] == "pipelinerl"
+
+
+def test_the_automations_are_three_and_an_alarm_goes_to_the_block_that_is_named():
+    names = ["pipelinerl-unresponsive", "pipelinerl-resume", "pipelinerl-alarm"]
+    assert [automation.name for automation in wanted_automations(None)] == names
+    block = "3f7b1a52-9c1e-4b9d-8d1f-1a2b3c4d5e6f"
+    (action,) = wanted_automations(UUID(block))[2].actions
+    assert (action.type, str(action.block_document_id)) == ("send-notification", block)
+    assert [action.type for action in wanted_automations(None)[2].actions] == ["do-nothing"]

@@ -1,0 +1,58 @@
+"""When people are woken."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tasks import alarms
+from tasks.alarms import RUN_STALLED, WINDOW_STEPS, Alarms, reward_fall
+
+RISE = [0.2 + 0.002 * step for step in range(150)]  # from 0.2 to 0.5
+
+
+def commits(rewards):
+    return {0: SimpleNamespace(metrics={})} | {
+        step: SimpleNamespace(metrics={"reward/mean": reward}) for step, reward in enumerate(rewards, 1)
+    }
+
+
+@pytest.fixture
+def events(monkeypatch):
+    found = []
+    monkeypatch.setattr(alarms, "emit_event", lambda **event: found.append(event))
+    return found
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [],
+        RISE,
+        [0.3] * 200,
+        [0.25 + 0.05 * (step % 2) for step in range(200)],
+        RISE + [0.35] * WINDOW_STEPS,  # half of what was gained
+        RISE[:30] + [0.0] * 5,  # too few steps to say
+    ],
+    ids=["none", "rise", "flat", "noise", "setback", "short"],
+)
+def test_learning_noise_and_setbacks_are_no_collapse(rewards):
+    assert reward_fall(rewards) is None
+
+
+def test_a_reward_below_where_it_began_has_collapsed():
+    best, newest = reward_fall(RISE + [0.05] * WINDOW_STEPS)
+    assert best == pytest.approx(sum(RISE[-WINDOW_STEPS:]) / WINDOW_STEPS)
+    assert newest == pytest.approx(0.05)
+    assert reward_fall([100 * reward for reward in RISE] + [5.0] * WINDOW_STEPS) is not None, "at any scale"
+
+
+def test_each_alarm_is_told_once_and_names_the_run(events):
+    one = Alarms("quickstart-12345678")
+    one.look(commits(RISE))
+    assert events == []
+    for _ in range(2):
+        one.look(commits(RISE + [0.0] * WINDOW_STEPS))
+        one.tell(RUN_STALLED, "no commit for 20 minutes")
+    assert [event["event"] for event in events] == ["pipelinerl.reward.collapsed", "pipelinerl.run.stalled"]
+    assert {event["resource"]["prefect.resource.id"] for event in events} == {"pipelinerl.run.quickstart-12345678"}
+    assert events[0]["payload"]["message"] == "mean reward of the last 20 steps 0.000, it was 0.479"
