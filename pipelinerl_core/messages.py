@@ -27,7 +27,7 @@ def _counts(ref: GroupRef) -> GroupRef:
 
 # What requests say is bounded here once: it ends up in int64 columns, in object keys and in lines of the log.
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-Name = Annotated[str, Field(pattern=r"^[^\p{C}/\\]+$", max_length=100)]
+Name = Annotated[str, Field(pattern=r"^[^\p{C}/\\.][^\p{C}/\\]*$", max_length=100)]
 LeaseId = Annotated[str, Field(pattern=r"^[!-~]+$", max_length=200)]
 Ref = Annotated[GroupRef, AfterValidator(_counts)]
 

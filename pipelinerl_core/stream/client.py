@@ -180,7 +180,7 @@ def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
         return encode(Introduction(role=role, name=name))
     except ValidationError:
         raise ConfigError(
-            f"{name!r} cannot be the name of a peer; it has 1 to 100 printable characters and no slash"
+            f"{name!r} cannot be the name of a peer: 1 to 100 printable characters, no slash, no dot in front"
         ) from None
 
 

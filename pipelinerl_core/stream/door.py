@@ -42,7 +42,7 @@ def introduction(command: bytes) -> Introduction:
     except ValidationError:
         raise fl.FlightServerError(
             'an exchange opens with {"role": ..., "name": ...} as its command: role actor or trainer, and a name of '
-            "1 to 100 printable characters without a slash"
+            "1 to 100 printable characters without a slash or a dot in front"
         ) from None
 
 

@@ -38,6 +38,7 @@ def test_a_message_is_parsed_to_itself(message):
         (SYNC, ("leases",), ["x" * 201]),
         (REGISTER, ("epoch",), 10**30),
         (REGISTER, ("name",), "a/b"),
+        (REGISTER, ("name",), ".."),
         (REGISTER, ("name",), "a\u202eb"),
         (REGISTER, ("leases", 0, "attempt"), -1),
         (REGISTER, ("leases", 0, "group_id"), -1),
