@@ -132,6 +132,14 @@ class Group(Message):
     """Segment that holds the rows, when they are sealed already."""
 
 
+class Groups(Message):
+    """Several finished groups at once; the record batch beside it holds their rows, one group after the other."""
+
+    kind: Literal["groups"] = "groups"
+    id: int = 0
+    groups: tuple[Group, ...] = Field(min_length=1)
+
+
 class Sealed(Message):
     """Rows are durable in rollouts/<actor>/<epoch>/<seq>.arrow: the hub may forget what it can read back."""
 
@@ -189,7 +197,9 @@ class Bye(Message):
     id: int = 0
 
 
-Request = Annotated[Register | Sync | Group | Sealed | Reserve | Rows | Committed | Bye, Field(discriminator="kind")]
+Request = Annotated[
+    Register | Sync | Group | Groups | Sealed | Reserve | Rows | Committed | Bye, Field(discriminator="kind")
+]
 
 # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -299,6 +309,14 @@ class Refused(Message):
     detail: str
 
 
+class Answers(Message):
+    """Answer to groups: one to each of them, in their order."""
+
+    kind: Literal["answers"] = "answers"
+    re: int
+    answers: tuple[Annotated[Ack | Refused, Field(discriminator="kind")], ...]
+
+
 class Credit(Message):
     """Unasked, a hint to sync now: the trainer has taken `num_groups` groups of this actor, or there is other news.
 
@@ -316,7 +334,7 @@ class Goodbye(Message):
 
 
 Answer = Annotated[
-    Registered | SyncReply | Ack | Reserved | RowsHeader | RowsBundle | Refused | Credit | Goodbye,
+    Registered | SyncReply | Ack | Reserved | RowsHeader | RowsBundle | Refused | Answers | Credit | Goodbye,
     Field(discriminator="kind"),
 ]
 

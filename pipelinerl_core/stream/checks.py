@@ -1,6 +1,8 @@
 """What rows must satisfy before the hub or the trainer takes them in."""
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -30,12 +32,38 @@ def check_rows(batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PE
     batch = conform(batch)
     if batch.num_rows == 0:
         raise SchemaMismatch("a group message has no rows; it carries at least one rollout")
-    try:
-        batch.validate(full=True)  # offsets that point outside would be followed by every question below
-    except pa.ArrowInvalid as error:
-        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
-    _check_nulls(batch)
+    _check_each_row(batch, max_tokens_per_row)
     _check_group(batch)
+
+
+def check_groups(
+    refs: Sequence[GroupRef], batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PER_ROW
+) -> None:
+    """`check_rows` and `check_group` for the rows of several groups, one group after the other."""
+    batch = conform(batch)
+    _check_each_row(batch, max_tokens_per_row)
+    for ref, rows in apart(refs, batch):
+        _check_group(rows)
+        check_group(ref, rows)
+
+
+def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> Iterator[tuple[GroupRef, pa.RecordBatch]]:
+    """Each group with its rows, which are views. Raises SchemaMismatch when the batch has more or fewer rows."""
+    _validate(batch, full=False)  # before it is cut: Arrow ends the process where a column is shorter than its batch
+    ends = list(itertools.accumulate(ref.num_rollouts for ref in refs))
+    if ends[-1] != batch.num_rows or min(ref.num_rollouts for ref in refs) == 0:
+        raise SchemaMismatch(
+            f"{batch.num_rows} rows for groups of {[ref.num_rollouts for ref in refs][:8]} rollouts; each has at "
+            "least one"
+        )
+    for ref, end in zip(refs, ends, strict=True):
+        yield ref, batch.slice(end - ref.num_rollouts, ref.num_rollouts)
+
+
+def _check_each_row(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
+    """What does not depend on where a group ends."""
+    _validate(batch, full=True)  # offsets that point outside would be followed by every question below
+    _check_nulls(batch)
     lengths = list_lengths(_column(batch, "completion_token_ids"))
     _check_lengths(batch, lengths, max_tokens_per_row)
     _check_logprobs(batch)
@@ -60,6 +88,13 @@ def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
     origins = origins_in(batch)
     if origins != ref.origins:
         raise SchemaMismatch(f"rows have origins {origins}, their message names {ref.origins}")
+
+
+def _validate(batch: pa.RecordBatch, *, full: bool) -> None:
+    try:
+        batch.validate(full=full)
+    except pa.ArrowInvalid as error:
+        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:

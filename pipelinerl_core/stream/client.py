@@ -27,9 +27,20 @@ from pipelinerl_core.errors import (
     StreamError,
     WrongPeer,
 )
-from pipelinerl_core.messages import Answer, Bye, Introduction, Refused, Request, Reserve, Rows, RowsHeader, encode
-from pipelinerl_core.stream.bundles import Received
-from pipelinerl_core.stream.connection import Connection, Frame, Lost, lost_text
+from pipelinerl_core.messages import (
+    Answer,
+    Bye,
+    Group,
+    Introduction,
+    Refused,
+    Request,
+    Reserve,
+    Rows,
+    RowsHeader,
+    encode,
+)
+from pipelinerl_core.stream.bundles import Frame, Received
+from pipelinerl_core.stream.connection import Connection, Lost, lost_text
 
 CLOSE_SECONDS = 2.0
 """Longest time `close` waits for the hub's farewell."""
@@ -119,8 +130,7 @@ class HubClient:
                 stack.enter_context(_Call(self._connection, self._identified(message), rows, self._faults))
                 for message, rows in messages
             ]
-            for call in calls:
-                call.send()
+            self._connection.send([frame for call in calls if (frame := call.frame()) is not None])
             return [self._answer_to(call, deadline, limit_seconds) for call in calls]
 
     def _answer_to(self, call: "_Call", deadline: float, limit_seconds: float) -> Answer:
@@ -210,12 +220,19 @@ class _Call:
 
     def send(self) -> None:
         """Send, unless the last sending is still stuck in the socket."""
-        if self._written is None or self._written.is_set():
-            self._written = threading.Event()
-            if self._faults is not None and self._faults("send"):
-                self._written.set()
-            else:
-                self.connection.send(Frame(self._metadata, self._rows, self._written))
+        frame = self.frame()
+        if frame is not None:
+            self.connection.send([frame])
+
+    def frame(self) -> Frame | None:
+        """What is to be written now; None while the last writing is stuck, or when a test loses it."""
+        if self._written is not None and not self._written.is_set():
+            return None
+        self._written = threading.Event()
+        if self._faults is not None and self._faults("send"):
+            self._written.set()
+            return None
+        return Frame(self._metadata, self._rows, isinstance(self.message, Group), self._written)
 
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
         """Send once; all groups that arrive until the last one, or until none comes for `patience_seconds`."""

@@ -4,7 +4,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
-from pipelinerl_core.stream.bundles import Received, unbundled
+from pipelinerl_core.stream.bundles import Frame, Received, as_one, together, unbundled
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, check_schema
 
 _CHANNEL_OPTIONS = (
@@ -39,14 +39,6 @@ class Lost(NamedTuple):
     reason: str
 
 
-class Frame(NamedTuple):
-    """One write; `written` is set once the socket has taken it."""
-
-    metadata: bytes
-    rows: pa.RecordBatch | None
-    written: threading.Event
-
-
 class Connection:
     """One exchange with its two threads. `lost` says why it is over."""
 
@@ -67,7 +59,7 @@ class Connection:
         self._faults = faults
         self._heard = threading.Event()
         self._is_unauthenticated = False
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Sequence[Frame] | None] = queue.SimpleQueue()
         self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
         # Before the interpreter exits: a thread in read_chunk would hang it.
         self._finalizer = weakref.finalize(self, _cancel, self._reader)
@@ -91,9 +83,9 @@ class Connection:
         with self._lock:
             self.waiting.pop(number, None)
 
-    def send(self, frame: Frame) -> None:
-        """Hand a frame to the writing thread."""
-        self._frames.put(frame)
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Hand frames to the writing thread; groups among them are written together."""
+        self._frames.put(frames)
 
     def cut(self, reason: str) -> None:
         """End the exchange at once; waiting requests raise HubUnavailable."""
@@ -130,15 +122,20 @@ class Connection:
 
     def _write(self) -> None:
         try:
-            while (frame := self._frames.get()) is not None:
-                if frame.rows is None:
-                    self._writer.write_metadata(frame.metadata)
-                else:
-                    self._writer.write_with_metadata(frame.rows, frame.metadata)
-                frame.written.set()
+            while (frames := self._frames.get()) is not None:
+                for part in together(frames):
+                    self._write_one(*as_one(part))
+                    for frame in part:
+                        frame.written.set()
             self._writer.done_writing()
         except WIRE_ERRORS as error:
             self._lose(_one_line(error))
+
+    def _write_one(self, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        if rows is None:
+            self._writer.write_metadata(metadata)
+        else:
+            self._writer.write_with_metadata(rows, metadata)
 
     def _read(self) -> None:
         reason = "the hub ended the exchange"
@@ -179,14 +176,13 @@ class Connection:
             if self._on_credit is not None:
                 self._on_credit(answer.num_groups)
             return
-        if isinstance(answer, Goodbye):
-            return
-        with self._lock:
-            mailbox = self.waiting.get(answer.re)
-        for received in unbundled(answer, rows):
-            is_lost = self._faults is not None and self._faults("receive")
-            if mailbox is not None and not is_lost:
-                mailbox.put(received)
+        for part in unbundled(answer, rows):
+            if isinstance(part.answer, Credit | Goodbye) or (self._faults is not None and self._faults("receive")):
+                continue
+            with self._lock:
+                mailbox = self.waiting.get(part.answer.re)
+            if mailbox is not None:
+                mailbox.put(part)
 
 
 def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:

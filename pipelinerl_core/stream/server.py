@@ -14,7 +14,7 @@ import hmac
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -22,12 +22,24 @@ import pyarrow.flight as fl
 
 from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.interfaces import HubService
-from pipelinerl_core.messages import Answer, Credit, Goodbye, Group, Introduction, Refused, Request, encode
+from pipelinerl_core.messages import (
+    Answer,
+    Answers,
+    Credit,
+    Goodbye,
+    Group,
+    Groups,
+    Introduction,
+    Refused,
+    Request,
+    encode,
+)
 from pipelinerl_core.stream.bundles import bundled
-from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, check_group, check_rows
+from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, apart, check_group, check_groups, check_rows
 from pipelinerl_core.stream.door import check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.stream.tls import Credentials
+from pipelinerl_core.types import GroupRef
 
 MAX_ROW_BYTES = 256 << 20
 """Largest record batch of one message, about 1,000 rollouts of 16k tokens."""
@@ -146,7 +158,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One peer, from its coming to its going. The peer's name is unique: "<role>/<name>#<serial>"."""
@@ -199,27 +211,61 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
-            _refuse(peer, id_of(metadata), error)
+            peer.write(_refusal(peer, id_of(metadata), error))
             return
+        if isinstance(request, Groups):
+            peer.write(self._answer_groups(peer, request, rows))
+            return
+        for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
+            peer.write(answer, answer_rows)
+
+    def _answer_groups(self, peer: _Peer, request: Groups, rows: pa.RecordBatch | None) -> Answers:
+        """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
+        refs = [group.ref for group in request.groups]
+        with self._turn:
+            try:
+                whole = self._sized(rows)
+                parts = [part for _, part in apart(refs, whole)]
+                is_checked = self._are_sound(refs, whole)
+            except SchemaMismatch as error:
+                refusals = tuple(_refusal(peer, group.id, error) for group in request.groups)
+                return Answers(re=request.id, answers=refusals)
+            answers = [
+                answer
+                for group, part in zip(request.groups, parts, strict=True)
+                for answer, _ in self._answers_to(peer, group, part, is_checked=is_checked)
+            ]
+        return Answers.model_validate({"re": request.id, "answers": answers})
+
+    def _are_sound(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
+        try:
+            check_groups(refs, rows, max_tokens_per_row=self._max_tokens_per_row)
+        except SchemaMismatch:
+            return False
+        return True
+
+    def _answers_to(
+        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None, *, is_checked: bool = False
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """What the service says, or why it was not asked."""
         try:
             check_sender(peer.who, request)
-            for answer, answer_rows in bundled(self._work_on(peer, request, rows)):
-                peer.write(answer, answer_rows)
+            yield from self._work_on(peer, request, rows, is_checked)
         except PipelineRLError as error:
-            _refuse(peer, request.id, error)
+            yield _refusal(peer, request.id, error), None
         except Exception as error:  # noqa: BLE001 - one bad request must not end the hub, nor show its insides
             _log.exception("%s: %s failed", peer.name, request.kind)
-            peer.write(
-                Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
-            )
+            detail = f"{request.kind}: {type(error).__name__} in the hub"
+            yield Refused(re=request.id, code="internal", detail=detail), None
 
     def _work_on(
-        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None
+        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None, is_checked: bool
     ) -> Iterable[tuple[Answer, pa.RecordBatch | None]]:
         if peer.who.role != "actor":  # a trainer's reserve waits, its rows are read from the store
             return self._service.handle(peer.name, request, self._admit(request, rows))
         with self._turn:
-            return list(self._service.handle(peer.name, request, self._admit(request, rows)))
+            admitted = rows if is_checked else self._admit(request, rows)
+            return list(self._service.handle(peer.name, request, admitted))
 
     def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
         """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
@@ -227,22 +273,25 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             if rows is not None:
                 raise SchemaMismatch(f"a {request.kind} message carries no rows")
             return None
+        rows = self._sized(rows)
+        check_rows(rows, max_tokens_per_row=self._max_tokens_per_row)
+        check_group(request.ref, rows)
+        return rows
+
+    def _sized(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
         if rows is None:
             raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
         num_bytes = rows.get_total_buffer_size()
         if num_bytes > self._max_row_bytes:
             raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self._max_row_bytes}")
-        rows = conform(rows)
-        check_rows(rows, max_tokens_per_row=self._max_tokens_per_row)
-        check_group(request.ref, rows)
-        return rows
+        return conform(rows)
 
 
-def _refuse(peer: _Peer, re: int, error: PipelineRLError) -> None:
+def _refusal(peer: _Peer, re: int, error: PipelineRLError) -> Refused:
     code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
     if code == "wrong_peer":
         _log.warning("%s: %s", peer.name, error)
-    peer.write(Refused(re=re, code=code, detail=str(error)[:_MAX_DETAIL]))
+    return Refused(re=re, code=code, detail=str(error)[:_MAX_DETAIL])
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types

@@ -1,11 +1,22 @@
-"""Rows of several groups in one write."""
+"""Several groups in one write, both ways."""
 
+import threading
+from types import SimpleNamespace
+
+import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from pipelinerl_core.messages import Ack, RowsBundle, RowsHeader
-from pipelinerl_core.stream.bundles import BUNDLE_BYTES, bundled, unbundled
+from pipelinerl_core.errors import StaleLease
+from pipelinerl_core.messages import ANSWER, Ack, Group, Introduction, RowsBundle, RowsHeader, encode
+from pipelinerl_core.stream.bundles import BUNDLE_BYTES, GROUPS_BYTES, Frame, as_one, bundled, together, unbundled
+from pipelinerl_core.stream.checks import check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.testing.rollout_rows import build_group
+from pipelinerl_core.stream.door import parse
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.stream.server import FlightHubServer, _Peer
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 
 def answers(*sizes: int):
@@ -52,3 +63,108 @@ def test_what_fails_in_the_middle_is_heard_of():
 
     with pytest.raises(ValueError, match="gone"):
         list(bundled(failing()))
+
+
+# ---- to the hub ----
+
+
+def frame(group_id: int, num_tokens: int = 5, *, is_group: bool = True) -> Frame:
+    rollouts = build_group(0, group_id=group_id, size=2, num_tokens=num_tokens)
+    message = Group(id=100 + group_id, lease_id=f"{group_id}.0.b", ref=group_ref(rollouts))
+    return Frame(encode(message), encode_rollouts("run", rollouts) if is_group else None, is_group, threading.Event())
+
+
+def test_groups_that_are_sent_together_are_one_message():
+    frames = [frame(1), frame(2), frame(3, is_group=False), frame(4)]
+    parts = list(together(frames))
+    assert parts == [frames[:2], frames[2:3], frames[3:]]
+    metadata, rows = as_one(parts[0])
+    assert [group.id for group in parse(metadata).groups] == [101, 102]
+    assert rows.column("group_id").to_pylist() == [1, 1, 2, 2]
+    assert as_one(parts[2]) == (frames[3].metadata, frames[3].rows)
+
+
+def test_a_write_to_the_hub_has_a_size():
+    large = GROUPS_BYTES // 20  # tokens of each of two rollouts, of more than 8 bytes
+    sizes = [len(part) for part in together([frame(1, large), frame(2, large), frame(3), frame(4)])]
+    assert sizes == [1, 3]
+
+
+class Service:
+    def __init__(self):
+        self.groups = []
+
+    def connected(self, peer, credit_sink): ...
+
+    def disconnected(self, peer): ...
+
+    def handle(self, peer, request, rows):
+        check_rows(rows)
+        check_group(request.ref, rows)
+        if request.ref.group_id == 13:
+            raise StaleLease("not in force")
+        self.groups.append(request.ref.group_id)
+        yield Ack(re=request.id), None
+
+
+@pytest.fixture
+def flight():
+    server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
+    yield server._flight
+    assert server.shutdown(2.0)
+
+
+def ask(flight, metadata, rows, role="actor"):
+    """Which groups are answered how."""
+    written = []
+    writer = SimpleNamespace(write_metadata=written.append)
+    flight._answer(_Peer(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
+    (answer,) = [ANSWER.validate_json(one) for one in written]
+    return [(part.answer.re, getattr(part.answer, "code", "taken")) for part in unbundled(answer, None)]
+
+
+def changed(rows: pa.RecordBatch, row: int, name: str, value) -> pa.RecordBatch:
+    columns = rows.to_pydict()
+    columns[name][row] = value
+    return pa.RecordBatch.from_pydict(columns, schema=ROLLOUT_SCHEMA)
+
+
+def test_each_group_of_a_message_has_its_own_answer(flight):
+    metadata, rows = as_one([frame(1), frame(13), frame(2)])
+    assert ask(flight, metadata, rows) == [(101, "taken"), (113, "stale_lease"), (102, "taken")]
+    assert flight._service.groups == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "value"),
+    [(3, "reward", float("nan")), (2, "lease_id", "another"), (2, "group_id", 7), (3, "rollout_index", 0)],
+)
+def test_a_group_that_is_at_fault_is_refused_alone(flight, row, name, value):
+    metadata, rows = as_one([frame(1), frame(2), frame(3)])
+    assert ask(flight, metadata, changed(rows, row, name, value)) == [(101, "taken"), (102, "schema"), (103, "taken")]
+
+
+def test_rows_that_cannot_be_told_apart_are_refused_altogether(flight):
+    metadata, rows = as_one([frame(1), frame(2)])
+    refused = [(101, "schema"), (102, "schema")]
+    assert ask(flight, metadata, rows.slice(1)) == refused
+    assert ask(flight, metadata, None) == refused
+    assert ask(flight, *as_one([frame(1, 70_000), frame(2, 1)])) == refused  # larger than the server allows
+    assert ask(flight, metadata, rows, role="trainer") == [(101, "wrong_peer"), (102, "wrong_peer")]
+
+
+@settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_damaged_rows_of_several_groups_are_refused_and_nothing_breaks(flight, data):
+    """Arrow's reader looks at neither lengths nor offsets, and cutting rows apart must not believe them."""
+    metadata, rows = as_one([frame(1), frame(2)])
+    message = bytearray(rows.serialize().to_pybytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = 8 * data.draw(st.integers(0, len(message) // 8 - 1))
+        value = data.draw(st.sampled_from([0, 1, 2, 3, 5, 24, 1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1]))
+        message[place : place + 8] = value.to_bytes(8, "little")
+    try:
+        damaged = pa.ipc.read_record_batch(pa.py_buffer(bytes(message)), rows.schema)
+    except (pa.ArrowException, OSError, EOFError, MemoryError):
+        return  # the exchange ends
+    assert {code for _, code in ask(flight, metadata, damaged)} <= {"taken", "schema"}
