@@ -105,6 +105,21 @@ def _run(config: Any, arguments: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command()
+def drain(run: Run, root: Root = "", as_json: Json = False) -> None:
+    """Let a live run stop after its next commit, from anywhere that reaches its store; `resume` goes on.
+
+    Unlike Ctrl-C it waits for a step that takes longer than a few seconds. Example: `pipelinerl drain latest`
+    """
+    url = _module("tasks.runs").locate_run(run, root)
+    document = _module("tasks.draining").drain(url)
+    answer(
+        document,
+        [f"{document['run_id']} stops after its next commit (the newest is {document['step']})"],
+        as_json=as_json,
+    )
+
+
+@app.command()
 def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
     """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
 

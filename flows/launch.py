@@ -33,7 +33,11 @@ def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]
     """
     root = root_url(arguments["root"])
     begun = time.time()
-    return _run(lambda: train(**arguments), config, root, lambda: _say_how_to_resume(root, begun))
+    report = _run(lambda: train(**arguments), config, root, lambda: _say_how_to_resume(root, begun))
+    if report["steps"] < config.trainer.steps:
+        say(f"drained after step {report['steps']} of {config.trainer.steps}")
+        _say_how_to_resume(root, begun)
+    return report
 
 
 def run_comparison(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:

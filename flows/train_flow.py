@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
+from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -17,6 +19,7 @@ from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
+from pipelinerl_core.roles.control import forget_wishes, wants_drain
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew
 from tasks.preflight import preflight
@@ -61,10 +64,11 @@ Resume = Annotated[
 @flow(name="train", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 def train(
     preset: Preset = "quickstart", overrides: Overrides = (), root: Root = "", resume: Resume = ""
-) -> dict[str, Any]:
+) -> dict[str, Any] | State[dict[str, Any]]:
     """Train a model: generation and training side by side, weights swapped in flight.
 
-    A retry of this flow run resumes the same run. Returns the report (report.json).
+    A retry of this flow run resumes the same run. Returns the report (report.json); of a run that was drained, in a
+    state of that name.
     """
     run, tracker = open_or_create(preset, overrides, root, resume)
     logger.info("run %s", run.store.url)
@@ -73,6 +77,10 @@ def train(
             run_roles(run, watch)
         report = write_reports(run)
         watch.finish(report)
+    if watch.committed_step < run.config.trainer.steps:
+        return Completed(
+            name="Drained", message=f"stopped after step {watch.committed_step}; resume goes on", data=report
+        )
     return report
 
 
@@ -95,6 +103,7 @@ def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
+    forget_wishes(run.store)
     remember_latest(url)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     return replace(run, token=token), tracker
@@ -132,7 +141,7 @@ def run_roles(
             crew.start(f"actor-{index}")
         follow(crew, watch, is_enough)
         crew.stop()
-        if evaluates:
+        if evaluates and not wants_drain(run.store):
             crew.evaluate("last")
     finally:
         crew.stop()

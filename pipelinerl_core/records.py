@@ -3,6 +3,7 @@
 <root>/<run_id>/
   run.json                               resolved configuration, seeds, code version, MLflow run id; written once
   hub.json                               where the hub is, and that it lives; rewritten every second
+  control.json                           what is wanted of the run: that it drains
   epochs/<k>.json                        one per start of hub and trainer
   rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
@@ -24,6 +25,7 @@ from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
 
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
+CONTROL_KEY = "control.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
@@ -134,6 +136,15 @@ class SwapRecord(Record):
     num_running: int
     num_tokens: int
     """Tokens the actor epoch had sampled when it happened."""
+
+
+class ControlRecord(Record):
+    """control.json: what somebody wants of a run."""
+
+    desired: Literal["run", "drain"]
+    at: float
+    """Unix seconds."""
+    by: str = ""
 
 
 class ActorSample(Record):

@@ -7,6 +7,7 @@ from threading import Event
 
 from pipelinerl_core.records import EvalRecord, parse_commit_key
 from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.control import wants_drain
 from pipelinerl_core.tracking.evaluations import ALL, names_several
 from pipelinerl_core.tracking.follow import RunFollower, read_hub
 from tasks.commands import role_command, role_environment
@@ -48,7 +49,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         stop=stop,
         name=name,
         ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
-        is_done=(lambda: is_complete(run)) if role != "evaluator" else lambda: True,
+        is_done=(lambda: is_over(run)) if role != "evaluator" else lambda: True,
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
     )
 
@@ -58,8 +59,10 @@ def hub_is_up(run: RunContext) -> bool:
     return is_live(read_hub(run.store))
 
 
-def is_complete(run: RunContext) -> bool:
-    """Whether the last step is committed; before that no role leaves for good by itself."""
+def is_over(run: RunContext) -> bool:
+    """Whether the last step is committed, or the run is to drain; before that no role leaves for good by itself."""
+    if wants_drain(run.store):
+        return True
     steps = [parse_commit_key(key)[0] for key in run.store.list("commits")]
     return max(steps, default=-1) >= run.config.trainer.steps
 

@@ -41,6 +41,7 @@ from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.process import (
@@ -357,6 +358,7 @@ def main() -> int:
         learner = emulated_learner(build_learner(context.config), context.config)
         trainer = Trainer(context, learner, epoch)
         freeze_startup_objects()
+        stop_when_drained(context.store, stop)
         trainer.run(commits, stop)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201

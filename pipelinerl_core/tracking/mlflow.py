@@ -155,7 +155,7 @@ class MlflowTracker:
         self._try(f"tag {key}", partial(self._client.set_tag, self.run_id, key, redact_text(value)))
 
     def close(self, status: Status = "FINISHED") -> None:
-        """Flush, end the run with `status` and stop; waits for an MLflow that is away, not long if the run was stopped.
+        """Flush, end the run with `status` and stop; waits for an MLflow that is away, a run that was stopped not long.
 
         Metrics that are not written then are in the run's commits still: resuming the run writes them. Repeats do
         nothing.
@@ -175,7 +175,7 @@ class MlflowTracker:
         if self._writer.is_alive() or self._buffer:
             self.num_lost += len(self._buffer)
             logger.warning(
-                "MLflow was away at the end: %d metrics were not written; `pipelinerl resume` of this run writes them",
+                "MLflow was away at the end: %d metrics were not written; `pipelinerl resume` of the run writes them",
                 self.num_lost,
             )
             return

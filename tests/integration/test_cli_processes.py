@@ -84,7 +84,7 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
-def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tmp_path):
+def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_one_run(tmp_path):
     started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0", *SMALL)
     until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
     (run,) = run_directories(tmp_path)
@@ -109,6 +109,15 @@ def test_a_run_survives_a_kill_of_everything_and_a_ctrl_c_and_ends_as_one_run(tm
     assert left_over(tmp_path, pids) == []
     assert not (SHARED_MEMORY / f"pipelinerl-{run.name}").exists()
     assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
+
+    drained = start(tmp_path, "resume", "latest")
+    reached = committed(tmp_path)
+    until("progress after the stop", lambda: committed(tmp_path) >= reached + 2, 180, drained)
+    assert start(tmp_path, "drain", "latest").wait(30) == 0
+    assert drained.wait(60) == 0
+    assert reached + 2 <= committed(tmp_path) < 30
+    assert "drained after step" in (tmp_path / "stderr.txt").read_text()
+    assert start(tmp_path, "drain", "latest").wait(30) == 2  # nobody runs it
 
     last = start(tmp_path, "resume", "latest")
     assert last.wait(600) == 0

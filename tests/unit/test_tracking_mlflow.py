@@ -139,7 +139,7 @@ def test_metrics_that_a_stopped_run_could_not_write_are_written_by_the_next_star
     tracker.log(1, {"x": 1.0})
     tracker.close("KILLED")
     assert tracker.num_lost == 1
-    assert "`pipelinerl resume` of this run writes them" in caplog.text
+    assert "`pipelinerl resume` of the run writes them" in caplog.text
     come_back()
     resumed = MlflowTracker(uri, "e", "stopped", run_id=tracker.run_id)
     for step in (1, 2):

@@ -1,0 +1,52 @@
+"""What people want of a run, in its own objects: `pipelinerl drain` writes it, the trainer looks."""
+
+import logging
+import threading
+import time
+
+from pydantic import ValidationError
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import CONTROL_KEY, ControlRecord
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""How soon a wish is seen."""
+
+
+def ask_to_drain(store: ObjectStore, by: str) -> None:
+    """Let the run stop after its next commit; `by` says who wants it."""
+    store.put(CONTROL_KEY, ControlRecord(desired="drain", at=time.time(), by=by).model_dump_json().encode())
+
+
+def forget_wishes(store: ObjectStore) -> None:
+    """A start means to run, whatever was wanted of the start before."""
+    store.delete([CONTROL_KEY])
+
+
+def wants_drain(store: ObjectStore) -> bool:
+    """Whether the run is to stop after its next commit. Raises StoreError."""
+    try:
+        return ControlRecord.model_validate_json(store.get(CONTROL_KEY)).desired == "drain"
+    except MissingObject:
+        return False
+    except ValidationError as error:
+        logger.error("%s is ignored: %s", CONTROL_KEY, error.errors()[0]["msg"])
+        return False
+
+
+def stop_when_drained(store: ObjectStore, stop: threading.Event) -> None:
+    """Set `stop` once the run is to drain; looks from a thread of its own."""
+
+    def look() -> None:
+        while not stop.wait(LOOK_SECONDS):
+            try:
+                if wants_drain(store):
+                    logger.info("asked to drain: this step is the last one")
+                    stop.set()
+            except StoreError as error:
+                logger.warning("%s could not be read: %s", CONTROL_KEY, error)
+
+    threading.Thread(target=look, name="control", daemon=True).start()

@@ -1,0 +1,22 @@
+"""Ask a live run to stop after its next commit."""
+
+import getpass
+import socket
+from typing import Any
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.records import parse_commit_key
+from pipelinerl_core.roles.control import ask_to_drain
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.follow import read_hub
+from tasks.runs import is_live
+
+
+def drain(url: str) -> dict[str, Any]:
+    """Write the wish into the run at a URL; ConfigError when nobody runs it."""
+    store = open_store(url)
+    if not is_live(read_hub(store)):
+        raise ConfigError(f"{url}: this run is not live, there is nothing to drain")
+    ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
+    steps = [parse_commit_key(key)[0] for key in store.list("commits")]
+    return {"run_id": url.rpartition("/")[2], "step": max(steps, default=-1)}
