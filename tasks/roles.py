@@ -50,6 +50,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         name=name,
         ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
         is_done=(lambda: is_over(run)) if role != "evaluator" else lambda: True,
+        ends_when_fenced=role == "actor",  # the run goes on with the one that came
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
     )
 

@@ -67,11 +67,13 @@ def supervise_role(
     ready_seconds: float = READY_SECONDS,
     stop_seconds: float = STOP_SECONDS,
     is_done: Callable[[], bool] = lambda: True,
+    ends_when_fenced: bool = False,
     settled_seconds: float = SETTLED_SECONDS,
 ) -> RoleReport:
     """Keep a role running until it ends with 0 or `stop` is set; blocks for the whole life of the role.
 
     A role that somebody else has asked to leave ends with 0 as well: it is started again unless `is_done()`.
+    One whose place another process has taken (exit code 3) ends the supervision, quietly if `ends_when_fenced`.
     Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed once it has
     failed more than `max_restarts` times within a short while each, with the last lines of its log.
     """
@@ -87,6 +89,9 @@ def supervise_role(
         finally:
             life.end(stop_seconds)
         if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
+            break
+        if ends_when_fenced and life.exit_code == EXIT_FENCED:
+            logger.warning("%s: another process has taken its place", name)
             break
         reason = failure or describe_exit(life.exit_code)
         if time.monotonic() - started >= settled_seconds:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 
 from pipelinerl_core.config.cores import own_cores
-from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
@@ -20,6 +19,7 @@ from pipelinerl_core.roles.inference import build_codec, open_engine
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
+    exit_codes,
     freeze_startup_objects,
     install_stop_signal,
     keep_to_cores,
@@ -70,6 +70,7 @@ def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember
     return GroupMember(engine, context.store, name=name)
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description="An actor of a run.")
@@ -80,24 +81,10 @@ def main() -> int:
     die_with_parent(arguments.parent_pid)
     configure_logging()
     stop = install_stop_signal()
-    try:
-        context = open_run(arguments.run)
-        keep_to_cores(own_cores(context.config, arguments.name))
-        limit_threads(context.config.placement.threads)
-        asyncio.run(run_actor(context, arguments.name, stop))
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    except ExceptionGroup as failures:  # from the task group: one line each, then the traceback of the unexpected
-        expected, unexpected = failures.split(PipelineRLError)
-        for failure in expected.exceptions if expected else ():
-            print(f"{type(failure).__name__}: {failure}", file=sys.stderr)  # noqa: T201
-        if unexpected:
-            raise unexpected from None
-        return 1
+    context = open_run(arguments.run)
+    keep_to_cores(own_cores(context.config, arguments.name))
+    limit_threads(context.config.placement.threads)
+    asyncio.run(run_actor(context, arguments.name, stop))
     return 0
 
 

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, PipelineRLError, SchemaMismatch, StoreError
+from pipelinerl_core.errors import SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CheckpointManifest, Commit, checkpoint_prefix
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.process import exit_codes
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.types import FileEntry, TrainingRow
 from pipelinerl_core.weights.files import verify
@@ -298,21 +299,15 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", required=True)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    try:
-        context = open_run(arguments.run)
-        document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    context = open_run(arguments.run)
+    document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
     print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201
     return 0 if document["closes"] else 1
 

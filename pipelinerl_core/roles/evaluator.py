@@ -16,7 +16,7 @@ import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.sections import EmulationConfig
-from pipelinerl_core.errors import ConfigError, PipelineRLError, RewardError
+from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import Commit, EvalRecord, eval_key
@@ -24,7 +24,7 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.inference import build_codec, open_engine
-from pipelinerl_core.roles.process import configure_logging, die_with_parent, limit_threads
+from pipelinerl_core.roles.process import configure_logging, die_with_parent, exit_codes, limit_threads
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
@@ -166,6 +166,7 @@ async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluati
         await engine.close()
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description="Held-out accuracy of weight versions.")
@@ -177,16 +178,9 @@ def main() -> int:
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
     configure_logging()
-    try:
-        context = open_run(arguments.run)
-        limit_threads(context.config.placement.threads)
-        records = asyncio.run(run(context, arguments.version, arguments.enough))
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    context = open_run(arguments.run)
+    limit_threads(context.config.placement.threads)
+    records = asyncio.run(run(context, arguments.version, arguments.enough))
     for record in records:
         print(record.model_dump_json())  # noqa: T201
     return 0

@@ -16,12 +16,13 @@ import sys
 from collections.abc import Iterable
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, PipelineRLError, SchemaMismatch
+from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, batch_key, checkpoint_prefix
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.hub_store import refuse_second_hub
+from pipelinerl_core.roles.process import exit_codes
 from pipelinerl_core.stream.codec import from_segment
 from pipelinerl_core.stream.partials import decode_partials
 from pipelinerl_core.stream.segments import parse_rollout_key
@@ -105,6 +106,7 @@ def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_r
     return garbage
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -113,16 +115,9 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    try:
-        context = open_run(options.run)
-        refuse_second_hub(context.store)
-        garbage = collect(context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 1
+    context = open_run(options.run)
+    refuse_second_hub(context.store)
+    garbage = collect(context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run)
     verb = "would be removed" if options.dry_run else "removed"
     if options.json:
         print(json.dumps({"run_id": context.run_id, "dry_run": options.dry_run, **garbage}))  # noqa: T201

@@ -8,12 +8,11 @@ import argparse
 import ipaddress
 import logging
 import socket
-import sys
 import threading
 import time
 import uuid
 
-from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreError
+from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import HUB_KEY
@@ -25,6 +24,7 @@ from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
+    exit_codes,
     install_stop_signal,
     leave,
     limit_threads,
@@ -161,6 +161,7 @@ def reachable_url(url: str) -> str:
     return f"{scheme}://{host}:{port}"
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description="The hub of a run.")
@@ -170,16 +171,9 @@ def main() -> int:
     die_with_parent(arguments.parent_pid)
     configure_logging()
     stop = install_stop_signal()
-    try:
-        context = open_run(arguments.run)
-        limit_threads(context.config.placement.threads)
-        HubProcess(context).run(stop)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    context = open_run(arguments.run)
+    limit_threads(context.config.placement.threads)
+    HubProcess(context).run(stop)
     return 0
 
 

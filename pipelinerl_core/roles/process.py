@@ -2,19 +2,23 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import pyarrow as pa
 
+from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+
 logger = logging.getLogger(__name__)
 
+_EXIT_CODES = {ConfigError: 2, Fenced: 3}
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
 
@@ -83,6 +87,37 @@ def configure_logging(level: int = logging.INFO) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+
+
+def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
+    """A role's main whose errors are lines on stderr and exit codes.
+
+    2: bad input. 3: another process has taken over. 1: any other failure that is expected now and then; what is not
+    expected keeps its traceback.
+    """
+
+    @functools.wraps(main)
+    def guarded() -> int:
+        code = 1
+        try:
+            return main()
+        except* PipelineRLError as group:
+            failures = list(_flat(group))
+            for failure in failures:
+                kind = "" if isinstance(failure, ConfigError) else f"{type(failure).__name__}: "
+                print(f"{kind}{failure}", file=sys.stderr)  # noqa: T201
+            code = max(_EXIT_CODES.get(type(failure), 1) for failure in failures)
+        return code
+
+    return guarded
+
+
+def _flat(group: BaseExceptionGroup[PipelineRLError]) -> Iterator[PipelineRLError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _flat(error)
+        else:
+            yield error
 
 
 def leave(code: int) -> None:

@@ -19,13 +19,13 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, PipelineRLError, StoreError
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.roles.process import configure_logging, limit_threads
+from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
@@ -139,6 +139,7 @@ def replay_run(
             yield replayed
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -150,20 +151,13 @@ def main() -> int:
     arguments = parser.parse_args()
     configure_logging()
     steps = []
-    try:
-        limit_threads(open_run(arguments.run).config.placement.threads)
-        for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):
-            is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
-            verdict = "studied" if arguments.overrides else "equal" if is_equal else "DIFFERS"
-            steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
-            if not arguments.json:
-                print(_line(replayed, verdict), flush=True)  # noqa: T201
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except PipelineRLError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 1
+    limit_threads(open_run(arguments.run).config.placement.threads)
+    for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):
+        is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
+        verdict = "studied" if arguments.overrides else "equal" if is_equal else "DIFFERS"
+        steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
+        if not arguments.json:
+            print(_line(replayed, verdict), flush=True)  # noqa: T201
     all_equal = all(step["verdict"] == "equal" for step in steps)
     if arguments.json:
         print(json.dumps({"steps": steps, "all_equal": all_equal, "overrides": arguments.overrides}))  # noqa: T201

@@ -27,12 +27,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import (
     ChecksumMismatch,
-    ConfigError,
     DeadlineExceeded,
-    Fenced,
     HubUnavailable,
     MissingObject,
-    PipelineRLError,
     SchemaMismatch,
     StreamError,
 )
@@ -47,6 +44,7 @@ from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
+    exit_codes,
     freeze_startup_objects,
     install_stop_signal,
     keep_to_cores,
@@ -340,6 +338,7 @@ def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -
     return report.check()
 
 
+@exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description="The trainer of a run.")
@@ -349,26 +348,16 @@ def main() -> int:
     die_with_parent(arguments.parent_pid)
     configure_logging()
     stop = install_stop_signal()
-    try:
-        context = open_run(arguments.run)
-        keep_to_cores(own_cores(context.config, "trainer"))
-        limit_threads(context.config.placement.threads)
-        commits = counted_commit_keys(context.store, read_epochs(context.store))
-        epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
-        learner = emulated_learner(build_learner(context.config), context.config)
-        trainer = Trainer(context, learner, epoch)
-        freeze_startup_objects()
-        stop_when_drained(context.store, stop)
-        trainer.run(commits, stop)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
-    except Fenced as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 3
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    context = open_run(arguments.run)
+    keep_to_cores(own_cores(context.config, "trainer"))
+    limit_threads(context.config.placement.threads)
+    commits = counted_commit_keys(context.store, read_epochs(context.store))
+    epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
+    learner = emulated_learner(build_learner(context.config), context.config)
+    trainer = Trainer(context, learner, epoch)
+    freeze_startup_objects()
+    stop_when_drained(context.store, stop)
+    trainer.run(commits, stop)
     return 0
 
 

@@ -155,7 +155,7 @@ class MlflowTracker:
         self._try(f"tag {key}", partial(self._client.set_tag, self.run_id, key, redact_text(value)))
 
     def close(self, status: Status = "FINISHED") -> None:
-        """Flush, end the run with `status` and stop; waits for an MLflow that is away, a run that was stopped not long.
+        """Flush, end the run with `status` and stop; an MLflow that is away is waited for, by a stopped run not long.
 
         Metrics that are not written then are in the run's commits still: resuming the run writes them. Repeats do
         nothing.

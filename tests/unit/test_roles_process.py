@@ -4,6 +4,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+from pipelinerl_core.errors import ConfigError, Fenced, StoreError
+from pipelinerl_core.roles.process import exit_codes
+
 
 def run(code: str) -> str:
     printed = subprocess.run(
@@ -21,6 +26,40 @@ def test_startup_objects_are_left_out_of_later_collections():
         print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000)
     """
     assert run(code) == "True True"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (None, 0, ""),
+        (ConfigError("model.path: no such directory"), 2, "model.path: no such directory\n"),
+        (Fenced("epoch 4 was taken over"), 3, "Fenced: epoch 4 was taken over\n"),
+        (StoreError("disk"), 1, "StoreError: disk\n"),
+        (ExceptionGroup("", [StoreError("disk"), ExceptionGroup("", [Fenced("gone")])]), 3,
+         "StoreError: disk\nFenced: gone\n"),
+    ],
+)  # fmt: skip
+def test_expected_errors_of_a_role_are_lines_and_exit_codes(error, code, printed, capsys):
+    @exit_codes
+    def main():
+        if error is not None:
+            raise error
+        return 0
+
+    assert main() == code
+    assert capsys.readouterr().err == printed
+
+
+def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
+    @exit_codes
+    def main():
+        raise ExceptionGroup("", [StoreError("disk"), ZeroDivisionError()])
+
+    with pytest.raises(ExceptionGroup) as caught:
+        main()
+    assert caught.group_contains(ZeroDivisionError)
+    assert not caught.group_contains(StoreError)
+    assert capsys.readouterr().err == "StoreError: disk\n"
 
 
 def test_a_child_whose_parent_is_gone_ends_at_once():

@@ -111,6 +111,11 @@ def test_exit_code_2_surfaces_its_own_line_and_is_not_restarted(tmp_path):
     assert (tmp_path / "starts").read_text() == "x"
 
 
+def test_an_actor_whose_place_is_taken_ends_without_an_error(tmp_path):
+    report = run(tmp_path, COUNT + "sys.exit(3)", ends_when_fenced=True)
+    assert (report.exit_code, report.restarts) == (3, 0)
+
+
 def test_a_fenced_role_is_not_restarted(tmp_path):
     with pytest.raises(Fenced, match=r"another process has taken over.*epoch 4 was taken over"):
         run(tmp_path, COUNT + "print('epoch 4 was taken over'); sys.exit(3)")
