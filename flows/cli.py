@@ -120,11 +120,25 @@ def drain(run: Run, root: Root = "", as_json: Json = False) -> None:
 
 
 @app.command()
-def status(run: Run = "latest", root: Root = "", as_json: Json = False) -> None:
+def status(
+    run: Run = "latest",
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve it as a page that follows the run, until Ctrl-C.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address of --web; there is no password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of --web; 0: any free one.", min=0, max=65535)] = 0,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
     """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
 
-    Examples: `pipelinerl status`, `pipelinerl status quickstart-1a2b3c4d --json`
+    `--web` serves the report while the run goes on, with /status.json, and /metrics for Prometheus.
+
+    Examples: `pipelinerl status`, `pipelinerl status --web`, `pipelinerl status quickstart-1a2b3c4d --json`
     """
+    if web:
+        _module("flows.live_page").serve(_module("tasks.runs").locate_run(run, root), host, port)
+        return
     store = _module("pipelinerl_core.storage.object_store").open_store(_module("tasks.runs").locate_run(run, root))
     live = _module("pipelinerl_core.tracking.live")
     document = {**live.run_status(store), "url": store.url}

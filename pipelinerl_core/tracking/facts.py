@@ -92,13 +92,21 @@ class RunFacts:
         return [commit for step, commit in self.commits.items() if step > 0]
 
 
-def collect(store: ObjectStore) -> RunFacts:
-    """Read the run. Raises MissingObject for a run or batch that is not there."""
+StepCache = dict[str, StepFacts]
+"""Name of a batch file -> what its step is made of."""
+
+
+def collect(store: ObjectStore, known: StepCache | None = None) -> RunFacts:
+    """Read the run, batches in `known` not again. Raises MissingObject for a run or batch that is not there."""
     follower = RunFollower(store)
     run = follower.run
     follower.refresh()
     trained = [commit for commit in follower.commits.values() if commit.batches]
-    steps = [step_facts(commit.step, read_batch(store, commit)) for commit in trained]
+    known = {} if known is None else known
+    for commit in trained:
+        if commit.batches[0].name not in known:
+            known[commit.batches[0].name] = step_facts(commit.step, read_batch(store, commit))
+    steps = [known[commit.batches[0].name] for commit in trained]
     return RunFacts(run=run, commits=follower.commits, evals=follower.evals, steps=tuple(steps))
 
 

@@ -32,7 +32,11 @@ def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[st
 def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
     """The page of a run. `decode` gives the text of one token; without it the tokenizer.json of the configured model
     is used where there is one, else token ids are shown."""
-    facts = collect(store)
+    return page_of(store, collect(store), decode)
+
+
+def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
+    """The same, from facts already read."""
     return _page(store, facts, report_of(facts), decode)
 
 

@@ -1,0 +1,144 @@
+"""The page of a run while it goes on, and what Prometheus scrapes."""
+
+import json
+import threading
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from pipelinerl_core.tracking import facts, web
+from pipelinerl_core.tracking.live import run_status
+from pipelinerl_core.tracking.prometheus import exposition, metric_names
+from pipelinerl_core.tracking.web import LivePage, build_server
+
+
+class Run:
+    """A run of ten steps, of which the first few are committed."""
+
+    def __init__(self):
+        self.store = MemoryStore()
+        write_run(self.store, Shape(steps=10))
+        self.hidden = {key: self.store.get(key) for key in self.store.list("commits")}
+        self.store.delete(self.hidden)
+        self.commit(4)
+
+    def commit(self, last):
+        for key, data in self.hidden.items():
+            if int(key.split("/")[1].split(".")[0]) <= last:
+                self.store.put(key, data)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(web, "STATUS_SECONDS", 0.0)
+    return Run()
+
+
+@pytest.fixture
+def served(run):
+    server = build_server(LivePage(run.store, None), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def get(url):
+    with urlopen(url, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_the_page_is_the_report_below_a_line_of_what_the_run_does_now(run, served):
+    page = get(f"{served}/")
+    assert "Roles over time" in page
+    assert 'id="live"' in page
+    assert "stopped, step 4/10" in page
+    assert "let step = 4;" in page
+    status = json.loads(get(f"{served}/status.json"))
+    assert (status["step"], status["page_step"]) == (4, 4)
+    assert status["line"].startswith(f"{status['run_id']}: stopped, step 4/10  reward ")
+    assert get(f"{served}/healthz") == "ok\n"
+
+
+def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, monkeypatch):
+    get(f"{served}/")
+    read = []
+    real = facts.read_batch
+    monkeypatch.setattr(facts, "read_batch", lambda store, commit: read.append(commit.step) or real(store, commit))
+    run.commit(7)
+    assert json.loads(get(f"{served}/status.json"))["page_step"] == 7
+    assert "let step = 7;" in get(f"{served}/")
+    assert read == [5, 6, 7]
+
+
+def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
+    monkeypatch.setattr(web, "PAGE_SHARE", 1e-6)
+    real = web.status_of
+    monkeypatch.setattr(web, "status_of", lambda *known: {**real(*known), "state": "running"})
+    page = LivePage(run.store, None)
+    page.page()
+    run.commit(7)
+    assert (page.status()["step"], page.status()["page_step"]) == (7, 4)
+    assert "let step = 4;" in page.page()
+
+
+def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):
+    with pytest.raises(HTTPError, match="404"):
+        get(f"{served}/../run.json")
+
+    def away(prefix):
+        raise StoreError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.store, "list", away)
+        with pytest.raises(HTTPError, match="503"):
+            get(f"{served}/status.json")
+    assert json.loads(get(f"{served}/status.json"))["step"] == 4
+    with pytest.raises(MissingObject):
+        LivePage(MemoryStore(), None)
+
+
+def test_a_port_that_is_taken_is_a_configuration_error(run, served):
+    port = int(served.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served"):
+        build_server(LivePage(run.store, None), "127.0.0.1", port)
+
+
+def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served):
+    families = {family.name: family for family in text_string_to_metric_families(get(f"{served}/metrics"))}
+    samples = {sample.name: sample for family in families.values() for sample in family.samples}
+    assert set(samples) <= metric_names()
+    assert samples["pipelinerl_step"].value == 4
+    assert samples["pipelinerl_step"].labels == {"run": run_status(run.store)["run_id"]}
+    tokens = {s.labels["class"]: s.value for s in families["pipelinerl_tokens"].samples}
+    assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")
+    states = {s.labels["state"]: s.value for s in families["pipelinerl_state"].samples}
+    assert states == {"running": 0.0, "stopped": 1.0, "finished": 0.0}
+    actors = {s.labels["actor"] for s in families["pipelinerl_actor_slots"].samples}
+    assert actors == {"actor-0", "actor-1"}, "labels are bounded: no epochs in them"
+
+
+def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown():
+    one = {"running": 1, "waiting": 0, "concurrency": 8, "engine_version": 3}
+    store = MemoryStore()
+    write_run(store, Shape(steps=2))
+    status = {
+        **run_status(store),
+        "actors": {"actor-0/9": one, "actor-0/10": {**one, "running": 5}, "actor-0/2": one},
+    }
+    assert exposition(status).count(b"pipelinerl_actor_running{") == 1
+    assert b"} 5.0" in exposition(status)
+
+
+def test_a_run_without_commits_or_hub_has_metrics_too():
+    store = MemoryStore()
+    write_run(store, Shape(steps=2))
+    store.delete(store.list("commits"))
+    assert b'pipelinerl_step{run="' in exposition(run_status(store))
