@@ -236,7 +236,7 @@ class Ledger(LedgerView):
         if self._untold(step):
             return False
         self._pool.drop_stale(step)
-        return not self._not_due(step)
+        return self.num_ready >= self._schedule.needed_groups(step)
 
     def _untold(self, step: int) -> list[int]:
         """The first steps before this one that are neither committed nor reserved here."""

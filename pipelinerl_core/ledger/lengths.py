@@ -8,6 +8,7 @@ Tokens of groups that are still running are in no class: nobody knows yet how lo
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 
 from pipelinerl_core.types import LengthTotals
@@ -19,33 +20,68 @@ READY = "ready"
 
 
 @dataclass(slots=True)
+class _Sums:
+    """LengthTotals that grow in place: every group that arrives or is trained is added to some."""
+
+    num_tokens: int = 0
+    first_third: int = 0
+    last_third: int = 0
+    length_sum: int = 0
+
+    def add(self, lengths: LengthTotals) -> None:
+        self.num_tokens += lengths.num_tokens
+        self.first_third += lengths.first_third
+        self.last_third += lengths.last_third
+        self.length_sum += lengths.length_sum
+
+    def totals(self) -> LengthTotals:
+        return LengthTotals(
+            num_tokens=self.num_tokens,
+            first_third=self.first_third,
+            last_third=self.last_third,
+            length_sum=self.length_sum,
+        )
+
+
+@dataclass(slots=True)
 class LengthMeter:
     """Totals of what has arrived, and of what has ended somewhere."""
 
-    arrived: LengthTotals = field(default_factory=LengthTotals)
-    settled: dict[str, LengthTotals] = field(default_factory=dict)
+    _arrived: _Sums = field(default_factory=_Sums)
+    _settled: dict[str, _Sums] = field(default_factory=dict)
 
     @classmethod
     def restore(cls, lengths: Mapping[str, LengthTotals]) -> "LengthMeter":
         """From a commit: what had ended. What had only arrived arrives again from its segment."""
+        meter = cls()
         settled = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
-        return cls(arrived=sum(settled.values(), LengthTotals()), settled=settled)
+        for totals in settled.values():
+            meter.arrive(totals)
+        meter.settle(settled)
+        return meter
 
     def copy(self) -> "LengthMeter":
         """An independent copy."""
-        return LengthMeter(self.arrived, dict(self.settled))
+        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._settled.items()})
+
+    @property
+    def arrived(self) -> LengthTotals:
+        """Of all rows that have arrived."""
+        return self._arrived.totals()
 
     def arrive(self, lengths: LengthTotals) -> None:
         """Rows are here."""
-        self.arrived += lengths
+        self._arrived.add(lengths)
 
     def settle(self, split: Mapping[str, LengthTotals]) -> None:
         """Tokens that are here end, by class."""
         for name, lengths in split.items():
-            self.settled[name] = self.settled.get(name, LengthTotals()) + lengths
+            if lengths.num_tokens:
+                self._settled.setdefault(name, _Sums()).add(lengths)
 
     def totals(self) -> dict[str, LengthTotals]:
         """By class, `generated` first; classes without a token are left out."""
-        ready = self.arrived - sum(self.settled.values(), LengthTotals())
-        classes = {GENERATED: self.arrived, **self.settled, READY: ready}
+        settled = {name: sums.totals() for name, sums in self._settled.items()}
+        ready = self.arrived - sum(settled.values(), LengthTotals())
+        classes = {GENERATED: self.arrived, **settled, READY: ready}
         return {name: lengths for name, lengths in classes.items() if lengths.num_tokens}

@@ -319,7 +319,7 @@ class Hub:
 
     def _stands_still(self) -> bool:
         """Whether engines with the newest weights must pause."""
-        return self._ledger.stands_still(self._ledger.newest_version)
+        return self._config.takes_turns and self._ledger.stands_still(self._ledger.newest_version)
 
 
 def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:

@@ -76,11 +76,10 @@ def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
             f"group {ref.group_id}: {batch.num_rows} rows with {sum(lengths)} tokens, "
             f"its reference says {ref.num_rollouts} with {ref.num_tokens}"
         )
-    outcomes = batch.column("outcome").to_pylist()
     bounds, (versions, starts, ends) = span_lists(batch.column("weight_spans"))
-    by_version: dict[int, list[int]] = {}
+    by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
     unscored = [0, 0, 0, 0]
-    for row, (length, outcome) in enumerate(zip(lengths, outcomes, strict=True)):
+    for row, (length, outcome) in enumerate(zip(lengths, batch.column("outcome").to_pylist(), strict=True)):
         if outcome != Outcome.SCORED:
             _count(unscored, 0, length, length)
             continue
@@ -88,7 +87,7 @@ def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
             _count(by_version.setdefault(versions[span], [0, 0, 0, 0]), starts[span], ends[span], length)
     return GroupSummary(
         ref=ref,
-        rewards=tuple(reward for reward in batch.column("reward").to_pylist() if reward is not None),
+        rewards=tuple([reward for reward in batch.column("reward").to_pylist() if reward is not None]),
         tokens_by_version={version: by_version[version][0] for version in sorted(by_version)},
         lengths_by_version={version: _as_totals(by_version[version]) for version in sorted(by_version)},
         lengths_unscored=_as_totals(unscored),
@@ -98,10 +97,13 @@ def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
 def _count(sums: list[int], start: int, end: int, length: int) -> None:
     """Add the tokens [start, end) of a completion to the four fields of LengthTotals."""
     third = (length + 1) // 3
-    sums[0] += end - start
-    sums[1] += max(0, min(end, third) - start)
-    sums[2] += max(0, end - max(start, length - third))
-    sums[3] += (end - start) * length
+    num_tokens = end - start
+    sums[0] += num_tokens
+    if start < third:
+        sums[1] += (end if end < third else third) - start
+    if end > length - third:
+        sums[2] += end - (start if start > length - third else length - third)
+    sums[3] += num_tokens * length
 
 
 def _as_totals(sums: list[int]) -> LengthTotals:

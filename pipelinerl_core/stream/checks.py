@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.codec import flat_values, list_lengths, origins_in, origins_of, span_lists
+from pipelinerl_core.stream.codec import flat_values, list_lengths, origins_of, span_lists, total_origins
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome
 
@@ -18,7 +18,6 @@ MAX_TOKENS_PER_ROW = 1 << 24
 _PER_TOKEN = ("rollout_logprobs", "loss_mask")
 _SAME_IN_GROUP = ("run_id", "group_id", "attempt", "lease_id", "prompt_id", "actor", "group_size")
 _AT = {name: index for index, name in enumerate(ROLLOUT_SCHEMA.names)}  # asking by index is the cheaper way
-_SAME_AT = [_AT[name] for name in _SAME_IN_GROUP]
 _OUTCOMES = frozenset(str(word) for word in Outcome)
 _FINISH_REASONS = frozenset(str(word) for word in FinishReason)
 
@@ -33,7 +32,12 @@ def check_rows(batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PE
     if batch.num_rows == 0:
         raise SchemaMismatch("a group message has no rows; it carries at least one rollout")
     _check_each_row(batch, max_tokens_per_row)
-    _check_group(batch)
+    _check_group(_Identity(batch), slice(0, batch.num_rows))
+
+
+def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
+    """Raises SchemaMismatch unless checked rows are those that `ref` names."""
+    _check_ref(ref, _Identity(conform(batch)), slice(0, batch.num_rows))
 
 
 def check_groups(
@@ -42,22 +46,56 @@ def check_groups(
     """`check_rows` and `check_group` for the rows of several groups, one group after the other."""
     batch = conform(batch)
     _check_each_row(batch, max_tokens_per_row)
-    for ref, rows in apart(refs, batch):
-        _check_group(rows)
-        check_group(ref, rows)
+    identity = _Identity(batch)
+    for ref, rows in zip(refs, _places(refs, batch.num_rows), strict=True):
+        _check_group(identity, rows)
+        _check_ref(ref, identity, rows)
 
 
-def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> Iterator[tuple[GroupRef, pa.RecordBatch]]:
-    """Each group with its rows, which are views. Raises SchemaMismatch when the batch has more or fewer rows."""
+def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """The rows of each group, which are views. Raises SchemaMismatch when the batch has more or fewer rows."""
     _validate(batch, full=False)  # before it is cut: Arrow ends the process where a column is shorter than its batch
-    ends = list(itertools.accumulate(ref.num_rollouts for ref in refs))
-    if ends[-1] != batch.num_rows or min(ref.num_rollouts for ref in refs) == 0:
+    return [batch.slice(rows.start, rows.stop - rows.start) for rows in _places(refs, batch.num_rows)]
+
+
+def _places(refs: Sequence[GroupRef], num_rows: int) -> list[slice]:
+    sizes = [ref.num_rollouts for ref in refs]
+    if sum(sizes) != num_rows or 0 in sizes:
+        raise SchemaMismatch(f"{num_rows} rows for groups of {sizes[:8]} rollouts; each has at least one")
+    return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+class _Identity:
+    """What says whose the rows are, as Python values."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self.columns = {name: _column(batch, name).to_pylist() for name in (*_SAME_IN_GROUP, "rollout_index")}
+        self.lengths = list_lengths(_column(batch, "completion_token_ids"))
+        self.origins = origins_of(_column(batch, "origins"))
+
+
+def _check_group(identity: _Identity, rows: slice) -> None:
+    for name in _SAME_IN_GROUP:
+        values = identity.columns[name][rows]
+        if values.count(values[0]) < len(values):
+            raise SchemaMismatch(f"column {name!r} differs within one group message: {sorted(set(values))[:4]}")
+    group_size = identity.columns["group_size"][rows.start]
+    indices = identity.columns["rollout_index"][rows]
+    if len(set(indices)) < len(indices) or min(indices) < 0 or max(indices) >= group_size:
+        raise SchemaMismatch(f"rollout_index {indices} must be distinct and in [0, group_size={group_size})")
+
+
+def _check_ref(ref: GroupRef, identity: _Identity, rows: slice) -> None:
+    group_id, attempt, actor = (identity.columns[name][rows.start] for name in ("group_id", "attempt", "actor"))
+    found = (group_id, attempt, actor, rows.stop - rows.start, sum(identity.lengths[rows]))
+    named = (ref.group_id, ref.attempt, ref.actor, ref.num_rollouts, ref.num_tokens)
+    if found != named:
         raise SchemaMismatch(
-            f"{batch.num_rows} rows for groups of {[ref.num_rollouts for ref in refs][:8]} rollouts; each has at "
-            "least one"
+            f"rows are (group_id, attempt, actor, rollouts, tokens) = {found}, their message names {named}"
         )
-    for ref, end in zip(refs, ends, strict=True):
-        yield ref, batch.slice(end - ref.num_rollouts, ref.num_rollouts)
+    origins = total_origins(identity.origins[rows])
+    if origins != ref.origins:
+        raise SchemaMismatch(f"rows have origins {origins}, their message names {ref.origins}")
 
 
 def _check_each_row(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
@@ -70,24 +108,6 @@ def _check_each_row(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
     _check_spans(batch, lengths)
     _check_results(batch)
     _check_origins(batch, lengths)
-
-
-def check_group(ref: GroupRef, batch: pa.RecordBatch) -> None:
-    """Raises SchemaMismatch unless checked rows are those that `ref` names."""
-    batch = conform(batch)
-    found = (
-        *(_column(batch, name)[0].as_py() for name in ("group_id", "attempt", "actor")),
-        batch.num_rows,
-        sum(list_lengths(_column(batch, "completion_token_ids"))),
-    )
-    named = (ref.group_id, ref.attempt, ref.actor, ref.num_rollouts, ref.num_tokens)
-    if found != named:
-        raise SchemaMismatch(
-            f"rows are (group_id, attempt, actor, rollouts, tokens) = {found}, their message names {named}"
-        )
-    origins = origins_in(batch)
-    if origins != ref.origins:
-        raise SchemaMismatch(f"rows have origins {origins}, their message names {ref.origins}")
 
 
 def _validate(batch: pa.RecordBatch, *, full: bool) -> None:
@@ -135,17 +155,6 @@ def _check_nulls(batch: pa.RecordBatch) -> None:
             raise SchemaMismatch(f"column {field.name!r} holds {column.null_count} nulls; every row needs a value")
         if pa.types.is_list(field.type) and not field.nullable and column.values.null_count:
             raise SchemaMismatch(f"column {field.name!r} holds nulls inside its lists")
-
-
-def _check_group(batch: pa.RecordBatch) -> None:
-    same = batch.select(_SAME_AT)
-    if not same.slice(1).equals(same.slice(0, batch.num_rows - 1)):
-        name, values = next((n, v) for n in _SAME_IN_GROUP if len(v := set(_column(batch, n).to_pylist())) > 1)
-        raise SchemaMismatch(f"column {name!r} differs within one group message: {sorted(values)[:4]}")
-    group_size = _column(batch, "group_size")[0].as_py()
-    indices = _column(batch, "rollout_index").to_pylist()
-    if len(set(indices)) < len(indices) or min(indices) < 0 or max(indices) >= group_size:
-        raise SchemaMismatch(f"rollout_index {indices} must be distinct and in [0, group_size={group_size})")
 
 
 def _check_lengths(batch: pa.RecordBatch, lengths: list[int], max_tokens_per_row: int) -> None:

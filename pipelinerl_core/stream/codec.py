@@ -126,10 +126,16 @@ def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
 
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
     """Of all rows together, one per actor epoch, sorted."""
+    return total_origins(origins_of(batch.column("origins")))
+
+
+def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
+    """The same, from those of each row."""
+    if not any(rows):
+        return ()
     totals: Counter[tuple[str, int]] = Counter()
-    for row in origins_of(batch.column("origins")):
-        for origin in row:
-            totals[origin.actor, origin.epoch] += origin.num_tokens
+    for origin in itertools.chain.from_iterable(rows):
+        totals[origin.actor, origin.epoch] += origin.num_tokens
     return tuple(Origin(*key, num_tokens) for key, num_tokens in sorted(totals.items()))
 
 

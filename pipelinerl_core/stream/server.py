@@ -14,7 +14,7 @@ import hmac
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -158,7 +158,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         self._peers: dict[str, _Peer] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._turn = threading.RLock()
+        self._turn = threading.Lock()
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One peer, from its coming to its going. The peer's name is unique: "<role>/<name>#<serial>"."""
@@ -211,7 +211,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
-            peer.write(_refusal(peer, id_of(metadata), error))
+            peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)[:_MAX_DETAIL]))
             return
         if isinstance(request, Groups):
             peer.write(self._answer_groups(peer, request, rows))
@@ -225,17 +225,24 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         with self._turn:
             try:
                 whole = self._sized(rows)
-                parts = [part for _, part in apart(refs, whole)]
+                parts = apart(refs, whole)
                 is_checked = self._are_sound(refs, whole)
             except SchemaMismatch as error:
-                refusals = tuple(_refusal(peer, group.id, error) for group in request.groups)
+                refusals = tuple(_refusal(peer, group, error) for group in request.groups)
                 return Answers(re=request.id, answers=refusals)
             answers = [
-                answer
+                self._answer_group(peer, group, part, is_checked)
                 for group, part in zip(request.groups, parts, strict=True)
-                for answer, _ in self._answers_to(peer, group, part, is_checked=is_checked)
             ]
         return Answers.model_validate({"re": request.id, "answers": answers})
+
+    def _answer_group(self, peer: _Peer, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
+        try:
+            check_sender(peer.who, group)
+            [(answer, _)] = self._service.handle(peer.name, group, rows if is_checked else self._admit(group, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            return _refusal(peer, group, error)
+        return answer
 
     def _are_sound(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
         try:
@@ -245,27 +252,19 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         return True
 
     def _answers_to(
-        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None, *, is_checked: bool = False
+        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
         """What the service says, or why it was not asked."""
         try:
             check_sender(peer.who, request)
-            yield from self._work_on(peer, request, rows, is_checked)
-        except PipelineRLError as error:
-            yield _refusal(peer, request.id, error), None
-        except Exception as error:  # noqa: BLE001 - one bad request must not end the hub, nor show its insides
-            _log.exception("%s: %s failed", peer.name, request.kind)
-            detail = f"{request.kind}: {type(error).__name__} in the hub"
-            yield Refused(re=request.id, code="internal", detail=detail), None
-
-    def _work_on(
-        self, peer: _Peer, request: Request, rows: pa.RecordBatch | None, is_checked: bool
-    ) -> Iterable[tuple[Answer, pa.RecordBatch | None]]:
-        if peer.who.role != "actor":  # a trainer's reserve waits, its rows are read from the store
-            return self._service.handle(peer.name, request, self._admit(request, rows))
-        with self._turn:
-            admitted = rows if is_checked else self._admit(request, rows)
-            return list(self._service.handle(peer.name, request, admitted))
+            if peer.who.role == "actor":
+                with self._turn:
+                    answers = list(self._service.handle(peer.name, request, self._admit(request, rows)))
+                yield from answers
+            else:  # a trainer's reserve waits, its rows are read from the store
+                yield from self._service.handle(peer.name, request, self._admit(request, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            yield _refusal(peer, request, error), None
 
     def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
         """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
@@ -287,11 +286,15 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
         return conform(rows)
 
 
-def _refusal(peer: _Peer, re: int, error: PipelineRLError) -> Refused:
+def _refusal(peer: _Peer, request: Request, error: Exception) -> Refused:
+    """One bad request must not end the hub, nor show its insides."""
+    if not isinstance(error, PipelineRLError):
+        _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
+        return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
     code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
     if code == "wrong_peer":
         _log.warning("%s: %s", peer.name, error)
-    return Refused(re=re, code=code, detail=str(error)[:_MAX_DETAIL])
+    return Refused(re=request.id, code=code, detail=str(error)[:_MAX_DETAIL])
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types
