@@ -132,12 +132,13 @@ def status(
 ) -> None:
     """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
 
-    `--web` serves the report while the run goes on, with /status.json, and /metrics for Prometheus.
+    `--web` serves the report while the run goes on, with /status.json, and /metrics for Prometheus; of `latest` it
+    follows one run after the other.
 
     Examples: `pipelinerl status`, `pipelinerl status --web`, `pipelinerl status quickstart-1a2b3c4d --json`
     """
     if web:
-        _module("flows.live_page").serve(_module("tasks.runs").locate_run(run, root), host, port)
+        _module("flows.live_page").serve(run, root, host, port)
         return
     store = _module("pipelinerl_core.storage.object_store").open_store(_module("tasks.runs").locate_run(run, root))
     live = _module("pipelinerl_core.tracking.live")

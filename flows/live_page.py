@@ -1,5 +1,8 @@
 """`pipelinerl status --web`: serve the page of a run until somebody stops it."""
 
+import threading
+import time
+
 from flows.console import say
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.model_path import resolve_model_path
@@ -7,14 +10,48 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.tracking.samples import token_decoder
 from pipelinerl_core.tracking.web import LivePage, build_server
+from tasks.runs import locate_run
+
+LATEST_SECONDS = 10.0
+"""How soon `latest` is seen to be another run."""
 
 
-def serve(url: str, host: str, port: int) -> None:
-    """Blocks until Ctrl-C; ConfigError when the address cannot be had."""
+class CurrentPage:
+    """The page of a run; of `latest`, whichever that is now. Safe between threads."""
+
+    def __init__(self, run: str, root: str) -> None:
+        self._run = run
+        self._root = root
+        self._lock = threading.Lock()
+        self._url = ""
+        self._located_at = 0.0
+        self._page: LivePage | None = None
+
+    def __call__(self) -> LivePage:
+        """Raises ConfigError while there is no such run."""
+        with self._lock:
+            now = time.monotonic()
+            if self._page is None or (self._run == "latest" and now - self._located_at >= LATEST_SECONDS):
+                url = locate_run(self._run, self._root)
+                if self._page is None or url != self._url:
+                    self._url, self._page = url, _page(url)
+                self._located_at = now
+            return self._page
+
+
+def _page(url: str) -> LivePage:
     store = open_store(url)
     model = resolve_model_path(build_config(RunFollower(store).run.config).model.path)
-    server = build_server(LivePage(store, token_decoder(str(model)) if model else None), host, port)
-    say(f"http://{host}:{server.server_address[1]}/ follows {url} until Ctrl-C")
+    return LivePage(store, token_decoder(str(model)) if model else None)
+
+
+def serve(run: str, root: str, host: str, port: int) -> None:
+    """Blocks until Ctrl-C; ConfigError when the address cannot be had, or the run, unless `latest`, is not there."""
+    current = CurrentPage(run, root)
+    if run != "latest":  # which may be started yet
+        current()
+    server = build_server(current, host, port)
+    say(f"http://{host}:{server.server_address[1]}/ follows {run} until Ctrl-C")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

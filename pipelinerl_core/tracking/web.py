@@ -104,8 +104,8 @@ class LivePage:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], page: LivePage) -> None:
-        self.page = page
+    def __init__(self, address: tuple[str, int], find_page: Callable[[], LivePage]) -> None:
+        self.find_page = find_page
         super().__init__(address, _Handler)
 
 
@@ -114,11 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
-        page = self.server.page
+        find_page = self.server.find_page
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
-            "/": ("text/html; charset=utf-8", lambda: page.page().encode()),
-            "/status.json": ("application/json", lambda: json.dumps(page.status()).encode()),
-            "/metrics": (CONTENT_TYPE, lambda: exposition(page.status())),
+            "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
+            "/status.json": ("application/json", lambda: json.dumps(find_page().status()).encode()),
+            "/metrics": (CONTENT_TYPE, lambda: exposition(find_page().status())),
             "/healthz": ("text/plain", lambda: b"ok\n"),
         }
         kind, make = answers.get(self.path.partition("?")[0], ("", None))
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body = make()
-        except StoreError as error:  # the store is away: the next request may find it
+        except (StoreError, ConfigError) as error:  # no run yet, or the store is away: the next request may find it
             logger.warning("%s: %s", self.path, error)
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read now")
             return
@@ -142,9 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
         """A line per request is of no use."""
 
 
-def build_server(page: LivePage, host: str, port: int) -> ThreadingHTTPServer:
-    """A server that listens; `serve_forever` on it. ConfigError when the address cannot be had."""
+def build_server(find_page: Callable[[], LivePage], host: str, port: int) -> ThreadingHTTPServer:
+    """A server that listens; `serve_forever` on it. ConfigError when the address cannot be had.
+
+    find_page: asked at each request, on any thread; a StoreError or ConfigError of it is answered with 503.
+    """
     try:
-        return _Server((host, port), page)
+        return _Server((host, port), find_page)
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be served: {error.strerror or error}. Give another --port") from None

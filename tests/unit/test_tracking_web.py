@@ -8,13 +8,16 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from flows import live_page
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.tracking import facts, web
 from pipelinerl_core.tracking.live import run_status
 from pipelinerl_core.tracking.prometheus import exposition, metric_names
 from pipelinerl_core.tracking.web import LivePage, build_server
+from tasks.runs import remember_latest
 
 
 class Run:
@@ -41,7 +44,8 @@ def run(monkeypatch):
 
 @pytest.fixture
 def served(run):
-    server = build_server(LivePage(run.store, None), "127.0.0.1", 0)
+    page = LivePage(run.store, None)
+    server = build_server(lambda: page, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -108,7 +112,7 @@ def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):
 def test_a_port_that_is_taken_is_a_configuration_error(run, served):
     port = int(served.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served"):
-        build_server(LivePage(run.store, None), "127.0.0.1", port)
+        build_server(lambda: LivePage(run.store, None), "127.0.0.1", port)
 
 
 def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served):
@@ -135,6 +139,20 @@ def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown():
     }
     assert exposition(status).count(b"pipelinerl_actor_running{") == 1
     assert b"} 5.0" in exposition(status)
+
+
+def test_latest_is_followed_from_one_run_to_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(live_page, "LATEST_SECONDS", 0.0)
+    current = live_page.CurrentPage("latest", str(tmp_path))
+    with pytest.raises(ConfigError, match="no run was started"):
+        current()
+    pages = []
+    for name in ("one", "one", "two"):
+        write_run(open_store(str(tmp_path / name)), Shape(steps=2))
+        remember_latest(str(tmp_path / name))
+        pages.append(current())
+    assert pages[0] is pages[1]
+    assert pages[2] is not pages[1]
 
 
 def test_a_run_without_commits_or_hub_has_metrics_too():
