@@ -240,4 +240,4 @@ class HubRecord(Record):
     """Unix seconds of the last rewrite."""
     live: dict[str, Any] = Field(default_factory=dict)
     """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, lengths, tokens_per_second,
-    actors, reward_mean, lag_mean, swap_pause_seconds."""
+    actors, reward_mean, lag_mean, swap_pause_seconds, row_bytes."""

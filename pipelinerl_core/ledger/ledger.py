@@ -68,7 +68,7 @@ class Ledger(LedgerView):
         pool = self._pool
         self.committed_step = commit.step
         self.manifest = manifest
-        pool.next_group_id = commit.next_group_id
+        pool.start_at(commit.next_group_id)
         for group_id in commit.open_groups:
             pool.leases.queue(group_id)
         pool.tokens = TokenLedger.restore(commit.tokens, commit.actors, commit.lengths)

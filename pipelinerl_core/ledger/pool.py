@@ -23,7 +23,10 @@ class GroupPool:
         """`first_attempt`: number of this hub's first attempts; lower ones were granted by earlier hubs."""
         self._config = config
         self._first_attempt = first_attempt
-        self._attempts: dict[int, int] = {}  # decided group -> the attempt that counted; long ago: not known
+        # Decided group -> the attempt that counted. Of this hub's groups that are not here the first one did; of
+        # those of earlier hubs it is not known.
+        self._attempts: dict[int, int] = {}
+        self._first_own_group = 0
         self._nameless: dict[tuple[int, int], int] = {}  # decided groups whose tokens are NOBODY's -> tokens
         self._superseded: set[tuple[int, int]] = set()  # each is counted once
         self.leases = Leases(
@@ -36,6 +39,10 @@ class GroupPool:
         self.tokens = TokenLedger()
         self.segments = SegmentIndex()
         self.next_group_id = 0
+
+    def start_at(self, group_id: int) -> None:
+        """Groups below were leased by earlier hubs."""
+        self.next_group_id = self._first_own_group = group_id
 
     # ---- where -----------------------------------------------------------------------------------------------
 
@@ -144,7 +151,17 @@ class GroupPool:
             return False
         num_tokens = self._nameless.pop((ref.group_id, ref.attempt), 0)
         self.tokens.assign(summary.actor, num_tokens)
-        return self._attempts.get(ref.group_id, ref.attempt) == ref.attempt
+        return self._counted_attempt(ref.group_id, ref.attempt) == ref.attempt
+
+    def _counted_attempt(self, group_id: int, unknown: int) -> int:
+        """The attempt with which a group was decided; `unknown` if that was before this hub."""
+        own = self._first_attempt if group_id >= self._first_own_group else unknown
+        return self._attempts.get(group_id, own)
+
+    def _note_decided(self, group_id: int, attempt: int) -> None:
+        """Nearly every group is decided by its first attempt: of those nothing is kept, however long the run is."""
+        if attempt != self._first_attempt or group_id < self._first_own_group:
+            self._attempts[group_id] = attempt
 
     def _may_deliver(self, summary: GroupSummary, lease_id: str) -> bool:
         group_id, attempt = summary.ref.group_id, summary.ref.attempt
@@ -220,7 +237,7 @@ class GroupPool:
         """An untrained fate of a group whose tokens are here."""
         ref = summary.ref
         self.ready.pop(ref.group_id)
-        self._attempts[ref.group_id] = ref.attempt
+        self._note_decided(ref.group_id, ref.attempt)
         self.tokens.settle_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
         self.fates.append(FateRecord.model_validate(record))
@@ -242,7 +259,7 @@ class GroupPool:
         self.extend_frontier(group_id)
         self.leases.remove(group_id)
         summary = self.ready.pop(group_id)
-        self._attempts[group_id] = attempt
+        self._note_decided(group_id, attempt)
         if summary is not None and summary.ref.attempt == attempt:
             if record.fate == "trained":
                 self.tokens.train_group(summary, step, self._config.schedule.max_lag)
@@ -264,6 +281,6 @@ class GroupPool:
                 others.append((group_id, attempt))
                 continue
             self.train(reservation, group_id, self.tokens)
-            self._attempts[group_id] = attempt
+            self._note_decided(group_id, attempt)
             del reservation.refs[group_id]
         return others

@@ -25,6 +25,7 @@ from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
     exit_codes,
+    freeze_startup_objects,
     install_stop_signal,
     leave,
     limit_threads,
@@ -50,7 +51,7 @@ _FAREWELL_SECONDS = 0.5
 def start_hub(context: RunContext) -> Hub:
     """Take the next epoch and restore the ledger from the store; PipelineRLError while another hub lives."""
     refuse_second_hub(context.store)
-    past = read_past(context.store)
+    past = read_past(context.store, context.config.placement.hub_bytes)
     committed = past.commit.step if past.commit else -1
     epoch = take_epoch(context.store, "hub", committed)
     boot_id = f"{epoch.epoch}-{uuid.uuid4().hex[:8]}"
@@ -173,7 +174,9 @@ def main() -> int:
     stop = install_stop_signal()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
-    HubProcess(context).run(stop)
+    process = HubProcess(context)
+    freeze_startup_objects()
+    process.run(stop)
     return 0
 
 

@@ -45,6 +45,7 @@ class LiveRecord:
         live["swap_pause_seconds"] = float(np.median(pauses)) if pauses else None
         live["swap_pause_seconds_max"] = max(pauses, default=None)
         live["num_swaps"] = self._hub.num_swaps
+        live["row_bytes"] = self._hub.row_bytes
         return HubRecord(
             url=self._url,
             certificate=self._certificate,

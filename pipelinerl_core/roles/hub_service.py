@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -40,6 +40,7 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.roles.hub_rows import RowMemory
 from pipelinerl_core.roles.hub_state import HubState, Peer
 from pipelinerl_core.roles.hub_store import GroupKey, summarize
 from pipelinerl_core.roles.hub_trainer import TrainerDesk
@@ -51,11 +52,13 @@ SYNC_SECONDS = 0.05
 MAX_SYNC_SECONDS = 1.0
 # More would cost the hub more than the groups do. What is urgent, actors are nudged about.
 _MAX_SYNCS_PER_SECOND = 500
-# Groups one actor may always have at the hub, however small the window.
+# Groups one actor may have at the hub, however small the window, if there is room for them.
 MIN_CREDIT = 8
 # Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
 _STALL_SECONDS = 2.0
 _RECENT_SWAPS = 200
+# Of a rollout beside its completion, about.
+_ROW_BYTES = 1000
 
 
 class Hub:
@@ -73,13 +76,14 @@ class Hub:
         store: ObjectStore,
         *,
         boot_id: str,
-        rows: dict[GroupKey, pa.RecordBatch] | None = None,
+        rows: Mapping[GroupKey, pa.RecordBatch] | None = None,
     ) -> None:
         """`rows`: those of groups that the ledger was restored with."""
         self.boot_id = boot_id
         self._config = config
         self._source = source
-        self._state = HubState(ledger, rows or {})
+        memory = RowMemory(config.placement.hub_bytes, _usual_bytes(config))
+        self._state = HubState(ledger, memory, rows or {})
         self._changed = self._state.changed
         self._ledger = ledger
         self._trainer = TrainerDesk(self._state, store)
@@ -102,6 +106,12 @@ class Hub:
         """Open exchanges."""
         with self._changed:
             return len(self._state.peers)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of the rows that are kept."""
+        with self._changed:
+            return self._state.rows.used_bytes
 
     @property
     def has_met_trainer(self) -> bool:
@@ -146,7 +156,8 @@ class Hub:
     def disconnected(self, peer: str) -> None:
         """A peer's exchange is gone; its leases stay until they expire, because it may come back."""
         with self._changed:
-            self._state.peers.pop(peer, None)
+            gone = self._state.peers.pop(peer, None)
+            self._state.granted -= gone.granted if gone is not None else 0
 
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
@@ -194,7 +205,7 @@ class Hub:
                 boot_id=self.boot_id,
                 newest_version=self._ledger.newest_version,
                 sync_seconds=self._sync_seconds(),
-                credit=self._credit(actor) if actor else 0,
+                credit=self._credit(peer, actor) if actor else 0,
             )
         logger.info(
             "%s registered: epoch %d, %d leases, step %s, %d groups reserved",
@@ -213,7 +224,7 @@ class Hub:
             manifest = self._ledger.manifest
             swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
             state = "drain" if is_final else "pause" if self._ledger.stands_still(request.engine_version) else "run"
-            credit = self._credit(actor)
+            credit = self._credit(peer, actor)
             ready_groups = self._ledger.num_ready
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
@@ -259,12 +270,13 @@ class Hub:
                 self._check_own(actor, summary.actor, [key])
                 self._state.check_groups([request.ref.group_id])
                 was_still = self._stands_still()
+                self._state.use_credit(self._state.peers[peer])
                 arrival = self._ledger.add_group(summary, request.lease_id)
                 is_news = self._stands_still() and not was_still
                 if request.seq is not None:
                     self._ledger.place(*key, summary.actor, request.seq)
                 if self._ledger.needs_rows(*key):
-                    self._state.rows.setdefault(key, rows)
+                    self._state.rows.keep(key, rows, is_sealed=request.seq is not None)
                 self._state.wake_trainer()
         except StaleLease as error:
             logger.info("refused: %s", error)
@@ -283,6 +295,7 @@ class Hub:
                 return self._unknown_boot(request.id)
             self._check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
             self._ledger.sealed(actor, request.seq, request.groups)
+            self._state.rows.seal(key for key in request.groups if self._ledger.where(*key) is not None)
         return Ack(re=request.id)
 
     def _bye(self, peer: str, request: Bye) -> Answer:
@@ -313,13 +326,18 @@ class Hub:
         limit = min(MAX_SYNC_SECONDS, self._config.placement.lease_seconds / 4)
         return max(SYNC_SECONDS, min(limit, len(self._state.peers) / _MAX_SYNCS_PER_SECOND))
 
-    def _credit(self, actor: ActorKey) -> int:
+    def _credit(self, peer: str, actor: ActorKey) -> int:
         limit = max(MIN_CREDIT, self._config.window_groups)
-        return max(0, limit - self._ledger.num_ready_of(actor))
+        return self._state.grant_credit(self._state.peers[peer], limit - self._ledger.num_ready_of(actor))
 
     def _stands_still(self) -> bool:
         """Whether engines with the newest weights must pause."""
         return self._config.takes_turns and self._ledger.stands_still(self._ledger.newest_version)
+
+
+def _usual_bytes(config: RunConfig) -> int:
+    """Of the rows of a group, if its completions are as long as may be: an id, a log-probability, a bit per token."""
+    return config.rollouts.group_size * (config.rollouts.max_tokens * 33 // 4 + _ROW_BYTES)
 
 
 def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:

@@ -1,8 +1,10 @@
 """What the actors' side and the trainer's side of the hub share: ledger, rows, open exchanges; and credit."""
 
+import math
+import random
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -10,6 +12,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
+from pipelinerl_core.roles.hub_rows import RowMemory
 from pipelinerl_core.roles.hub_store import GroupKey
 
 # Groups that an earlier hub may have leased after the last commit that this one has read. A peer that names one
@@ -24,21 +27,28 @@ class Peer:
     credit: CreditSink
     actor: ActorKey | None = None
     """Once it has registered as one."""
+    granted: int = 0
+    """Groups that it may still send of the credit it was told of last."""
 
 
 class HubState:
     """Everything below is read and changed under `changed`; its methods say whether they take it themselves."""
 
-    def __init__(self, ledger: Ledger, rows: dict[GroupKey, pa.RecordBatch]) -> None:
-        """`rows`: those of groups that the ledger was restored with."""
+    def __init__(self, ledger: Ledger, memory: RowMemory, rows: Mapping[GroupKey, pa.RecordBatch]) -> None:
+        """`rows`: those of groups that the ledger was restored with, all from segments."""
         self.ledger = ledger
         self.changed = threading.Condition()
         """Notified when the reserve that waits may be possible, or has to look again."""
         self.awaited_step: int | None = None
         """The step that a reserve waits for."""
-        self.rows = {key: batch for key, batch in rows.items() if ledger.needs_rows(*key)}
+        self.rows = memory
         """Of ready and reserved groups."""
+        for key, batch in rows.items():
+            if ledger.needs_rows(*key):
+                self.rows.keep(key, batch, is_sealed=True)
         self.peers: dict[str, Peer] = {}
+        self.granted = 0
+        """Of all peers."""
         self.is_stopping = False
         self._first_unlikely = ledger.next_group_id + MAX_UNTOLD_GROUPS
 
@@ -57,7 +67,28 @@ class HubState:
 
     def forget_rows(self) -> None:
         """Keep the rows of groups that are ready or reserved, and no others. Under the lock."""
-        self.rows = {key: batch for key, batch in self.rows.items() if self.ledger.needs_rows(*key)}
+        self.rows.forget(self.ledger.needs_rows)
+
+    def grant_credit(self, peer: Peer, limit: int) -> int:
+        """Groups that an actor may send from now on, `limit` at most. Under the lock.
+
+        The room in memory, less what the others were granted and have not used, is shared among the actors. Where
+        there is less than one group for each, chance decides at every sync, so that nobody waits for ever for one
+        that does not use its share.
+        """
+        free = self.rows.free_groups()
+        share = math.floor(free / max(1, len(self.peers)) + random.random())
+        room = math.floor(free) - (self.granted - peer.granted)
+        credit = max(0, min(limit, share, room))
+        self.granted += credit - peer.granted
+        peer.granted = credit
+        return credit
+
+    def use_credit(self, peer: Peer) -> None:
+        """An actor has sent a group. Under the lock."""
+        if peer.granted:
+            peer.granted -= 1
+            self.granted -= 1
 
     def return_credit(self, groups: "Counter[ActorKey]") -> None:
         """Outside the lock: it writes to the peers."""

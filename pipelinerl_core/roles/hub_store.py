@@ -1,6 +1,7 @@
 """What the hub reads from the store: whether another hub lives, and everything since the newest commit."""
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -40,13 +41,13 @@ class Past:
     sealed: list[SealedGroup] = field(default_factory=list)
     """Groups in the segments at and above the low-water marks of the commit."""
     rows: dict[GroupKey, pa.RecordBatch] = field(default_factory=dict)
-    """Their rows."""
+    """The rows of the first of them, as far as there was room."""
     holders: Mapping[int, list[Holder]] = field(default_factory=dict)
     """group_id -> whose logs hold tokens of it, newest attempt first."""
 
 
-def read_past(store: ObjectStore) -> Past:
-    """Everything a starting hub must know."""
+def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
+    """Everything a starting hub must know; of rows no more than these bytes, the others are in their segments."""
     commits = counted_commit_keys(store, read_epochs(store))
     commit = read_commit(store, commits[max(commits)]) if commits else None
     manifest = None
@@ -55,14 +56,16 @@ def read_past(store: ObjectStore) -> Past:
         if manifest is not None:
             break
     past = Past(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
-    segments = SegmentReader(store)
+    segments, num_bytes = SegmentReader(store), 0
     for name in segments.segments(commit.low_water if commit else None):
         key = rollout_key(*name)
         try:
             for ref in segments.groups_in(key):
                 batch = segments.read_group(*name, ref.group_id, ref.attempt)
                 past.sealed.append(SealedGroup(summary=summarize(ref, batch), seq=name.seq))
-                past.rows[ref.group_id, ref.attempt] = batch
+                num_bytes += batch.get_total_buffer_size()
+                if num_bytes <= max_row_bytes:
+                    past.rows[ref.group_id, ref.attempt] = batch
         except SchemaMismatch as error:
             logger.error("segment left out, its groups are generated again: %s", error)
     return past

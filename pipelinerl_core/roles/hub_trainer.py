@@ -97,20 +97,23 @@ class TrainerDesk:
             detail = f"step {request.step}: groups {sorted(strange)[:8]} are not in its reservation; reserve again"
             yield Refused(re=request.id, code="not_reserved", detail=detail), None
             return
-        found = [(key, self._read_back(key) if batch is None else batch) for key, batch in batches.items()]
-        for index, ((group_id, attempt), batch) in enumerate(found):
-            remaining = len(found) - 1 - index
-            header = RowsHeader(re=request.id, group_id=group_id, attempt=attempt, remaining=remaining)
-            yield header, batch
+        places = {key: self._place(key) for key, batch in batches.items() if batch is None}
+        for index, (key, batch) in enumerate(batches.items()):
+            remaining = len(batches) - 1 - index
+            header = RowsHeader(re=request.id, group_id=key[0], attempt=key[1], remaining=remaining)
+            yield header, self._segments.read_group(*places[key], *key) if batch is None else batch
 
-    def _read_back(self, key: GroupKey) -> pa.RecordBatch:
-        """Rows that came to an earlier hub; MissingObject until they are sealed, or sent again by their actor."""
+    def _place(self, key: GroupKey) -> tuple[str, int, int]:
+        """The segment of rows that left the memory, or came to an earlier hub.
+
+        MissingObject until they are sealed, or sent again by their actor.
+        """
         with self._changed:
             place = self._ledger.where(*key)
         if place is None:
             raise MissingObject(f"rows of group {key[0]} attempt {key[1]} have not arrived; ask again")
         (name, epoch), seq = place
-        return self._segments.read_group(name, epoch, seq, *key)
+        return name, epoch, seq
 
     def committed(self, request: Committed) -> Answer:
         """A step is committed: forget its groups, announce its version."""

@@ -256,6 +256,26 @@ def test_a_group_is_still_known_after_it_was_trained():
     assert ledger.tokens()["trained"] == 20
 
 
+def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_superseded():
+    clock = Clock()
+    ledger = new_ledger(clock)
+    lost = lease(ledger, B, want=1)[0]
+    clock.now += 11
+    ledger.expire()
+    for step in range(1, 20):
+        for grant in lease(ledger, A, want=2, version=step - 1):
+            deliver(ledger, grant, {step - 1: 10})
+        commit(ledger, step, ledger.reserve(step, epoch=1))
+    assert len(ledger._pool._attempts) == 1  # of the group that was leased twice
+    with pytest.raises(StaleLease):
+        deliver(ledger, lost, actor=B)
+    assert deliver(ledger, Grant(group_id=5, attempt=0, lease_id="5.0.boot", deadline_seconds=0.0)) == Arrival.KNOWN
+    again = Grant(group_id=5, attempt=1, lease_id="5.1.boot", deadline_seconds=0.0)
+    with pytest.raises(StaleLease):
+        deliver(ledger, again)
+    assert ledger.tokens()["superseded"] == 20
+
+
 def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
     clock = Clock()
     ledger = new_ledger(clock)

@@ -1,0 +1,98 @@
+"""The rows that the hub keeps in memory, within a budget of bytes.
+
+    a group arrives --keep--> in memory --seal--> in memory and in a segment --make_room--> in its segment only
+                                  |                                                            |
+                                  +------------------------ forget <---------------------------+
+
+What does not fit is not refused: rows that lie in a segment leave first, and credit, of which the budget is one
+measure, keeps the others at their actors.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from pipelinerl_core.roles.hub_store import GroupKey
+
+SEALED_SHARE = 0.75
+"""Of the budget: beyond it sealed rows leave, so that there is always room for groups that are on their way."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """Memory of one write to the hub: it is free again when the last of its groups has gone."""
+
+    num_bytes: int
+    num_groups: int = 0
+
+
+class RowMemory:
+    """Rows by group. Not thread-safe: the hub uses it under its lock."""
+
+    def __init__(self, budget_bytes: int, usual_bytes: int) -> None:
+        """`usual_bytes`: of the rows of a group, as long as there is none to go by."""
+        self.used_bytes = 0
+        """Of all writes of which a group is kept."""
+        self._budget_bytes = budget_bytes
+        self._usual_bytes = usual_bytes
+        self._rows: dict[GroupKey, pa.RecordBatch] = {}
+        self._sealed: dict[GroupKey, None] = {}  # of them, in the order in which they were sealed
+        self._writes: dict[int, _Write] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def get(self, key: GroupKey) -> pa.RecordBatch | None:
+        """The rows of a group, if they are here."""
+        return self._rows.get(key)
+
+    def keep(self, key: GroupKey, rows: pa.RecordBatch, *, is_sealed: bool = False) -> None:
+        """Take in the rows of a group, unless they are here."""
+        if key in self._rows:
+            return
+        self._rows[key] = rows
+        write = self._writes.get(_address(rows))
+        if write is None:
+            write = self._writes[_address(rows)] = _Write(rows.get_total_buffer_size())
+            self.used_bytes += write.num_bytes
+        write.num_groups += 1
+        if is_sealed:
+            self._sealed[key] = None
+        self.make_room()
+
+    def seal(self, keys: Iterable[GroupKey]) -> None:
+        """These groups can be read back from a segment."""
+        self._sealed.update(dict.fromkeys(key for key in keys if key in self._rows))
+        self.make_room()
+
+    def forget(self, is_needed: Callable[[int, int], bool]) -> None:
+        """Drop the rows of every group that is not needed any more."""
+        for key in [key for key in self._rows if not is_needed(*key)]:
+            self._drop(key)
+
+    def make_room(self) -> None:
+        """Drop sealed rows while there are too many bytes; those sealed last go first, they are trained last."""
+        while self._sealed and self.used_bytes > SEALED_SHARE * self._budget_bytes:
+            self._drop(next(reversed(self._sealed)))
+
+    def free_groups(self) -> float:
+        """Groups that there is room for, by the mean size of those that are here; negative beyond the budget."""
+        usual_bytes = self.used_bytes / len(self._rows) if self._rows else self._usual_bytes
+        # However large a group may be, one must fit at last.
+        return (self._budget_bytes - self.used_bytes) / min(usual_bytes, self._budget_bytes)
+
+    def _drop(self, key: GroupKey) -> None:
+        rows = self._rows.pop(key)
+        self._sealed.pop(key, None)
+        write = self._writes[_address(rows)]
+        write.num_groups -= 1
+        if not write.num_groups:
+            del self._writes[_address(rows)]
+            self.used_bytes -= write.num_bytes
+
+
+def _address(rows: pa.RecordBatch) -> int:
+    """The same for all groups of one write, whose rows are views of the same memory."""
+    address: int = rows.column("group_id").buffers()[1].address
+    return address

@@ -1,0 +1,173 @@
+"""The hub's memory for rows: what is counted, what leaves, and that credit keeps to it."""
+
+import time
+
+import pyarrow as pa
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.roles.hub_rows import SEALED_SHARE, RowMemory
+from pipelinerl_core.roles.hub_service import Hub
+from pipelinerl_core.roles.hub_store import read_past
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.codec import encode_rollouts
+from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.types import WeightManifest
+
+NUM_TOKENS = 400
+
+
+def rows_of(group_id: int) -> pa.RecordBatch:
+    return encode_rollouts("run", build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS))
+
+
+SIZE = rows_of(0).get_total_buffer_size()
+
+
+def memory(num_groups: float) -> RowMemory:
+    return RowMemory(budget_bytes=int(num_groups * SIZE), usual_bytes=SIZE)
+
+
+def test_what_is_kept_is_counted_once_and_forgotten_rows_are_free_again():
+    rows = memory(10)
+    for group_id in (1, 2, 2, 3):
+        rows.keep((group_id, 0), rows_of(group_id))
+    assert (len(rows), rows.used_bytes) == (3, 3 * SIZE)
+    assert rows.free_groups() == pytest.approx(7)
+    rows.forget(lambda group_id, attempt: group_id == 2)
+    assert (len(rows), rows.used_bytes) == (1, SIZE)
+    assert rows.get((2, 0)).equals(rows_of(2))
+    assert rows.get((1, 0)) is None
+
+
+def test_the_memory_of_a_write_is_in_use_until_its_last_group_has_gone():
+    whole = pa.concat_batches([rows_of(1), rows_of(2), rows_of(3)])
+    rows = memory(10)
+    for group_id in (1, 2, 3):
+        rows.keep((group_id, 0), whole.slice(2 * group_id - 2, 2))
+    assert rows.used_bytes == whole.get_total_buffer_size()
+    rows.forget(lambda group_id, attempt: group_id == 3)
+    assert rows.used_bytes == whole.get_total_buffer_size()
+    rows.forget(lambda group_id, attempt: False)
+    assert rows.used_bytes == 0
+
+
+def test_beyond_the_budget_sealed_rows_leave_the_last_ones_first_and_unsealed_ones_stay():
+    rows = memory(4)
+    for group_id in range(4):
+        rows.keep((group_id, 0), rows_of(group_id))
+    assert len(rows) == 4  # more than the share of sealed ones, but none is sealed
+    rows.seal([(0, 0), (2, 0), (9, 0)])
+    assert [group_id for group_id in range(4) if rows.get((group_id, 0)) is not None] == [0, 1, 3]
+    assert rows.used_bytes <= SEALED_SHARE * 4 * SIZE
+    rows.keep((4, 0), rows_of(4), is_sealed=True)
+    assert rows.get((4, 0)) is None
+    rows.keep((5, 0), rows_of(5))
+    assert [group_id for group_id in range(6) if rows.get((group_id, 0)) is not None] == [1, 3, 5]
+
+
+def test_a_group_larger_than_the_budget_still_has_its_turn():
+    rows = memory(0.5)
+    assert rows.free_groups() == 1
+    rows.keep((1, 0), rows_of(1))
+    assert rows.free_groups() < 0
+    rows.seal([(1, 0)])
+    assert rows.free_groups() == 1
+
+
+NUM_ACTORS = 5
+CONFIG = build_config(
+    {
+        "rollouts": {"group_size": 2, "max_tokens": NUM_TOKENS},
+        "engine": {"concurrency": 4},
+        "schedule": {"max_lag": 99},
+        "trainer": {"groups_per_step": 400, "steps": 2},
+        "placement": {"hub_bytes": 1 << 20},
+    }
+)
+
+
+class Stalled:
+    """A hub, actors that send whatever they may, and a trainer that takes nothing."""
+
+    def __init__(self, url: str) -> None:
+        self.store = open_store(url)
+        ledger = Ledger(CONFIG, clock=time.time, boot_id="boot")
+        self.hub = Hub(CONFIG, ledger, build_source(CONFIG), self.store, boot_id="boot")
+        self.names = [f"actor-{index}" for index in range(NUM_ACTORS)]
+        self.writers = {
+            name: SegmentWriter(self.store, name, 1, "run", max_seconds=0, max_bytes=1 << 30) for name in self.names
+        }
+        for name in (*self.names, "trainer"):
+            self.hub.connected(name, lambda num_groups: None)
+            self(name, Register(role="trainer" if name == "trainer" else "actor", name=name, epoch=1))
+        manifest = WeightManifest(version=0, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+        self("trainer", Committed(step=0, epoch=1, manifest=manifest, groups=()))
+        self.most_bytes = 0
+
+    def __call__(self, peer, message, rows=None):
+        [(answer, _)] = self.hub.handle(peer, message, rows)
+        return answer
+
+    def send(self, name: str) -> int:
+        """One sync, and all groups that its credit is good for."""
+        sync = Sync(
+            boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=4, want=1 << 20, leases=(),
+            num_tokens=0, running_seconds=0.0,
+        )  # fmt: skip
+        credit = self(name, sync.model_copy(update={"want": 0})).credit
+        for lease in self(name, sync.model_copy(update={"want": credit})).leases[:credit]:
+            rollouts = build_group(0, group_id=lease.group_id, size=2, num_tokens=NUM_TOKENS, actor=name)
+            batch, ref = encode_rollouts("run", rollouts), group_ref(rollouts, actor_epoch=1)
+            assert self(name, Group(lease_id=lease.lease_id, ref=ref), batch).note == "ready"
+            self.writers[name].append(batch, ref)
+            self.most_bytes = max(self.most_bytes, self.hub.row_bytes)
+        return credit
+
+    def seal(self, name: str) -> None:
+        sealed = self.writers[name].seal()
+        if sealed is not None:
+            self(name, Sealed(actor=name, epoch=1, seq=sealed.seq, groups=sealed.groups))
+
+
+def test_credit_keeps_the_rows_of_all_actors_within_the_budget(tmp_path):
+    run = Stalled(str(tmp_path))
+    for _ in range(100):
+        for name in run.names:
+            run.send(name)
+    budget = CONFIG.placement.hub_bytes
+    assert budget - 2 * SIZE < run.most_bytes <= budget
+    assert run.hub.row_bytes == run.most_bytes
+
+
+def test_rows_that_left_the_memory_are_read_back_from_their_segments(tmp_path):
+    run = Stalled(str(tmp_path))
+    num_sent = 0
+    while num_sent < 400:  # several times as many as fit
+        for name in run.names:
+            num_sent += run.send(name)
+            run.seal(name)
+    assert run.most_bytes <= CONFIG.placement.hub_bytes < 400 * SIZE / 2
+    reserved = run("trainer", Reserve(step=1, epoch=1, wait_seconds=0))
+    keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
+    answers = list(run.hub.handle("trainer", Rows(step=1, groups=keys), None))
+    assert [(header.group_id, header.attempt) for header, _ in answers] == list(keys)
+    for header, rows in answers:
+        assert rows.column("group_id").to_pylist() == [header.group_id] * 2
+    assert run.hub.row_bytes <= CONFIG.placement.hub_bytes
+
+
+def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
+    store = open_store(str(tmp_path))
+    writer = SegmentWriter(store, "actor-0", 1, "run", max_seconds=0, max_bytes=1 << 30)
+    for group_id in range(10):
+        rollouts = build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS)
+        writer.append(encode_rollouts("run", rollouts), group_ref(rollouts, actor_epoch=1))
+    writer.seal()
+    past = read_past(store, 4.5 * SIZE)
+    assert len(past.sealed) == 10
+    assert [group_id for group_id, _ in past.rows] == [0, 1, 2, 3]
