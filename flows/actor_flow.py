@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
+from flows.parameters import described
 from tasks.pooled import run_pooled
 
 RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
@@ -13,6 +14,7 @@ Name = Annotated[str, Field(description="Name of the actor in the run, unique am
 
 
 @flow(name="actor", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def actor(run_url: RunUrl, name: Name = "actor-0") -> None:
     """Generate rollouts for a live run until it ends. Any number of actors may join, leave or die."""
     run_pooled(run_url, name)

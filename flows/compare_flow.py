@@ -8,6 +8,7 @@ from prefect import flow, get_run_logger
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
+from flows.parameters import described
 from flows.train_flow import Overrides, Preset, Root, open_at, run_roles
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.arm import Arm
@@ -47,6 +48,7 @@ Name = Annotated[str, Field(description="Name of the comparison. Empty: that of 
 
 
 @flow(name="compare", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def compare(
     arms: Arms,
     preset: Preset = "quickstart",
@@ -126,6 +128,7 @@ def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> lis
 
 
 @flow(name="compared-run", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def run_arm(url: str, config: RunConfig, target: float, enough_reward: float) -> None:
     """One run of a comparison: train until it is good enough, report, then measure the accuracy of its versions."""
     run, tracker = open_at(url, config)

@@ -7,6 +7,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
+from flows.parameters import described
 from pipelinerl_core.roles.context import open_run
 from tasks.role_tasks import run_evaluation
 from tasks.runs import locate_run
@@ -19,6 +20,7 @@ Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL
 
 
 @flow(name="evaluate", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> list[dict[str, Any]]:
     """Mean reward of one sample per held-out prompt at temperature 1; also written to evals/<version>.json."""
     records = run_evaluation(open_run(locate_run(run, root)), version, Event())

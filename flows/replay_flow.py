@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
+from flows.parameters import described
 from pipelinerl_core.roles.context import open_run
 from tasks.replaying import replay_run
 from tasks.runs import locate_run
@@ -20,6 +21,7 @@ Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL
 
 
 @flow(name="replay", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def replay(
     run: Run = "latest", from_step: Step = 0, to_step: Step = 0, overrides: Overrides = (), root: Root = ""
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
+from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
@@ -47,8 +48,12 @@ Preset = Annotated[
 ]
 Overrides = Annotated[
     tuple[str, ...],
-    Field(description='Single settings, each "section.key=value", for example "trainer.steps=20".'),
+    Field(
+        description='Any other settings, each "section.key=value", for example "learner.clip_norm=0.5"; '
+        "`pipelinerl config --keys` lists them."
+    ),
 ]
+Changes = Annotated[Settings, Field(description="What differs from the preset; empty fields are as it says.")]
 Root = Annotated[
     str, Field(description="Where runs are kept, a path or s3://bucket/prefix. Empty: $PIPELINERL_ROOT, then ./runs.")
 ]
@@ -62,15 +67,20 @@ Resume = Annotated[
 
 
 @flow(name="train", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
+@described
 def train(
-    preset: Preset = "quickstart", overrides: Overrides = (), root: Root = "", resume: Resume = ""
+    preset: Preset = "quickstart",
+    settings: Changes = Settings(),  # noqa: B008 (frozen)
+    overrides: Overrides = (),
+    root: Root = "",
+    resume: Resume = "",
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Train a model: generation and training side by side, weights swapped in flight.
 
     A retry of this flow run resumes the same run. Returns the report (report.json); of a run that was drained, in a
     state of that name.
     """
-    run, tracker = open_or_create(preset, overrides, root, resume)
+    run, tracker = open_or_create(preset, (*settings.overrides(), *overrides), root, resume)
     logger.info("run %s", run.store.url)
     with RunWatch(run, tracker) as watch:
         if watch.committed_step < run.config.trainer.steps:

@@ -144,11 +144,12 @@ def prefect(tmp_path: Path) -> Iterator[Prefect]:
 
 def test_actor_and_trainer_are_runs_of_their_own_pools_for_the_whole_job(prefect, tmp_path, prepared_model):
     root = tmp_path / "runs"
-    overrides = [f"trainer.steps={STEPS}", "placement.kind=work_pools", "eval.num_prompts=50"]
-    overrides += ["trainer.groups_per_step=16", "engine.concurrency=64"]
-    prefect.command(
-        "deployment", "run", "train/quickstart", "-p", f"root={root}", "-p", f"overrides={json.dumps(overrides)}"
-    )
+    settings = {"steps": STEPS, "placement": "work_pools", "groups_per_step": 16, "concurrency": 64}
+    start = ["deployment", "run", "train/quickstart", "-p", f"root={root}", "-p", 'overrides=["eval.num_prompts=50"]']
+    with pytest.raises(subprocess.CalledProcessError):
+        prefect.command(*start, "-p", 'settings={"steps": 0}')
+    assert prefect.runs() == {}, "the server has refused it"
+    prefect.command(*start, "-p", f"settings={json.dumps(settings)}")
     deadline = time.monotonic() + 600
     states: dict[str, list[str]] = {pool: [] for pool in POOLS}
     maps_checked, is_killed = 0, False

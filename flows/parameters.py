@@ -1,0 +1,69 @@
+"""What people set most, as fields of a form: typed, bounded, described; the server refuses bad ones at once."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        "steps": "trainer.steps",
+        "seed": "seed",
+        "actors": "placement.actors",
+        "placement": "placement.kind",
+        "engine": "engine.kind",
+        "concurrency": "engine.concurrency",
+        "schedule": "schedule.kind",
+        "max_lag": "schedule.max_lag",
+        "groups_per_step": "trainer.groups_per_step",
+        "group_size": "rollouts.group_size",
+        "max_tokens": "rollouts.max_tokens",
+        "learning_rate": "learner.lr",
+    }
+)
+"""Field -> key of the configuration."""
+
+
+class Settings(BaseModel):
+    """The settings that differ between experiments; what is left empty is as in the preset."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, title="Settings")
+
+    steps: int | None = Field(None, ge=1, description="Optimizer steps of the run.")
+    seed: int | None = Field(None, ge=0, description="Of prompts, sampling and initial order.")
+    actors: int | None = Field(None, ge=1, description="Engines that generate at the same time.")
+    placement: Literal["local", "work_pools"] | None = Field(
+        None, description="local: all roles on the machine of this flow run; work_pools: on pools of their own."
+    )
+    engine: Literal["embedded", "vllm"] | None = Field(None, description="What generates.")
+    concurrency: int | None = Field(None, ge=1, description="Sequences in flight in each engine.")
+    schedule: Literal["pipeline", "conventional", "april"] | None = Field(
+        None, description="When generation and training take place."
+    )
+    max_lag: int | None = Field(None, ge=0, description="Optimizer steps by which a trained token may be late.")
+    groups_per_step: int | None = Field(None, ge=1, description="Prompts in one optimizer step.")
+    group_size: int | None = Field(None, ge=2, description="Rollouts of one prompt.")
+    max_tokens: int | None = Field(None, ge=1, description="Longest completion.")
+    learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
+
+    def overrides(self) -> tuple[str, ...]:
+        """ "section.key=value" for each field that is set."""
+        return tuple(f"{KEYS[name]}={value}" for name, value in self.model_dump(exclude_none=True).items())
+
+
+def described(function: F) -> F:
+    """Below @flow: what `Annotated[..., Field(description=...)]` says of parameters, where Prefect looks for it.
+
+    Prefect takes descriptions from the "Args:" of a docstring and drops those of annotations.
+    """
+    lines = []
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for known in getattr(hint, "__metadata__", ()):
+            if isinstance(known, FieldInfo) and known.description:
+                lines.append(f"    {name}: {known.description}")
+    function.__doc__ = f"{function.__doc__}\n\nArgs:\n" + "\n".join(lines)
+    return function

@@ -1,0 +1,71 @@
+"""The form of the train flow: the same keys and bounds as the configuration."""
+
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from flows.actor_flow import actor
+from flows.compare_flow import compare
+from flows.evaluate_flow import evaluate
+from flows.parameters import KEYS, Settings
+from flows.replay_flow import replay
+from flows.train_flow import train
+from flows.trainer_flow import trainer
+from pipelinerl_core.config import RunConfig, load_config
+
+EXAMPLES = {
+    "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,
+    "schedule": "april", "max_lag": 6, "groups_per_step": 4, "group_size": 4, "max_tokens": 32, "learning_rate": 2e-4,
+}  # fmt: skip
+
+
+def field_of(key):
+    """The configuration's own field of a dotted key."""
+    section, _, name = key.rpartition(".")
+    model = RunConfig.model_fields[section].annotation if section else RunConfig
+    return model.model_fields[name]
+
+
+def bounds(field):
+    return {type(rule).__name__: rule for rule in field.metadata}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_field_has_the_bounds_and_choices_of_its_key(name):
+    ours, theirs = Settings.model_fields[name], field_of(KEYS[name])
+    assert bounds(ours) == bounds(theirs) or name == "seed"  # the configuration takes any
+    choices = get_args(ours.annotation)[0]
+    if get_args(choices):
+        assert set(get_args(choices)) == set(get_args(theirs.annotation))
+    assert ours.description
+
+
+def test_every_field_has_a_key_and_reaches_the_configuration():
+    assert set(Settings.model_fields) == set(KEYS) == set(EXAMPLES)
+    config = load_config("quickstart", Settings(**EXAMPLES).overrides())
+    for name, value in EXAMPLES.items():
+        found = config
+        for part in KEYS[name].split("."):
+            found = getattr(found, part)
+        assert found == value, name
+    assert Settings().overrides() == ()
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"schedule": "sometimes"}, {"stepz": 3}, {"learning_rate": 0}])
+def test_bad_values_are_refused(wrong):
+    with pytest.raises(ValidationError):
+        Settings(**wrong)
+
+
+@pytest.mark.parametrize("flow", [train, compare, evaluate, actor, trainer, replay], ids=lambda flow: flow.name)
+def test_every_parameter_of_every_flow_says_what_it_is(flow):
+    properties = flow.parameters.model_dump()["properties"]
+    assert [name for name, field in properties.items() if not field.get("description")] == []
+
+
+def test_the_form_knows_types_bounds_and_meanings():
+    schema = train.parameters.model_dump()
+    steps = schema["definitions"]["Settings"]["properties"]["steps"]
+    assert steps["anyOf"] == [{"type": "integer", "minimum": 1}, {"type": "null"}]
+    assert steps["description"] == "Optimizer steps of the run."
