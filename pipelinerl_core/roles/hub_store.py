@@ -63,7 +63,7 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
             for ref in segments.groups_in(key):
                 batch = segments.read_group(*name, ref.group_id, ref.attempt)
                 past.sealed.append(SealedGroup(summary=summarize(ref, batch), seq=name.seq))
-                num_bytes += batch.get_total_buffer_size()
+                num_bytes += batch.nbytes
                 if num_bytes <= max_row_bytes:
                     past.rows[ref.group_id, ref.attempt] = batch
         except SchemaMismatch as error:

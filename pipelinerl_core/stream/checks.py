@@ -52,6 +52,21 @@ def check_groups(
         _check_ref(ref, identity, rows)
 
 
+def split_groups(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """The rows of each group of a batch, which are views; `check_rows` for all of them."""
+    batch = conform(batch)
+    if batch.num_rows == 0:
+        return []
+    _check_each_row(batch, MAX_TOKENS_PER_ROW)
+    identity = _Identity(batch)
+    keys = list(zip(identity.columns["group_id"], identity.columns["attempt"], strict=True))
+    starts = [row for row, key in enumerate(keys) if row == 0 or key != keys[row - 1]]
+    places = [slice(start, end) for start, end in itertools.pairwise([*starts, len(keys)])]
+    for rows in places:
+        _check_group(identity, rows)
+    return [batch.slice(rows.start, rows.stop - rows.start) for rows in places]
+
+
 def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatch]:
     """The rows of each group, which are views. Raises SchemaMismatch when the batch has more or fewer rows."""
     _validate(batch, full=False)  # before it is cut: Arrow ends the process where a column is shorter than its batch

@@ -4,7 +4,7 @@ import pytest
 
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
 from pipelinerl_core.stream.segments import RowReader, SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
@@ -104,6 +104,35 @@ def test_a_group_reads_back_from_its_segment(store):
         reader.read_group("actor-0", 3, 0, 7, 0)
     with pytest.raises(MissingObject, match=r"00000001\.arrow"):
         reader.read_group("actor-0", 3, 1, 6, 0)
+
+
+def test_groups_share_record_batches_of_a_bounded_size(store, monkeypatch):
+    monkeypatch.setattr("pipelinerl_core.stream.segments._BATCH_BYTES", 10_000)
+    writer = make_writer(store)
+    expected = [append(writer, group_id, num_tokens=num) for group_id, num in enumerate([12, 12, 12, 200, 12])]
+    writer.seal()
+    (key,) = store.list("")
+    batches = from_segment(store.get(key))
+    assert [batch.num_rows for batch in batches] == [24, 8, 8]
+    reader = SegmentReader(store)
+    for group_id, rollouts in enumerate(expected):
+        found = decode_rollouts(reader.read_group("actor-0", 3, 0, group_id, 0))
+        for row, rollout in zip(found, rollouts, strict=True):
+            assert row.rollout_index == rollout.rollout_index
+            assert row.completion_token_ids.tolist() == rollout.completion_token_ids.tolist()
+            assert row.rollout_logprobs.tolist() == rollout.rollout_logprobs.tolist()
+            assert row.loss_mask.tolist() == rollout.loss_mask.tolist()
+            assert row.weight_spans == rollout.weight_spans
+    assert [ref.num_tokens for ref in reader.groups_in(key)] == [96, 96, 96, 1600, 96]
+
+
+def test_a_segment_with_a_record_batch_per_group_is_read_as_before(store):
+    groups = [build_group(0, group_id=group_id) for group_id in (3, 4)]
+    key = "rollouts/actor-0/000003/00000000.arrow"
+    store.put(key, to_segment([encode_rollouts("run", rollouts) for rollouts in groups]))
+    reader = SegmentReader(store)
+    assert reader.groups_in(key) == [group_ref(rollouts, actor_epoch=3) for rollouts in groups]
+    assert reader.read_group("actor-0", 3, 0, 4, 0).equals(encode_rollouts("run", groups[1]))
 
 
 def test_the_cache_is_small_and_spares_the_store(store, monkeypatch):
