@@ -16,6 +16,7 @@ from typing import Any, Literal
 import psutil
 
 from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.control import ask_to_drain
 from pipelinerl_core.weights.publish import shm_directory
 from tests.chaos.proxy import FaultyProxy
 from tests.chaos.services import mlflow_server, prefect_server
@@ -25,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 4.0
 RECOVERY_SECONDS = 180.0
 """Longest time between a fault and two further commits."""
-END_SECONDS = 600.0
+END_SECONDS = 240.0
+"""From the wish to drain to the end of the command; MLflow may have been away until then."""
 
 StoreKind = Literal["file", "s3"]
 SETTINGS = (
@@ -37,16 +39,17 @@ SETTINGS = (
     "checkpoint.every_seconds=3",
     "store.partial_seconds=0.5",
     "eval.num_prompts=0",
+    "trainer.steps=3000",  # it is drained when enough has gone wrong
 )
 
 
 class World:
     """`start`, then faults, then `finish`; `close` whatever happened."""
 
-    def __init__(self, home: Path, store: StoreKind, *, steps: int, seed: int, settings: Sequence[str] = ()) -> None:
-        self.home, self.kind, self.steps = home, store, steps
+    def __init__(self, home: Path, store: StoreKind, *, seed: int, settings: Sequence[str] = ()) -> None:
+        self.home, self.kind = home, store
         self.random = random.Random(seed)
-        self.settings = (*SETTINGS, f"trainer.steps={steps}", *settings)
+        self.settings = (*SETTINGS, *settings)
         self.prefect, self.mlflow = prefect_server(home), mlflow_server(home)
         self.proxy: FaultyProxy | None = None
         self._rclone: Any = None
@@ -85,9 +88,10 @@ class World:
         self._launch("resume", self.directory.name)
 
     def finish(self) -> dict[str, Any]:
-        """Wait for the end of the run; its report."""
+        """Drain the run and wait for its end; its report."""
         assert self._command is not None
         self.await_servers()
+        ask_to_drain(self.run.store, by="chaos")
         deadline = time.monotonic() + END_SECONDS
         while self._command.poll() is None:
             self.look()
