@@ -58,7 +58,7 @@ format: install ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench-peers: $(PEERS)/.installed ## install what `bench learning` compares with, beside .venv
+bench-peers: $(PEERS)/.installed ## install what `bench learning` and `bench stream` compare with, beside .venv
 
 $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \

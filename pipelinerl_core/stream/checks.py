@@ -45,9 +45,10 @@ def check_groups(
 ) -> None:
     """`check_rows` and `check_group` for the rows of several groups, one group after the other."""
     batch = conform(batch)
+    places = _places(refs, batch.num_rows)
     _check_each_row(batch, max_tokens_per_row)
     identity = _Identity(batch)
-    for ref, rows in zip(refs, _places(refs, batch.num_rows), strict=True):
+    for ref, rows in zip(refs, places, strict=True):
         _check_group(identity, rows)
         _check_ref(ref, identity, rows)
 
@@ -76,7 +77,7 @@ def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatc
 def _places(refs: Sequence[GroupRef], num_rows: int) -> list[slice]:
     sizes = [ref.num_rollouts for ref in refs]
     if sum(sizes) != num_rows or 0 in sizes:
-        raise SchemaMismatch(f"{num_rows} rows for groups of {sizes[:8]} rollouts; each has at least one")
+        raise SchemaMismatch(f"{num_rows} rows, their message names groups of {sizes[:8]}; each has at least one")
     return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import rollout_key
-from pipelinerl_core.stream.checks import check_group, check_rows, split_groups
+from pipelinerl_core.stream.checks import check_groups, split_groups
 from pipelinerl_core.stream.codec import flat_list, from_segment, origins_in, to_segment
 from pipelinerl_core.types import GroupRef
 
@@ -87,8 +87,7 @@ class SegmentWriter:
 
     def append(self, batch: pa.RecordBatch, ref: GroupRef) -> None:
         """Take the rows of one finished group; SchemaMismatch if they are not those of `ref` in this run."""
-        check_rows(batch)
-        check_group(ref, batch)
+        check_groups([ref], batch)
         run_id = batch.column("run_id")[0].as_py()
         if (ref.actor, ref.actor_epoch, run_id) != (self._actor, self._epoch, self._run_id):
             raise SchemaMismatch(

@@ -35,7 +35,7 @@ from pipelinerl_core.messages import (
     encode,
 )
 from pipelinerl_core.stream.bundles import bundled
-from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, apart, check_group, check_groups, check_rows
+from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW, apart, check_groups
 from pipelinerl_core.stream.door import check_sender, id_of, introduction, parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.stream.tls import Credentials
@@ -273,8 +273,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
                 raise SchemaMismatch(f"a {request.kind} message carries no rows")
             return None
         rows = self._sized(rows)
-        check_rows(rows, max_tokens_per_row=self._max_tokens_per_row)
-        check_group(request.ref, rows)
+        check_groups([request.ref], rows, max_tokens_per_row=self._max_tokens_per_row)
         return rows
 
     def _sized(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
