@@ -57,7 +57,7 @@ def run_campaign(
 ) -> Outcome:
     """Start a run, let the named faults happen at random moments, drain it and look at what is left.
 
-    AssertionError, naming what it waited for, when the run hangs or ends early.
+    A run that hangs or ends early is a complaint too, which names what was waited for.
     """
     outcome, begun = Outcome(store, seed), time.monotonic()
     world = World(home, store, seed=seed, settings=settings)
@@ -74,6 +74,8 @@ def run_campaign(
             )
         outcome.steps = world.finish()["steps"]
         outcome.complaints += complaints(world, outcome, replays=replays)
+    except AssertionError as error:
+        outcome.complaints.append(str(error))
     finally:
         world.close()
     outcome.seconds = time.monotonic() - begun
