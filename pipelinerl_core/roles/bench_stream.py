@@ -75,7 +75,7 @@ def throughput_cell(num_actors: int, num_tokens: int) -> Cell:
 
     A step has more groups than there are actors, as it would have: every step is announced to each of them.
     """
-    num_leases, groups_per_step = {1: (64, 256), 16: (32, 256), 100: (32, 1024), 1000: (8, 2048)}[num_actors]
+    num_leases, groups_per_step = {1: (64, 256), 16: (32, 256), 100: (32, 1024), 1000: (8, 4096)}[num_actors]
     if num_tokens > 1000:
         num_leases, groups_per_step = {1: (64, 256), 16: (16, 256), 100: (8, 256), 1000: (1, 512)}[num_actors]
     return Cell(

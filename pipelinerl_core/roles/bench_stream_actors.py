@@ -43,7 +43,7 @@ from pipelinerl_core.stream.segments import SegmentWriter
 # A segment has so many groups, or those of so long.
 _SEALED_GROUPS = 64
 _SEAL_SECONDS = 1.0
-_MAX_DRIVERS = 8
+_MAX_DRIVERS = 4
 _IDLE_SECONDS = 0.005
 _STOP_SECONDS = 10.0
 

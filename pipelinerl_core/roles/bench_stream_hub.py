@@ -218,7 +218,7 @@ class SimulatedTrainer:
         registered = self._client.request(Register(role="trainer", name="trainer", epoch=_EPOCH))
         if not isinstance(registered, Registered):
             raise PipelineRLError(f"the hub does not register the trainer: {registered}")
-        self._commit(())
+        self._commit((), ())
 
     def take_step(self, wait_seconds: float = 0.5) -> int:
         """Reserve, fetch, read and commit; the number of groups, 0 if there were too few within the wait."""
@@ -238,18 +238,14 @@ class SimulatedTrainer:
                 if len(values) != self._num_tokens or offsets[-1] != self._num_tokens:
                     raise PipelineRLError(f"group {key}: {len(values)} values of {name}")
             self.latencies.append(time.time() - rows.column("finished_at")[0].as_py())
-        self._commit(groups)
+        self._commit(groups, answer.fates)
         return len(groups)
 
     def close(self) -> None:
         """Leave."""
         self._client.close()
 
-    def _commit(self, groups: tuple[tuple[int, int], ...]) -> None:
-        fates = tuple(
-            FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=self._num_tokens)
-            for group_id, attempt in groups
-        )
+    def _commit(self, groups: tuple[tuple[int, int], ...], fates: tuple[FateRecord, ...]) -> None:
         manifest = WeightManifest(
             version=self._step, epoch=_EPOCH, files=(), key=None, shm=None, host="", published_at=time.time()
         )

@@ -10,11 +10,14 @@ measure, keeps the others at their actors.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 
 from pipelinerl_core.roles.hub_store import GroupKey
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 
+_GROUP_ID_AT = ROLLOUT_SCHEMA.get_field_index("group_id")
 SEALED_SHARE = 0.75
 """Of the budget: beyond it sealed rows leave, so that there is always room for groups that are on their way."""
 
@@ -23,8 +26,14 @@ SEALED_SHARE = 0.75
 class _Write:
     """Memory of one write to the hub: it is free again when the last of its groups has gone."""
 
+    address: int
     num_bytes: int
     num_groups: int = 0
+
+
+class _Kept(NamedTuple):
+    rows: pa.RecordBatch
+    write: _Write
 
 
 class RowMemory:
@@ -36,7 +45,7 @@ class RowMemory:
         """Of all writes of which a group is kept."""
         self._budget_bytes = budget_bytes
         self._usual_bytes = usual_bytes
-        self._rows: dict[GroupKey, pa.RecordBatch] = {}
+        self._rows: dict[GroupKey, _Kept] = {}
         self._sealed: dict[GroupKey, None] = {}  # of them, in the order in which they were sealed
         self._writes: dict[int, _Write] = {}
 
@@ -45,18 +54,20 @@ class RowMemory:
 
     def get(self, key: GroupKey) -> pa.RecordBatch | None:
         """The rows of a group, if they are here."""
-        return self._rows.get(key)
+        kept = self._rows.get(key)
+        return None if kept is None else kept.rows
 
     def keep(self, key: GroupKey, rows: pa.RecordBatch, *, is_sealed: bool = False) -> None:
         """Take in the rows of a group, unless they are here."""
         if key in self._rows:
             return
-        self._rows[key] = rows
-        write = self._writes.get(_address(rows))
+        address = _address(rows)
+        write = self._writes.get(address)
         if write is None:
-            write = self._writes[_address(rows)] = _Write(rows.get_total_buffer_size())
+            write = self._writes[address] = _Write(address, rows.get_total_buffer_size())
             self.used_bytes += write.num_bytes
         write.num_groups += 1
+        self._rows[key] = _Kept(rows, write)
         if is_sealed:
             self._sealed[key] = None
         self.make_room()
@@ -83,16 +94,15 @@ class RowMemory:
         return (self._budget_bytes - self.used_bytes) / min(usual_bytes, self._budget_bytes)
 
     def _drop(self, key: GroupKey) -> None:
-        rows = self._rows.pop(key)
+        write = self._rows.pop(key).write
         self._sealed.pop(key, None)
-        write = self._writes[_address(rows)]
         write.num_groups -= 1
         if not write.num_groups:
-            del self._writes[_address(rows)]
+            del self._writes[write.address]
             self.used_bytes -= write.num_bytes
 
 
 def _address(rows: pa.RecordBatch) -> int:
     """The same for all groups of one write, whose rows are views of the same memory."""
-    address: int = rows.column("group_id").buffers()[1].address
+    address: int = rows.column(_GROUP_ID_AT).buffers()[1].address
     return address

@@ -41,7 +41,7 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.hub_rows import RowMemory
-from pipelinerl_core.roles.hub_state import HubState, Peer
+from pipelinerl_core.roles.hub_state import MIN_CREDIT, HubState, Peer
 from pipelinerl_core.roles.hub_store import GroupKey, summarize
 from pipelinerl_core.roles.hub_trainer import TrainerDesk
 
@@ -49,11 +49,10 @@ logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.05
 """Between two syncs of an actor, as long as there are few of them."""
-MAX_SYNC_SECONDS = 1.0
+MAX_SYNC_SECONDS = 1.5
+"""Who is silent for two seconds counts as gone in the report of who waits for whom (ledger/waits.py)."""
 # More would cost the hub more than the groups do. What is urgent, actors are nudged about.
 _MAX_SYNCS_PER_SECOND = 500
-# Groups one actor may have at the hub, however small the window, if there is room for them.
-MIN_CREDIT = 8
 # Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
 _STALL_SECONDS = 2.0
 _RECENT_SWAPS = 200

@@ -18,6 +18,8 @@ from pipelinerl_core.roles.hub_store import GroupKey
 # Groups that an earlier hub may have leased after the last commit that this one has read. A peer that names one
 # further out is broken, and every group up to it would be queued.
 MAX_UNTOLD_GROUPS = 1 << 16
+# Groups one actor may have at the hub, however small the window, if there is room for them.
+MIN_CREDIT = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +93,10 @@ class HubState:
             self.granted -= 1
 
     def return_credit(self, groups: "Counter[ActorKey]") -> None:
-        """Outside the lock: it writes to the peers."""
+        """Tell actors to ask for credit again, unless they have plenty. Outside the lock: it writes to the peers."""
         with self.changed:
-            found = [(peer.credit, peer.actor) for peer in self.peers.values()]
-        sinks = [(sink, groups[actor]) for sink, actor in found if actor is not None and actor in groups]
+            short = [(peer.credit, peer.actor) for peer in self.peers.values() if peer.granted < MIN_CREDIT]
+        sinks = [(sink, groups[actor]) for sink, actor in short if actor is not None and actor in groups]
         for sink, num_groups in sinks:
             sink(num_groups)
 

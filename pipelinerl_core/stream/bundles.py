@@ -17,7 +17,7 @@ BUNDLE_BYTES = 1 << 20
 """Rows are joined up to this size; a larger group travels alone, and is not copied."""
 
 
-GROUPS_BYTES = 1 << 18
+GROUPS_BYTES = 1 << 19
 """The same on the way to the hub, where the rows of a write stay in memory as long as one group of it is needed."""
 
 

@@ -179,8 +179,7 @@ class Connection:
         for part in unbundled(answer, rows):
             if isinstance(part.answer, Credit | Goodbye) or (self._faults is not None and self._faults("receive")):
                 continue
-            with self._lock:
-                mailbox = self.waiting.get(part.answer.re)
+            mailbox = self.waiting.get(part.answer.re)
             if mailbox is not None:
                 mailbox.put(part)
 
