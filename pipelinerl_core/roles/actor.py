@@ -22,6 +22,7 @@ from pipelinerl_core.roles.process import (
     exit_codes,
     freeze_startup_objects,
     install_stop_signal,
+    keep_freed_memory,
     keep_to_cores,
     limit_threads,
 )
@@ -84,6 +85,7 @@ def main() -> int:
     context = open_run(arguments.run)
     keep_to_cores(own_cores(context.config, arguments.name))
     limit_threads(context.config.placement.threads)
+    keep_freed_memory()
     asyncio.run(run_actor(context, arguments.name, stop))
     return 0
 

@@ -32,7 +32,7 @@ from pipelinerl_core.roles.bench_stream_peers import PEERS, measure_peer
 from pipelinerl_core.roles.bench_stream_rows import GROUP_SIZE
 from pipelinerl_core.roles.bench_stream_store import measure_segments
 from pipelinerl_core.roles.bench_stream_table import markdown, table
-from pipelinerl_core.roles.process import limit_threads
+from pipelinerl_core.roles.process import keep_freed_memory, limit_threads
 
 TOKENS = (64, 512, 4096)
 ACTORS = (1, 16, 100, 1000)
@@ -264,6 +264,7 @@ def main() -> None:
         sys.stderr.write(f"bench stream: --only {unknown[0]}: no such part; there are {', '.join(PARTS)}\n")
         sys.exit(2)
     limit_threads(1)
+    keep_freed_memory()
     extent = SHORT if options.short else FULL
     if options.minutes is not None:
         extent = replace(extent, minutes=options.minutes)

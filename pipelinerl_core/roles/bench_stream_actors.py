@@ -36,7 +36,7 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.roles.bench_stream_rows import ACTOR_EPOCH, GROUP_SIZE, RUN_ID, Rows, group_ref
 from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.process import die_with_parent, leave
+from pipelinerl_core.roles.process import die_with_parent, keep_freed_memory, leave
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.segments import SegmentWriter
 
@@ -228,6 +228,7 @@ def main() -> int:
     parser.add_argument("--pause-seconds", type=float, default=0.0)
     options = parser.parse_args()
     die_with_parent(options.parent_pid)
+    keep_freed_memory()
     load = Load(
         num_leases=options.leases,
         burst=options.burst,

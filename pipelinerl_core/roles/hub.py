@@ -12,6 +12,8 @@ import threading
 import time
 import uuid
 
+import psutil
+
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
@@ -26,7 +28,9 @@ from pipelinerl_core.roles.process import (
     die_with_parent,
     exit_codes,
     freeze_startup_objects,
+    give_back_freed_memory,
     install_stop_signal,
+    keep_freed_memory,
     leave,
     limit_threads,
 )
@@ -39,6 +43,9 @@ logger = logging.getLogger(__name__)
 ATTEMPTS_PER_BOOT = 1000
 _TICK_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
+# Beside the rows; a connection takes about 100 kB of it.
+_MAX_FREE_BYTES = 256 << 20
+_GIVE_BACK_SECONDS = 5.0
 # How long actors may take to seal and leave once the last step is committed.
 DRAIN_SECONDS = 5.0
 # The same when asked to stop: the supervisor kills a hub that has not left after 3 s.
@@ -98,7 +105,9 @@ class HubProcess:
                 "set placement.hub_tls=true",
                 placement.hub_host,
             )
-        self._beat_at = 0.0
+        self._beat_at = self._gave_back_at = 0.0
+        self._process = psutil.Process()
+        self._bytes_at_start = self._process.memory_info().rss
 
     def run(self, stop: threading.Event) -> None:
         """Serve until the last step is committed and the actors have left, or until `stop`."""
@@ -133,10 +142,18 @@ class HubProcess:
         if not is_due and time.monotonic() - self._beat_at < _BEAT_SECONDS:
             return
         self._beat_at = time.monotonic()
+        self._limit_memory()
         try:
             self._store.put(HUB_KEY, self._live.record(state).model_dump_json().encode())
         except StoreError as error:
             logger.warning("%s not written: %s", HUB_KEY, error)
+
+    def _limit_memory(self) -> None:
+        """What is free but kept for the next rows stays small, beside the rows themselves."""
+        free_bytes = self._process.memory_info().rss - self._bytes_at_start - self.hub.row_bytes
+        if free_bytes > _MAX_FREE_BYTES and self._beat_at - self._gave_back_at > _GIVE_BACK_SECONDS:
+            self._gave_back_at = self._beat_at
+            give_back_freed_memory()
 
 
 def is_loopback(host: str) -> bool:
@@ -174,6 +191,7 @@ def main() -> int:
     stop = install_stop_signal()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
+    keep_freed_memory()
     process = HubProcess(context)
     freeze_startup_objects()
     process.run(stop)

@@ -17,6 +17,7 @@ from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, rollout_key
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import list_lengths, span_lists
 from pipelinerl_core.stream.partials import PartialReader
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.segments import SegmentReader
 from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Outcome, WeightManifest
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 # A hub rewrites hub.json every second; one on another host that did not for so long is dead.
 BEAT_LIMIT_SECONDS = 5.0
+
+# Asking by index is the cheaper way, and every group is asked.
+_COMPLETION_AT, _SPANS_AT, _OUTCOME_AT, _REWARD_AT = map(
+    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "outcome", "reward")
+)
 
 GroupKey = tuple[int, int]
 """(group_id, attempt)."""
@@ -72,17 +78,20 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
 
 
 def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
-    """What the ledger must know of the rows of a group; SchemaMismatch if `ref` counts other tokens."""
-    lengths = list_lengths(batch.column("completion_token_ids"))
+    """What the ledger must know of the rows of a group, of ROLLOUT_SCHEMA.
+
+    SchemaMismatch if `ref` counts other tokens.
+    """
+    lengths = list_lengths(batch.column(_COMPLETION_AT))
     if sum(lengths) != ref.num_tokens or batch.num_rows != ref.num_rollouts:
         raise SchemaMismatch(
             f"group {ref.group_id}: {batch.num_rows} rows with {sum(lengths)} tokens, "
             f"its reference says {ref.num_rollouts} with {ref.num_tokens}"
         )
-    bounds, (versions, starts, ends) = span_lists(batch.column("weight_spans"))
+    bounds, (versions, starts, ends) = span_lists(batch.column(_SPANS_AT))
     by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
     unscored = [0, 0, 0, 0]
-    for row, (length, outcome) in enumerate(zip(lengths, batch.column("outcome").to_pylist(), strict=True)):
+    for row, (length, outcome) in enumerate(zip(lengths, batch.column(_OUTCOME_AT).to_pylist(), strict=True)):
         if outcome != Outcome.SCORED:
             _count(unscored, 0, length, length)
             continue
@@ -90,7 +99,7 @@ def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
             _count(by_version.setdefault(versions[span], [0, 0, 0, 0]), starts[span], ends[span], length)
     return GroupSummary(
         ref=ref,
-        rewards=tuple([reward for reward in batch.column("reward").to_pylist() if reward is not None]),
+        rewards=tuple([reward for reward in batch.column(_REWARD_AT).to_pylist() if reward is not None]),
         tokens_by_version={version: by_version[version][0] for version in sorted(by_version)},
         lengths_by_version={version: _as_totals(by_version[version]) for version in sorted(by_version)},
         lengths_unscored=_as_totals(unscored),

@@ -59,6 +59,22 @@ def limit_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
+def keep_freed_memory() -> None:
+    """Arrow's buffers come from the C library, which keeps what is freed for the next one.
+
+    Arrow's own pool gives it back to the system and gets it again page by page: a quarter of the CPU time of an actor
+    that sends.
+    """
+    pa.set_memory_pool(pa.system_memory_pool())
+
+
+def give_back_freed_memory() -> None:
+    """All of what the C library keeps goes back to the system; takes milliseconds, more with gigabytes (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def keep_to_cores(cores: Sequence[int] | None) -> None:
     """Run all threads of this process, and whatever it starts later, on these cores; None: wherever (Linux)."""
     if cores is None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipelinerl_core.messages import Answer, Answers, RowsBundle, RowsHeader
+from pipelinerl_core.stream.codec import row_bytes
 
 BUNDLE_BYTES = 1 << 20
 """Rows are joined up to this size; a larger group travels alone, and is not copied."""
@@ -40,7 +41,7 @@ def bundled(
             waiting, num_bytes = [], 0
             yield answer, rows
             continue
-        size = rows.get_total_buffer_size()
+        size = row_bytes(rows)
         if num_bytes + size > BUNDLE_BYTES:
             yield from _joined(waiting)
             waiting, num_bytes = [], 0

@@ -5,6 +5,7 @@ Python lists. Shapes: P = prompt tokens, C = completion tokens, R = rows, S = we
 """
 
 import itertools
+import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,12 @@ _TOKENS: dict[str, DTypeLike] = {
     "loss_mask": np.bool_,
 }
 _FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained", "token_ids")
+# Of a rollout: its prompt, and with each token of the completion its log-probability and its place in the mask.
+_TOKEN_BYTES = (
+    (ROLLOUT_SCHEMA.get_field_index("prompt_token_ids"), 4),
+    (ROLLOUT_SCHEMA.get_field_index("completion_token_ids"), 8 + 1 / 8),
+)
+_BYTES_BESIDE_TOKENS = 300
 _CHECKSUMS = b"crc32"
 """Footer entry of a segment: CRC-32 of the values of each of its batches, in order, with commas between."""
 
@@ -93,6 +100,15 @@ def list_lengths(column: pa.ListArray) -> list[int]:
     """Values in each row of a list column."""
     bounds = column.offsets.to_pylist()
     return [end - start for start, end in itertools.pairwise(bounds)]
+
+
+def row_bytes(batch: pa.RecordBatch) -> int:
+    """About the bytes of these rows alone, where they are views of more: Arrow itself takes ten times as long."""
+    num_bytes = batch.num_rows * _BYTES_BESIDE_TOKENS
+    for index, token_bytes in _TOKEN_BYTES:
+        offsets = batch.column(index).offsets.to_numpy()
+        num_bytes += math.ceil(int(offsets[-1] - offsets[0]) * token_bytes)
+    return int(num_bytes)
 
 
 def flat_values(column: pa.ListArray) -> pa.Array:

@@ -50,6 +50,14 @@ def test_a_bundle_has_a_size_and_a_large_group_goes_alone():
     assert kinds == [("rows_bundle", 2, 5), ("rows_header", 1, 4), ("rows_header", 0, 2)]
 
 
+def test_views_count_for_themselves_only():
+    whole = pa.concat_batches([rows for _, rows in answers(*[2000] * 8)])
+    views = [(header, whole.slice(2 * header.group_id, 2)) for header, _ in answers(*[2000] * 8)]
+    assert whole.get_total_buffer_size() > BUNDLE_BYTES / 4
+    [(bundle, rows)] = list(bundled(iter(views)))
+    assert (len(bundle.groups), rows.num_rows) == (8, 16)
+
+
 def test_other_answers_keep_their_place():
     (first, second), ack = answers(5, 5), (Ack(re=3), None)
     assert list(bundled(iter([ack, first, ack, second]))) == [ack, first, ack, second]
