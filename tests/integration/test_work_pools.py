@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -82,8 +83,9 @@ class Prefect:
         """kill -9 of the process that executes the flow run of a pool."""
         worker = self.processes[1 + POOLS.index(pool)]
         for process in psutil.Process(worker.pid).children(recursive=True):
-            if "prefect.engine" in " ".join(process.cmdline()):
-                process.kill()
+            with suppress(psutil.Error):  # one that has just ended
+                if "prefect.engine" in " ".join(process.cmdline()):
+                    process.kill()
 
     def is_healthy(self) -> bool:
         try:
