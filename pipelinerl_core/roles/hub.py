@@ -191,7 +191,7 @@ def main() -> int:
     stop = install_stop_signal()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
-    keep_freed_memory()
+    keep_freed_memory(_MAX_FREE_BYTES)
     process = HubProcess(context)
     freeze_startup_objects()
     process.run(stop)

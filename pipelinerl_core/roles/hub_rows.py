@@ -17,6 +17,8 @@ import pyarrow as pa
 from pipelinerl_core.roles.hub_store import GroupKey
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 
+GROUP_BYTES = 32 << 10
+"""What a group takes beside its values, however few they are: the objects of Arrow and of the ledger."""
 _GROUP_ID_AT = ROLLOUT_SCHEMA.get_field_index("group_id")
 SEALED_SHARE = 0.75
 """Of the budget: beyond it sealed rows leave, so that there is always room for groups that are on their way."""
@@ -40,11 +42,11 @@ class RowMemory:
     """Rows by group. Not thread-safe: the hub uses it under its lock."""
 
     def __init__(self, budget_bytes: int, usual_bytes: int) -> None:
-        """`usual_bytes`: of the rows of a group, as long as there is none to go by."""
+        """`usual_bytes`: of the values of a group, as long as there is none to go by."""
         self.used_bytes = 0
-        """Of all writes of which a group is kept."""
+        """Of all writes of which a group is kept, and of what each group takes beside."""
         self._budget_bytes = budget_bytes
-        self._usual_bytes = usual_bytes
+        self._usual_bytes = usual_bytes + GROUP_BYTES
         self._rows: dict[GroupKey, _Kept] = {}
         self._sealed: dict[GroupKey, None] = {}  # of them, in the order in which they were sealed
         self._writes: dict[int, _Write] = {}
@@ -68,6 +70,7 @@ class RowMemory:
             self.used_bytes += write.num_bytes
         write.num_groups += 1
         self._rows[key] = _Kept(rows, write)
+        self.used_bytes += GROUP_BYTES
         if is_sealed:
             self._sealed[key] = None
         self.make_room()
@@ -96,6 +99,7 @@ class RowMemory:
     def _drop(self, key: GroupKey) -> None:
         write = self._rows.pop(key).write
         self._sealed.pop(key, None)
+        self.used_bytes -= GROUP_BYTES
         write.num_groups -= 1
         if not write.num_groups:
             del self._writes[write.address]

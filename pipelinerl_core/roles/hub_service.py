@@ -108,7 +108,7 @@ class Hub:
 
     @property
     def row_bytes(self) -> int:
-        """Memory of the rows that are kept."""
+        """Memory of the rows that are kept, and of what belongs to them."""
         with self._changed:
             return self._state.rows.used_bytes
 

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 _EXIT_CODES = {ConfigError: 2, Fenced: 3}
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
+# <malloc.h>, and the largest value that it takes for the second one.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_MAX_MMAP_THRESHOLD = 32 << 20
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -59,13 +63,17 @@ def limit_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def keep_freed_memory() -> None:
-    """Arrow's buffers come from the C library, which keeps what is freed for the next one.
+def keep_freed_memory(max_bytes: int = 0) -> None:
+    """Arrow's buffers come from the C library, which keeps what is freed for the next one; glibc up to `max_bytes`.
 
     Arrow's own pool gives it back to the system and gets it again page by page: a quarter of the CPU time of an actor
-    that sends.
+    that sends. glibc does the same with what is free at the end of a heap, beyond a limit that starts low.
     """
     pa.set_memory_pool(pa.system_memory_pool())
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and max_bytes:
+        mallopt(_M_TRIM_THRESHOLD, max_bytes)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD)
 
 
 def give_back_freed_memory() -> None:

@@ -9,7 +9,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.hub_rows import SEALED_SHARE, RowMemory
+from pipelinerl_core.roles.hub_rows import GROUP_BYTES, SEALED_SHARE, RowMemory
 from pipelinerl_core.roles.hub_service import Hub
 from pipelinerl_core.roles.hub_store import read_past
 from pipelinerl_core.storage.object_store import open_store
@@ -25,11 +25,12 @@ def rows_of(group_id: int) -> pa.RecordBatch:
     return encode_rollouts("run", build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS))
 
 
-SIZE = rows_of(0).get_total_buffer_size()
+VALUES = rows_of(0).get_total_buffer_size()
+SIZE = VALUES + GROUP_BYTES
 
 
 def memory(num_groups: float) -> RowMemory:
-    return RowMemory(budget_bytes=int(num_groups * SIZE), usual_bytes=SIZE)
+    return RowMemory(budget_bytes=int(num_groups * SIZE), usual_bytes=VALUES)
 
 
 def test_what_is_kept_is_counted_once_and_forgotten_rows_are_free_again():
@@ -49,9 +50,9 @@ def test_the_memory_of_a_write_is_in_use_until_its_last_group_has_gone():
     rows = memory(10)
     for group_id in (1, 2, 3):
         rows.keep((group_id, 0), whole.slice(2 * group_id - 2, 2))
-    assert rows.used_bytes == whole.get_total_buffer_size()
+    assert rows.used_bytes == whole.get_total_buffer_size() + 3 * GROUP_BYTES
     rows.forget(lambda group_id, attempt: group_id == 3)
-    assert rows.used_bytes == whole.get_total_buffer_size()
+    assert rows.used_bytes == whole.get_total_buffer_size() + GROUP_BYTES
     rows.forget(lambda group_id, attempt: False)
     assert rows.used_bytes == 0
 
@@ -86,7 +87,7 @@ CONFIG = build_config(
         "engine": {"concurrency": 4},
         "schedule": {"max_lag": 99},
         "trainer": {"groups_per_step": 400, "steps": 2},
-        "placement": {"hub_bytes": 1 << 20},
+        "placement": {"hub_bytes": 4 << 20},
     }
 )
 
@@ -168,6 +169,6 @@ def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
         rollouts = build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS)
         writer.append(encode_rollouts("run", rollouts), group_ref(rollouts, actor_epoch=1))
     writer.seal()
-    past = read_past(store, 4.5 * SIZE)
+    past = read_past(store, 4.5 * VALUES)
     assert len(past.sealed) == 10
     assert [group_id for group_id, _ in past.rows] == [0, 1, 2, 3]
