@@ -63,7 +63,8 @@ class Cell:
         """Of a run that admits all these leases, and the groups of three steps besides."""
         window = self.num_actors * self.num_leases + 3 * self.groups_per_step
         sections: dict[str, dict[str, Any]] = {
-            "rollouts": {"group_size": GROUP_SIZE},
+            # by its longest completion the hub judges how many groups it has room for, until it has seen some
+            "rollouts": {"group_size": GROUP_SIZE, "max_tokens": self.num_tokens},
             "engine": {"concurrency": GROUP_SIZE},
             "schedule": {"max_lag": -(-window // self.groups_per_step)},
             "trainer": {"groups_per_step": self.groups_per_step, "steps": 10**7},
