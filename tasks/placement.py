@@ -14,13 +14,14 @@ from prefect import get_client
 from prefect.blocks.system import Secret
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
-from prefect.states import Cancelling
+from prefect.states import Cancelled, Cancelling
 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.roles.context import RunContext
 from tasks.role_tasks import run_actor, run_evaluation, run_hub, run_trainer
-from tasks.supervise import RoleFailed
+from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 logger = logging.getLogger(__name__)
 
@@ -80,30 +81,66 @@ class LocalMember:
 
 
 class DeployedMember:
-    """A role that a deployment's flow run supervises, on whatever machine its work pool has."""
+    """A role that a deployment's flow run supervises, on whatever machine its work pool has.
 
-    def __init__(self, deployment: str, parameters: dict[str, Any], name: str) -> None:
+    When that run crashes, because its process or machine is gone, another one takes its place; one that somebody
+    has cancelled is not replaced. The new one has a newer epoch: should the old one live on unseen, it is fenced.
+    """
+
+    def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
+        """`max_restarts`: in a row; a life of SETTLED_SECONDS starts the count again."""
+        self._deployment = deployment
+        self._parameters = parameters
         self._name = name
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._is_stopping = False
+        self._start()
+
+    def _start(self) -> None:
         # timeout=0: returns as soon as the run is scheduled. Its state is ours to follow and to end.
-        started = run_deployment(deployment, parameters=parameters, timeout=0, as_subflow=False)
+        started = run_deployment(self._deployment, parameters=self._parameters, timeout=0, as_subflow=False)
         if not isinstance(started, FlowRun):
             raise TypeError(f"run_deployment gave {type(started).__name__} outside of an event loop")
         self._id: UUID = started.id
         self._state: State[Any] | None = started.state
-        self._polled_at = time.monotonic()
-        logger.info("%s: deployment %s, flow run %s", name, deployment, self._id)
+        self._started_at = self._polled_at = time.monotonic()
+        logger.info("%s: deployment %s, flow run %s", self._name, self._deployment, self._id)
 
     def has_ended(self) -> bool:
-        """Whether its flow run is in a final state; asks the API every few seconds."""
-        is_final = self._state is not None and self._state.is_final()
-        if not is_final and time.monotonic() - self._polled_at >= _POLL_DEPLOYMENT_SECONDS:
+        """Whether its flow run is in a final state, for good; asks the API every few seconds."""
+        if not self._is_final() and time.monotonic() - self._polled_at >= _POLL_DEPLOYMENT_SECONDS:
             self._polled_at = time.monotonic()
             _quietly(f"{self._name}: could not read flow run {self._id}", self._refresh)
+        if self._may_restart():
+            _quietly(f"{self._name}: could not be started again", self._restart)
+        return self._is_final() and not self._may_restart()
+
+    def _is_final(self) -> bool:
         return self._state is not None and self._state.is_final()
 
     def _refresh(self) -> None:
         with get_client(sync_client=True) as client:
-            self._state = client.read_flow_run(self._id).state
+            try:
+                self._state = client.read_flow_run(self._id).state
+            except ObjectNotFound:
+                self._state = Cancelled(message="the flow run was deleted")
+
+    def _may_restart(self) -> bool:
+        is_crashed = self._state is not None and self._state.is_crashed()
+        return is_crashed and not self._is_stopping and self._count() < self._max_restarts
+
+    def _count(self) -> int:
+        """Restarts in a row."""
+        return 0 if time.monotonic() - self._started_at >= SETTLED_SECONDS else self._restarts
+
+    def _restart(self) -> None:
+        crashed, count = self._id, self._count()
+        self._start()
+        self._restarts = count + 1
+        logger.warning(
+            "%s: flow run %s has crashed; restart %d of %d", self._name, crashed, self._restarts, self._max_restarts
+        )
 
     def check(self) -> None:
         """RoleFailed unless it completed or was cancelled."""
@@ -113,7 +150,8 @@ class DeployedMember:
 
     def stop(self) -> None:
         """Cancel the flow run; its worker signals it, and its flow stops the child."""
-        if self._state is None or not self._state.is_final():
+        self._is_stopping = True
+        if not self._is_final():
             _quietly(f"{self._name}: could not cancel flow run {self._id}", self._cancel)
             self._polled_at = 0.0
 
@@ -153,13 +191,13 @@ class Crew:
             self.wait(_POLL_SECONDS)
 
     def _place(self, name: str) -> Member:
-        run, url = self._run, self._run.store.url
+        run, url, restarts = self._run, self._run.store.url, self._run.config.placement.max_restarts
         if name == HUB:
             return LocalMember(lambda stop: run_hub.submit(run, stop), self._changed)
         if self._is_pooled:
             if name == TRAINER:
-                return DeployedMember("trainer/trainer", {"run_url": url}, name)
-            return DeployedMember("actor/actor", {"run_url": url, "name": name}, name)
+                return DeployedMember("trainer/trainer", {"run_url": url}, name, restarts)
+            return DeployedMember("actor/actor", {"run_url": url, "name": name}, name, restarts)
         if name == TRAINER:
             return LocalMember(lambda stop: run_trainer.submit(run, stop), self._changed)
         return LocalMember(lambda stop: run_actor.submit(run, name, stop), self._changed)

@@ -1,186 +1,162 @@
-"""placement.kind=work_pools: actor and trainer are flow runs on their own pools, Running for the whole job.
-
-A real Prefect server, `pipelinerl deploy`, one process worker per pool. The flow processes import neither torch nor
-an engine: their memory maps say so. In the middle the train flow is killed, and an automation starts it again.
+"""placement.kind=work_pools, as an operations team uses it: a Prefect server on PostgreSQL, `pipelinerl deploy`, one
+process worker per pool, one run on which everything happens: actors come, are cancelled and killed, the train flow is
+killed, the whole is cancelled and tried again, and drained at last. The audit closes.
 """
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import psutil
 import pytest
 
+from pipelinerl_core.ledger import ActorKey
+from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
+from tests.integration.prefect_server import Prefect, await_, postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 40
-POOLS = ("control", "actors", "trainers")
-PREFECT = str(Path(sys.executable).parent / "prefect")
-
-
-class Prefect:
-    """A server and a worker per pool, in a home of their own."""
-
-    def __init__(self, home: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}/api"
-        self.home = home
-        self.environment = {
-            **os.environ,
-            "PREFECT_HOME": str(home),
-            "PREFECT_API_URL": self.url,
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
-            "PREFECT_WORKER_QUERY_SECONDS": "2",
-        }
-        self.processes = [self.spawn("server", "start", "--host", "127.0.0.1", "--port", str(port))]
-
-    def spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.home / "log").open("ab") as log:
-            return subprocess.Popen(
-                [PREFECT, *arguments], env=self.environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def command(self, *arguments: str) -> None:
-        subprocess.run([PREFECT, *arguments], env=self.environment, cwd=ROOT, check=True, timeout=120)
-
-    def post(self, path: str, body: dict) -> list[dict]:
-        request = Request(f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=10) as answer:
-            return json.load(answer)
-
-    def start(self) -> None:
-        deadline = time.monotonic() + 120
-        while not self.is_healthy():
-            assert time.monotonic() < deadline, (self.home / "log").read_text()[-2000:]
-            time.sleep(0.5)
-        first, again = self.deploy(), self.deploy()
-        assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
-        assert set(again["pools"].values()) == set(again["automations"].values()) == {"unchanged"}
-        assert set(again["pools"]) == set(POOLS)
-        self.processes += [self.spawn("worker", "start", "--pool", pool) for pool in POOLS]
-
-    def deploy(self) -> dict:
-        command = [sys.executable, "-m", "flows.cli", "deploy", "--json"]
-        done = subprocess.run(
-            command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
-        )
-        return json.loads(done.stdout)
-
-    def kill_flow(self, pool: str) -> None:
-        """kill -9 of the process that executes the flow run of a pool."""
-        worker = self.processes[1 + POOLS.index(pool)]
-        for process in psutil.Process(worker.pid).children(recursive=True):
-            with suppress(psutil.Error):  # one that has just ended
-                if "prefect.engine" in " ".join(process.cmdline()):
-                    process.kill()
-
-    def is_healthy(self) -> bool:
-        try:
-            with urlopen(f"{self.url}/health", timeout=2) as answer:
-                return answer.status == 200
-        except (URLError, OSError):
-            return False
-
-    def runs(self) -> dict[str, dict]:
-        """Newest flow run of each work pool."""
-        found: dict[str, dict] = {}
-        for run in self.post("/flow_runs/filter", {"sort": "START_TIME_ASC"}):
-            found[run["work_pool_name"]] = run
-        return found
-
-    def flow_processes(self) -> list[psutil.Process]:
-        """Processes that execute a flow run."""
-        found = []
-        for worker in self.processes[1:]:
-            for process in psutil.Process(worker.pid).children(recursive=True):
-                try:
-                    if "prefect.engine" in " ".join(process.cmdline()):
-                        found.append(process)
-                except psutil.Error:
-                    continue
-        return found
-
-    def stop(self) -> None:
-        doomed = [child for process in self.processes for child in tree(process.pid)]
-        for process in doomed:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        for process in self.processes:
-            process.wait(timeout=10)
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return []
+CANCEL_SECONDS = 40.0
+"""Within which a cancelled run leaves nothing behind."""
 
 
 @pytest.fixture
 def prefect(tmp_path: Path) -> Iterator[Prefect]:
     home = tmp_path / "prefect"
     home.mkdir()
-    server = Prefect(home)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.stop()
+    with postgres(tmp_path) as database:
+        server = Prefect(home, database)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
 
 
-def test_actor_and_trainer_are_runs_of_their_own_pools_for_the_whole_job(prefect, tmp_path, prepared_model):
+class Job:
+    """The train flow run of a test, and its run in the store."""
+
+    def __init__(self, prefect: Prefect, root: Path) -> None:
+        self.prefect = prefect
+        self.id = await_(prefect.runs, "the flow run", 60)[0]["id"]
+        url = await_(lambda: list(root.glob("quickstart-*")), "the run", 120)[0]
+        self.url = str(url)
+
+    @property
+    def state(self) -> str:
+        return self.prefect.run(self.id)["state_type"]
+
+    def take_steps(self, num: int, what: str) -> None:
+        """Wait until so many more steps are committed."""
+        target = committed_steps(self.url) + num
+        try:
+            await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {what}", 120)
+        except AssertionError:
+            print(self.prefect.log_tail())
+            raise
+
+    def newest(self, name: str) -> dict:
+        """Newest flow run of an actor, or of the trainer."""
+        named = [run for run in self.prefect.runs() if run["parameters"].get("name", "trainer") == name]
+        return [run for run in named if run["id"] != self.id][-1]
+
+    def await_state(self, run_id: str, *states: str) -> None:
+        await_(lambda: self.prefect.run(run_id)["state_type"] in states, f"{run_id} in {states}", 60)
+
+    def actors_heard(self) -> set[str]:
+        """Names of the actors that the newest commit knows."""
+        store = open_store(self.url)
+        keys = counted_commit_keys(store, read_epochs(store))
+        return {ActorKey.parse(key).name for key in read_commit(store, keys[max(keys)]).actors}
+
+    def role_processes(self) -> list[psutil.Process]:
+        """Hub, trainer and actors of the run."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                line = process.cmdline()
+                if self.url in " ".join(line) and "pipelinerl_core.roles" in " ".join(line):
+                    found.append(process)
+        return found
+
+
+def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
     root = tmp_path / "runs"
-    settings = {"steps": STEPS, "placement": "work_pools", "groups_per_step": 16, "concurrency": 64}
+    settings = {"steps": 3000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}
     start = ["deployment", "run", "train/quickstart", "-p", f"root={root}", "-p", 'overrides=["eval.num_prompts=50"]']
     with pytest.raises(subprocess.CalledProcessError):
         prefect.command(*start, "-p", 'settings={"steps": 0}')
-    assert prefect.runs() == {}, "the server has refused it"
+    assert prefect.runs() == [], "the server has refused it"
     prefect.command(*start, "-p", f"settings={json.dumps(settings)}")
-    deadline = time.monotonic() + 600
-    states: dict[str, list[str]] = {pool: [] for pool in POOLS}
-    maps_checked, is_killed = 0, False
-    while True:
-        assert time.monotonic() < deadline, states
-        runs = prefect.runs()
-        for pool, run in runs.items():
-            states[pool].append(run["state_type"])
-        ends = ("COMPLETED", "FAILED", "CANCELLED", *(() if is_killed else ("CRASHED",)))
-        if "control" in runs and runs["control"]["state_type"] in ends:
-            break
-        urls = list(root.glob("quickstart-*"))
-        if urls and not is_killed and committed_steps(str(urls[0])) >= 5:
-            assert runs["actors"]["state_type"] == runs["trainers"]["state_type"] == "RUNNING"
-            maps_checked += check_no_torch(prefect)
-        if urls and not is_killed and committed_steps(str(urls[0])) >= STEPS // 2:
-            prefect.kill_flow("control")
-            is_killed = True
-        time.sleep(1)
-    assert runs["control"]["state_type"] == "COMPLETED", (prefect.home / "log").read_text()[-4000:]
-    assert maps_checked >= 3, "train, actor and trainer flow processes were seen in the middle of the job"
-    settled = time.monotonic() + 60
-    while {run["state_type"] for run in prefect.runs().values()} != {"COMPLETED"}:
-        assert time.monotonic() < settled, prefect.runs()
-        time.sleep(1)
-    (run,) = root.glob("quickstart-*")
-    assert json.loads((run / "report.json").read_text())["steps"] == STEPS
-    assert (is_killed, prefect.runs()["control"]["run_count"]) == (True, 2), "the same flow run went on by itself"
-    assert_closes(str(run))
+    job = Job(prefect, root)
+    await_(lambda: committed_steps(job.url) >= 3, "three steps", 180)
+    assert {job.newest(name)["state_type"] for name in ("actor-0", "actor-1", "trainer")} == {"RUNNING"}
+    assert check_no_torch(prefect) >= 4, "train, actors and trainer"
+
+    actors_come_and_go(job)
+    the_train_flow_is_killed(job)
+    mlflow = Path(job.url, "run.json").read_text()
+    seconds = the_whole_is_cancelled(job)
+    print(f"cancelled within {seconds:.1f} s")
+    prefect.set_state(job.id, type="SCHEDULED", name="AwaitingRetry")  # the button Retry
+    job.take_steps(3, "the retry")
+    assert Path(job.url, "run.json").read_text() == mlflow, "the same run, under the same MLflow run"
+
+    drain = [sys.executable, "-m", "flows.cli", "drain", job.url]
+    subprocess.run(drain, env=prefect.environment, cwd=ROOT, check=True, timeout=60)
+    await_(lambda: job.state in ("COMPLETED", "FAILED"), "the end", 120)
+    run = prefect.run(job.id)
+    assert (run["state_name"], run["run_count"]) == ("Drained", 3), prefect.log_tail()
+    for name in ("actor-0", "actor-1", "third", "trainer"):
+        job.await_state(job.newest(name)["id"], "COMPLETED", "CANCELLED")
+    assert job.role_processes() == []
+    assert_closes(job.url)
+
+
+def actors_come_and_go(job: Job) -> None:
+    """A third joins, one is cancelled in the UI, one is killed with its flow."""
+    prefect = job.prefect
+    first, second = job.newest("actor-0"), job.newest("actor-1")
+    prefect.command("deployment", "run", "actor/actor", "-p", f"run_url={job.url}", "-p", "name=third")
+    await_(lambda: "third" in job.actors_heard(), "a commit that knows the third actor", 60)
+    prefect.set_state(first["id"], type="CANCELLING")
+    job.await_state(first["id"], "CANCELLED")
+    job.take_steps(2, "an actor was cancelled")
+    for process in prefect.flow_processes(second["id"]):
+        process.kill()
+    job.await_state(second["id"], "CRASHED")
+    await_(lambda: job.newest("actor-1")["id"] != second["id"], "a flow run in the place of the killed one", 60)
+    job.await_state(job.newest("actor-1")["id"], "RUNNING")
+    job.take_steps(2, "an actor was killed")
+    assert job.newest("actor-0")["id"] == first["id"], "who was cancelled is not replaced"
+    assert job.state == "RUNNING"
+
+
+def the_train_flow_is_killed(job: Job) -> None:
+    """The automation schedules the same flow run again."""
+    for process in job.prefect.flow_processes(job.id):
+        process.kill()
+    await_(lambda: job.prefect.run(job.id)["run_count"] == 2, "the second start of the flow run", 120)
+    job.take_steps(3, "the train flow was killed")
+    assert job.state == "RUNNING"
+
+
+def the_whole_is_cancelled(job: Job) -> float:
+    """Seconds until neither a flow process nor a role is left."""
+    job.prefect.set_state(job.id, type="CANCELLING")
+    begun = time.monotonic()
+    while left := [*job.role_processes(), *job.prefect.flow_processes(job.id)]:
+        assert time.monotonic() - begun < CANCEL_SECONDS, [" ".join(process.cmdline()) for process in left]
+        time.sleep(0.2)
+    seconds = time.monotonic() - begun
+    job.await_state(job.id, "CANCELLED")
+    return seconds
 
 
 def check_no_torch(prefect: Prefect) -> int:

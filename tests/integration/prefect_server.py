@@ -1,0 +1,186 @@
+"""A Prefect server for tests, on PostgreSQL, with a worker per pool; all of it gone at the end."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import psutil
+
+from tests.integration.pipeline import ROOT
+
+POOLS = ("control", "actors", "trainers")
+PREFECT = str(Path(sys.executable).parent / "prefect")
+_DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
+
+
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def postgres_programs() -> Path:
+    """Directory of Debian's PostgreSQL, which is installed if it is missing."""
+    if not list(_DEBIAN_POSTGRES.glob("*/bin/initdb")):
+        for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "postgresql"]):
+            subprocess.run(command, check=True, timeout=240, stdout=subprocess.DEVNULL)
+    return max(_DEBIAN_POSTGRES.glob("*/bin/initdb")).parent
+
+
+@contextmanager
+def postgres(directory: Path) -> Iterator[str]:
+    """URL (asyncpg) of an empty database of its own cluster, on loopback, without a password."""
+    programs, port = postgres_programs(), free_port()
+    data = directory / "postgres"
+    data.mkdir()
+    # The server refuses to run as root.
+    user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
+    if user:
+        shutil.chown(data, "postgres")
+        for parent in (directory, *directory.parents):
+            with suppress(PermissionError):
+                parent.chmod(parent.stat().st_mode | 0o011)
+    initdb = [str(programs / "initdb"), "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync"]
+    subprocess.run([*user, *initdb], check=True, timeout=120, stdout=subprocess.DEVNULL, cwd="/")
+    options = ["-p", str(port), "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={data}"]
+    with (directory / "postgres.log").open("ab") as log:
+        server = subprocess.Popen(
+            [*user, str(programs / "postgres"), "-D", str(data), *options], stdout=log, stderr=log, cwd="/"
+        )
+    try:
+        ready = [str(programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
+        await_(lambda: subprocess.run(ready, check=False).returncode == 0, "PostgreSQL", 60)
+        yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
+    finally:
+        kill_tree(server.pid)
+        server.wait(timeout=10)
+
+
+def await_(condition: Callable[[], Any], what: str, seconds: float) -> Any:
+    """What the condition gives once it is true; fails with `what` after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+        time.sleep(0.5)
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """A process and all that it started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+class Prefect:
+    """A server and a worker per pool, in a home of their own."""
+
+    def __init__(self, home: Path, database: str = "") -> None:
+        """`database`: URL; empty: SQLite in the home."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/api"
+        self.home = home
+        self.environment = {
+            **os.environ,
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": self.url,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+            **({"PREFECT_API_DATABASE_CONNECTION_URL": database} if database else {}),
+        }
+        self.processes = [self.spawn("server", "start", "--host", "127.0.0.1", "--port", str(port))]
+
+    def spawn(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a prefect command; `stop` ends it."""
+        with (self.home / "log").open("ab") as log:
+            return subprocess.Popen(
+                [PREFECT, *arguments], env=self.environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def command(self, *arguments: str) -> None:
+        """Run a prefect command to its end; CalledProcessError if it fails."""
+        subprocess.run([PREFECT, *arguments], env=self.environment, cwd=ROOT, check=True, timeout=120)
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """POST with a body, GET without."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+    def start(self) -> None:
+        """Wait for the server, deploy twice, start the workers."""
+        await_(self.is_healthy, f"the Prefect server, {self.home / 'log'}", 120)
+        first, again = self.deploy(), self.deploy()
+        assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
+        assert set(again["pools"].values()) == set(again["automations"].values()) == {"unchanged"}
+        assert set(again["pools"]) == set(POOLS)
+        self.processes += [self.spawn("worker", "start", "--pool", pool) for pool in POOLS]
+
+    def deploy(self) -> dict[str, Any]:
+        """`pipelinerl deploy --json`."""
+        command = [sys.executable, "-m", "flows.cli", "deploy", "--json"]
+        done = subprocess.run(
+            command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
+        )
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers."""
+        try:
+            with urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (URLError, OSError):
+            return False
+
+    def log_tail(self) -> str:
+        """The end of what server and workers wrote."""
+        return (self.home / "log").read_text()[-4000:]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """All flow runs, the oldest first."""
+        found: list[dict[str, Any]] = self.ask("/flow_runs/filter", {"sort": "START_TIME_ASC"})
+        return found
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        """One flow run."""
+        found: dict[str, Any] = self.ask(f"/flow_runs/{run_id}")
+        return found
+
+    def set_state(self, run_id: str, **state: Any) -> None:
+        """What the buttons of the UI do."""
+        self.ask(f"/flow_runs/{run_id}/set_state", {"state": state, "force": state["type"] == "SCHEDULED"})
+
+    def flow_processes(self, run_id: str = "") -> list[psutil.Process]:
+        """Processes that execute a flow run: this one, or any."""
+        found = []
+        for worker in self.processes[1:]:
+            for process in psutil.Process(worker.pid).children(recursive=True):
+                with suppress(psutil.Error):  # one that has just ended
+                    is_flow = "prefect.engine" in " ".join(process.cmdline())
+                    if is_flow and run_id in ("", process.environ().get("PREFECT__FLOW_RUN_ID")):
+                        found.append(process)
+        return found
+
+    def stop(self) -> None:
+        """End everything at once."""
+        for process in self.processes:
+            kill_tree(process.pid)
+        for process in self.processes:
+            process.wait(timeout=10)
