@@ -1,8 +1,6 @@
 """The train flow: hub and trainer, first evaluation, actors, until the last step; then evaluation and report."""
 
 import logging
-import os
-import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +17,10 @@ from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
-from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
+from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import forget_wishes, wants_drain
 from tasks.mlflow_runs import RunTracker, open_tracker
-from tasks.placement import HUB, TRAINER, Crew
+from tasks.placement import HUB, TRAINER, Crew, hub_token
 from tasks.preflight import preflight
 from tasks.report import write_reports
 from tasks.runs import (
@@ -115,8 +113,7 @@ def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
     forget_wishes(run.store)
     remember_latest(url)
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
-    return replace(run, token=token), tracker
+    return replace(run, token=hub_token(run)), tracker
 
 
 def refuse_resume(config: RunConfig) -> None:

@@ -3,7 +3,7 @@
 | name | when | then |
 |------|------|------|
 | pipelinerl-unresponsive | a flow run of ours has sent no heartbeat for 90 s | it is Crashed |
-| pipelinerl-resume | a train run has Crashed | it is scheduled again and goes on, `placement.max_resumes` times |
+| pipelinerl-resume | a train run has Crashed once it ran | it is scheduled again, `placement.max_resumes` times |
 | pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
 
 A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
@@ -26,6 +26,8 @@ HEARTBEAT_SECONDS = 30
 """Set as PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml; Prefect's own default is 180."""
 TAG = "pipelinerl"
 """On every deployment of ours, and so on its flow runs."""
+
+_LONGEST_RUN_DAYS = 400  # between a start and a crash
 
 _FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
 _OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
@@ -62,13 +64,15 @@ def _resume() -> Automation:
         name="pipelinerl-resume",
         description="A crashed train run goes on where its last commit is. placement.max_resumes bounds how often.",
         trigger=EventTrigger(
+            # A process that ends before it is Running, for want of a package say, never comes to count its resumes.
+            after={"prefect.flow-run.Running", "prefect.flow-run.Retrying"},
             expect={"prefect.flow-run.Crashed"},
             match=_FLOW_RUNS,
             match_related=[_OURS, _TRAIN],
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
-            within=timedelta(0),
+            within=timedelta(days=_LONGEST_RUN_DAYS),
         ),
         actions=[
             ChangeFlowRunState(
@@ -120,5 +124,8 @@ def _apply(wanted: Automation) -> Change:
 def _content(automation: Automation) -> dict[str, Any]:
     """What a user could see change; not whether somebody has switched it off."""
     content = automation.model_dump(mode="json", include={"description", "trigger", "actions"})
-    content["trigger"].pop("id", None)
+    trigger = content["trigger"]
+    trigger.pop("id", None)
+    for name in ("after", "expect", "for_each"):  # sets
+        trigger[name] = sorted(trigger[name])
     return content

@@ -4,22 +4,32 @@
 """
 
 import logging
+import os
+import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event
 from typing import Any, Protocol
 from uuid import UUID
 
 from prefect import get_client
 from prefect.blocks.system import Secret
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import run_actor, run_evaluation, run_hub, run_trainer
 from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
@@ -34,6 +44,9 @@ EVALUATION_SECONDS = 1800.0
 """Deadline of one evaluation."""
 _POLL_DEPLOYMENT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+
+
+_ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 
 class Member(Protocol):
@@ -83,29 +96,49 @@ class LocalMember:
 class DeployedMember:
     """A role that a deployment's flow run supervises, on whatever machine its work pool has.
 
-    When that run crashes, because its process or machine is gone, another one takes its place; one that somebody
+    One that an earlier start of the train flow has left is taken over: it has its model loaded, and finds the new
+    hub. When that run crashes, because its process or machine is gone, another one takes its place; one that somebody
     has cancelled is not replaced. The new one has a newer epoch: should the old one live on unseen, it is fenced.
     """
 
     def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
         """`max_restarts`: in a row; a life of SETTLED_SECONDS starts the count again."""
         self._deployment = deployment
+        self._tag = f"pipelinerl.run:{parameters['run_url'].rstrip('/').rpartition('/')[2]}"
         self._parameters = parameters
         self._name = name
         self._max_restarts = max_restarts
         self._restarts = 0
         self._is_stopping = False
-        self._start()
+        self._follow(self._left_by_earlier_start() or self._start())
 
-    def _start(self) -> None:
+    def _follow(self, run: FlowRun) -> None:
+        self._id: UUID = run.id
+        self._state: State[Any] | None = run.state
+        self._started_at = self._polled_at = time.monotonic()
+
+    def _left_by_earlier_start(self) -> FlowRun | None:
+        wanted = FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[self._tag]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ALIVE)),
+        )
+        with get_client(sync_client=True) as client:
+            found = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_DESC)
+        for run in found:
+            if run.parameters == self._parameters:
+                logger.info("%s: flow run %s of an earlier start goes on", self._name, run.id)
+                return run
+        return None
+
+    def _start(self) -> FlowRun:
         # timeout=0: returns as soon as the run is scheduled. Its state is ours to follow and to end.
-        started = run_deployment(self._deployment, parameters=self._parameters, timeout=0, as_subflow=False)
+        started = run_deployment(
+            self._deployment, parameters=self._parameters, timeout=0, as_subflow=False, tags=[self._tag]
+        )
         if not isinstance(started, FlowRun):
             raise TypeError(f"run_deployment gave {type(started).__name__} outside of an event loop")
-        self._id: UUID = started.id
-        self._state: State[Any] | None = started.state
-        self._started_at = self._polled_at = time.monotonic()
-        logger.info("%s: deployment %s, flow run %s", self._name, self._deployment, self._id)
+        logger.info("%s: deployment %s, flow run %s", self._name, self._deployment, started.id)
+        return started
 
     def has_ended(self) -> bool:
         """Whether its flow run is in a final state, for good; asks the API every few seconds."""
@@ -136,7 +169,7 @@ class DeployedMember:
 
     def _restart(self) -> None:
         crashed, count = self._id, self._count()
-        self._start()
+        self._follow(self._start())
         self._restarts = count + 1
         logger.warning(
             "%s: flow run %s has crashed; restart %d of %d", self._name, crashed, self._restarts, self._max_restarts
@@ -257,6 +290,18 @@ def _quietly(failure: str, action: Callable[[], Any]) -> None:
 def secret_name(run_id: str) -> str:
     """Prefect Secret block with the hub token of a run on work pools."""
     return f"pipelinerl-{run_id}"
+
+
+def hub_token(run: RunContext) -> str:
+    """The token for a start of a run: the one that is set, else the one that roles on work pools have, or a new one.
+
+    They live on when the train flow is killed, and find its successor's hub.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token and run.config.placement.kind == "work_pools":
+        with suppress(ConfigError):
+            token = load_token(run.run_id)
+    return token or secrets.token_urlsafe(32)
 
 
 def load_token(run_id: str) -> str:

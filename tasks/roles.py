@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -14,6 +16,9 @@ from tasks.commands import role_command, role_environment
 from tasks.runs import is_live, local_directory
 from tasks.supervise import STOP_SECONDS, RoleReport, supervise_role
 
+HUB_RETURN_SECONDS = 10.0
+"""A hub that was stopped and is started again beats within this time; else the run has ended here."""
+_LOOK_SECONDS = 0.5
 HUB_STOP_SECONDS = 3.0
 """The hub stops last and keeps nothing: a shorter grace keeps the whole stop below ten seconds."""
 
@@ -49,10 +54,34 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         stop=stop,
         name=name,
         ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
-        is_done=(lambda: is_over(run)) if role != "evaluator" else lambda: True,
+        is_done=_is_done(run, role, stop),
         ends_when_fenced=role == "actor",  # the run goes on with the one that came
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
     )
+
+
+def _is_done(run: RunContext, role: str, stop: Event) -> Callable[[], bool]:
+    """Whether a role that left by itself has nothing to come back for."""
+    if role == "evaluator":
+        return lambda: True
+    if role == "actor":
+        return lambda: is_over(run) or hub_has_left(run, stop)
+    return lambda: is_over(run)
+
+
+def hub_has_left(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SECONDS) -> bool:
+    """Whether nobody runs this run any more: its hub sends no beats, or is on its way out, for so long."""
+    beats: set[float] = set()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        hub = read_hub(run.store)
+        if hub is not None and is_live(hub) and hub.live.get("state") == "run":
+            beats.add(hub.beat)
+        if len(beats) > 2:  # the first may be from before it was told to stop
+            return False
+        if stop.wait(_LOOK_SECONDS):
+            return True
+    return True
 
 
 def hub_is_up(run: RunContext) -> bool:

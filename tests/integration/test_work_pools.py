@@ -139,7 +139,7 @@ def the_train_flow_is_killed(job: Job) -> None:
         process.kill()
     await_(lambda: job.prefect.run(job.id)["run_count"] == 2, "the second start of the flow run", 120)
     job.take_steps(3, "the train flow was killed")
-    assert job.state == "RUNNING"
+    assert (job.state, job.newest("third")["state_type"]) == ("RUNNING", "RUNNING"), "who had joined is still there"
 
 
 def the_whole_is_cancelled(job: Job) -> None:

@@ -1,13 +1,15 @@
 """A role on a work pool, with a server that only remembers the states it is told."""
 
+import threading
 import uuid
+from types import SimpleNamespace
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
-from tasks import placement
+from tasks import placement, roles
 from tasks.placement import DeployedMember
 from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
@@ -17,12 +19,19 @@ class Server:
 
     def __init__(self) -> None:
         self.states: dict[uuid.UUID, State | None] = {}
+        self.runs: list[FlowRun] = []
         self.is_away = False
+
+    def read_flow_runs(self, flow_run_filter, sort):
+        states, tags = flow_run_filter.state.type.any_, flow_run_filter.tags.all_
+        alive = [run for run in self.runs if self.states[run.id].type in states and set(tags) <= set(run.tags)]
+        return alive[::-1]
 
     def run_deployment(self, deployment, parameters, **options) -> FlowRun:
         if self.is_away:
             raise ConnectionError("no server")
-        run = FlowRun(flow_id=uuid.uuid4(), state=Running())
+        run = FlowRun(flow_id=uuid.uuid4(), state=Running(), parameters=parameters, tags=options["tags"])
+        self.runs.append(run)
         self.states[run.id] = run.state
         return run
 
@@ -55,7 +64,7 @@ def server(monkeypatch) -> Server:
 
 
 def member(max_restarts: int = 2) -> DeployedMember:
-    return DeployedMember("actor/actor", {"name": "actor-0"}, "actor-0", max_restarts)
+    return DeployedMember("actor/actor", {"run_url": "/runs/one", "name": "actor-0"}, "actor-0", max_restarts)
 
 
 def test_a_crashed_flow_run_is_replaced_until_the_restarts_in_a_row_are_used_up(server):
@@ -114,6 +123,17 @@ def test_while_the_server_is_away_the_replacement_waits(server):
     assert len(server.states) == 2
 
 
+def test_what_an_earlier_start_has_left_goes_on_unless_it_is_over_or_of_another_name(server):
+    first = member()
+    other = DeployedMember("actor/actor", {"run_url": "/runs/one", "name": "actor-1"}, "actor-1", 2)
+    elsewhere = DeployedMember("actor/actor", {"run_url": "/runs/two", "name": "actor-0"}, "actor-0", 2)
+    again = member()
+    assert again._id == first._id
+    assert len({first._id, other._id, elsewhere._id}) == len(server.states) == 3
+    server.states[first._id] = Cancelled()
+    assert member()._id == server.newest != first._id
+
+
 def test_after_stop_nothing_is_replaced(server):
     actor = member()
     actor.stop()
@@ -121,3 +141,36 @@ def test_after_stop_nothing_is_replaced(server):
     server.states[server.newest] = Crashed()
     assert actor.has_ended()
     assert len(server.states) == 1
+
+
+class Runs:
+    """hub.json of a run, a new beat at each look while it beats."""
+
+    def __init__(self, states: list[str]) -> None:
+        self.states = states
+        self.num_looks = 0
+
+    def read(self, store):
+        state = self.states[min(self.num_looks, len(self.states) - 1)]
+        self.num_looks += 1
+        return SimpleNamespace(live={"state": state}, beat=float(self.num_looks))
+
+
+@pytest.mark.parametrize(
+    ("states", "has_left"),
+    [(["run", "run", "run"], False), (["run", "drain", "stopped"], True), (["stopped", *["run"] * 5], False)],
+    ids=["lives", "stopped", "started again"],
+)
+def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states, has_left):
+    runs = Runs(states)
+    monkeypatch.setattr(roles, "read_hub", runs.read)
+    monkeypatch.setattr(roles, "is_live", lambda hub: hub.live["state"] != "stopped")
+    monkeypatch.setattr(roles, "_LOOK_SECONDS", 0.001)
+    assert roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3) is has_left
+
+
+def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):
+    stop = threading.Event()
+    stop.set()
+    monkeypatch.setattr(roles, "read_hub", lambda store: None)
+    assert roles.hub_has_left(SimpleNamespace(store=None), stop, seconds=60.0)
