@@ -1,22 +1,62 @@
-"""Credit assignment: how much better than its siblings a rollout was."""
+"""Credit assignment: how much better than its siblings a rollout was.
 
-from collections.abc import Sequence
+Each function takes the rewards of the scored rollouts of one group. Rollouts without a reward are left out by the
+caller: they are neither trained nor a baseline. Raises ValueError for fewer than two rewards: such a group has no
+baseline and is `failed` in the ledger.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+# As in the published GRPO code: a group of equal rewards has advantages of 0, not a division by 0.
+_STD_FLOOR = 1e-4
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """Advantages of the scored rollouts of one group: A_i = r_i - mean of the other rewards.
 
     The baseline of a rollout does not contain its own reward, so the gradient estimate is unbiased (RLOO,
-    arXiv:2402.14740). Rollouts without a reward are left out by the caller: they are neither trained nor a baseline.
+    arXiv:2402.14740).
 
     Example: [1, 0, 0, 1] -> [2/3, -2/3, -2/3, 2/3]; with the last one unscored, [1, 0, 0] -> [1, -1/2, -1/2].
-
-    Raises ValueError for fewer than two rewards: such a group has no baseline and is `failed` in the ledger.
     """
-    if len(rewards) < 2:
-        raise ValueError(
-            f"a group with {len(rewards)} scored rollouts has no leave-one-out baseline: at least 2 are needed. "
-            "Count it as failed and do not reserve it"
-        )
+    _check(rewards)
     total = sum(rewards)
     return [reward - (total - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def group_mean(rewards: Sequence[float]) -> list[float]:
+    """A_i = r_i - mean of all rewards of the group (Dr. GRPO, arXiv:2503.20783): leave-one-out times (n - 1) / n.
+
+    Example: [1, 0, 0, 1] -> [1/2, -1/2, -1/2, 1/2].
+    """
+    _check(rewards)
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def standardized(rewards: Sequence[float]) -> list[float]:
+    """A_i = (r_i - mean) / (std + 1e-4), with the standard deviation of the sample (GRPO, arXiv:2402.03300).
+
+    Groups that are nearly always or nearly never solved weigh more than with `group_mean`.
+
+    Example: [1, 0, 0, 1] has std sqrt(1/3) -> +-0.5 / (0.57735 + 1e-4).
+    """
+    centred = group_mean(rewards)
+    std = math.sqrt(sum(value * value for value in centred) / (len(centred) - 1))
+    return [value / (std + _STD_FLOOR) for value in centred]
+
+
+ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProxyType(
+    {"leave_one_out": leave_one_out, "group_mean": group_mean, "standardized": standardized}
+)
+"""By `loss.advantage`."""
+
+
+def _check(rewards: Sequence[float]) -> None:
+    if len(rewards) < 2:
+        raise ValueError(
+            f"a group with {len(rewards)} scored rollouts has no baseline: at least 2 are needed. "
+            "Count it as failed and do not reserve it"
+        )

@@ -12,12 +12,6 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
-def log_ratio(trainer_logprobs_N: Tensor, rollout_logprobs_N: Tensor) -> Tensor:
-    """[N] log of trainer probability over sampling probability, clamped to +-MAX_LOG_RATIO; no gradient."""
-    difference_N = trainer_logprobs_N.detach().float() - rollout_logprobs_N.float()
-    return difference_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
 def ess(log_weights_N: Tensor) -> float:
     """Effective sample size over sample size, (sum w)^2 / (n * sum w^2), of weights given by their logarithms.
 

@@ -1,9 +1,8 @@
 """loss_weight: the one place where a loss is normalised, computed once for a whole optimizer step."""
 
 from collections.abc import Sequence
-from typing import Literal
 
-Normalization = Literal["token", "sequence", "prompt", "constant"]
+from pipelinerl_core.config.losses import Normalization
 
 
 def loss_weights(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl_core.algo.advantages import leave_one_out
+from pipelinerl_core.algo.advantages import ADVANTAGES
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.config.sections import RunConfig
@@ -49,10 +49,11 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
         normalization=config.loss.normalization,
         max_tokens=config.rollouts.max_tokens,
     )
+    advantages = ADVANTAGES[config.loss.advantage]
     rows = [
         _row(rollout, advantage, weight, step=step, max_lag=config.schedule.max_lag)
         for group, group_weights in zip(scored, weights, strict=True)
-        for rollout, advantage, weight in zip(group, leave_one_out(_rewards(group)), group_weights, strict=True)
+        for rollout, advantage, weight in zip(group, advantages(_rewards(group)), group_weights, strict=True)
     ]
     num_sampled = sum(_num_sampled(row.rollout) for row in rows)
     return AssembledStep(

@@ -105,7 +105,7 @@ def _printable(text: str) -> str:
 
 def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
     """Drop the union tags that pydantic puts into a location (prompts.sums.lengths -> prompts.lengths)."""
-    if len(location) > 1 and location[0] == "prompts" and location[1] not in values.get("prompts", {}):
+    if len(location) > 1 and location[0] in ("prompts", "loss") and location[1] not in values.get(location[0], {}):
         return [location[0], *location[2:]]
     return location
 

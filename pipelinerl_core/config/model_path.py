@@ -11,7 +11,8 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from pipelinerl_core.config.sections import Section, SumsPrompts
+from pipelinerl_core.config.section import Section
+from pipelinerl_core.config.sections import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 
 BUILTIN_PREFIX = "builtin:"

@@ -2,15 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.rules import first_problem
-
-
-class Section(BaseModel):
-    """A frozen section: unknown keys are errors, the text under a field is its help."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from pipelinerl_core.config.section import Section
 
 
 class ModelConfig(Section):
@@ -181,17 +177,6 @@ class LearnerConfig(Section):
     """Largest global gradient norm."""
 
 
-class LossConfig(Section):
-    """The objective (docs/algorithms.md)."""
-
-    kind: Literal["reinforce"] = "reinforce"
-    """reinforce: REINFORCE with a truncated importance ratio."""
-    ratio_max: float = Field(5.0, gt=0)
-    """Ceiling of the importance ratio."""
-    normalization: Literal["token", "sequence", "prompt", "constant"] = "token"
-    """What a token's weight is divided by: tokens of the step, of its rollout, of its group, or a constant."""
-
-
 class WeightsConfig(Section):
     """How weight versions reach the actors."""
 
@@ -310,7 +295,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     trainer: TrainerConfig = TrainerConfig()
     learner: LearnerConfig = LearnerConfig()
-    loss: LossConfig = LossConfig()
+    loss: LossConfig = ReinforceLoss()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()

@@ -89,7 +89,7 @@ _DECLARED = (
         "importance/ratio_clipped_fraction",
         "share",
         "mean over trained tokens",
-        "Tokens whose ratio was cut at loss.ratio_max.",
+        "Tokens whose ratio the loss has truncated, clipped or refused.",
     ),
     MetricSpec(
         "importance/kl",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl_core.algo.importance import ess, sequence_log_ratios
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.losses import LOSSES, LossSums
+from pipelinerl_core.algo.losses import LOSSES, LossSums, select
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import TrainingDiverged
@@ -152,14 +152,16 @@ class TorchLearner:
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
         trainer_logprobs_N, entropy_N = self._logprobs(batch)
-        loss_sums = self._loss(
+        tokens = select(
             trainer_logprobs_N,
             batch.rollout_logprobs_N,
             batch.advantages_N,
             batch.loss_weights_N,
             batch.loss_mask_N,
-            config=self._config.loss,
+            batch.sequence_N,
+            batch.layout.num_sequences,
         )
+        loss_sums = self._loss(tokens, self._config.loss)
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipelinerl_core.algo.advantages import leave_one_out
+from pipelinerl_core.algo.advantages import ADVANTAGES, group_mean, leave_one_out, standardized
 from pipelinerl_core.algo.staleness import deadline_step, group_deadline, live_mask, token_lags, token_versions
 from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.types import WeightSpan
@@ -15,14 +15,31 @@ def test_the_baseline_is_the_mean_of_the_other_rewards():
     assert leave_one_out([3.0, 1.0]) == [2.0, -2.0]
 
 
-def test_equal_rewards_carry_no_advantage():
-    assert leave_one_out([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+def test_the_mean_of_the_group_is_a_smaller_leave_one_out():
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    assert group_mean(rewards) == [0.5, -0.5, -0.5, 0.5]
+    assert group_mean(rewards) == pytest.approx([value * 3 / 4 for value in leave_one_out(rewards)])
 
 
+def test_standardized_divides_by_the_deviation_of_the_sample():
+    # squares of 1/2 four times, over 3: std = sqrt(1/3)
+    assert standardized([1.0, 0.0, 0.0, 1.0]) == pytest.approx([x / (3**-0.5 + 1e-4) for x in (0.5, -0.5, -0.5, 0.5)])
+    rewards = [0.3, 2.0, -1.0, 0.7, 0.7]
+    assert standardized(rewards) == pytest.approx(
+        [(reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4) for reward in rewards]
+    )
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_equal_rewards_carry_no_advantage(kind):
+    assert ADVANTAGES[kind]([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("rewards", [[], [1.0]])
-def test_a_group_without_siblings_has_no_baseline(rewards):
+def test_a_group_without_siblings_has_no_baseline(rewards, kind):
     with pytest.raises(ValueError, match=f"with {len(rewards)} scored rollouts"):
-        leave_one_out(rewards)
+        ADVANTAGES[kind](rewards)
 
 
 # Two groups: rollouts of 2 and 6 tokens, and of 4, 3 and 0 tokens: 15 tokens, 5 rollouts.

@@ -1,19 +1,43 @@
-"""Losses and importance weights: sums done by hand, and what must not reach them."""
+"""Losses and importance weights: numbers by hand, a second implementation, and what must not reach them."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from pipelinerl_core.algo.importance import MAX_LOG_RATIO, ess, log_ratio, sequence_log_ratios
-from pipelinerl_core.algo.losses import reinforce
-from pipelinerl_core.config.sections import LossConfig
+from pipelinerl_core.algo.importance import MAX_LOG_RATIO, ess, sequence_log_ratios
+from pipelinerl_core.algo.losses import LOSSES, LossSums, select
+from pipelinerl_core.config.losses import (
+    CispoLoss,
+    DapoLoss,
+    DrGrpoLoss,
+    GrpoLoss,
+    GspoLoss,
+    IcepopLoss,
+    PpoLoss,
+    ReinforceLoss,
+)
 
-CONFIG = LossConfig(ratio_max=2.0)
+SEQUENCES = torch.tensor([0, 0, 1, 1])
+CONFIGS = [
+    ReinforceLoss(ratio_max=2.0),
+    CispoLoss(clip_low=0.4, clip_high=0.3),
+    PpoLoss(),
+    GrpoLoss(),
+    DrGrpoLoss(clip_low=0.5),
+    DapoLoss(),
+    GspoLoss(clip_low=0.1, clip_high=0.2),
+    IcepopLoss(ratio_max=2.0),
+]
+
+
+def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUENCES) -> LossSums:
+    return LOSSES[config.kind](select(trainer, rollout, advantages, weights, mask, sequence, 8), config)
 
 
 def four_tokens():
-    # token:                       masked  on-policy  ratio 1.5   ratio 4 -> 2
+    # token:                       masked  on-policy  ratio 1.5   ratio 4
     trainer = torch.log(torch.tensor([0.9, 0.5, 0.6, 0.8])).requires_grad_()
     rollout = torch.log(torch.tensor([0.9, 0.5, 0.4, 0.2]))
     advantages = torch.tensor([7.0, 1.0, -1.0, 2.0])
@@ -22,54 +46,149 @@ def four_tokens():
     return trainer, rollout, advantages, weights, mask
 
 
-def test_reinforce_matches_the_sum_done_by_hand():
-    trainer, *rest = four_tokens()
-    sums = reinforce(trainer, *rest, config=CONFIG)
+# d/d logprob of a ratio is the ratio. GSPO: tokens 3 and 4 are one rollout of ratio s = sqrt(1.5 * 4) = sqrt(6), the
+# mean log ratio, so each of its tokens moves the terms of both by s / 2.
+S = math.sqrt(6)
+BY_HAND = {
+    # ratio 4 is cut at 2, and stays in the gradient
+    "reinforce": (
+        ReinforceLoss(ratio_max=2.0),
+        -(0.5 * math.log(0.5) - 0.25 * 1.5 * math.log(0.6) + 0.125 * 2 * 2 * math.log(0.8)),
+        [0.0, -0.5, 0.375, -0.5],
+        1,
+    ),
+    # 1.5 and 4 become 1.25
+    "cispo": (
+        CispoLoss(clip_low=0.5, clip_high=0.25),
+        -(0.5 * math.log(0.5) - 0.25 * 1.25 * math.log(0.6) + 0.125 * 1.25 * 2 * math.log(0.8)),
+        [0.0, -0.5, 0.3125, -0.3125],
+        2,
+    ),
+    # 1.5 with a negative advantage is not clipped, 4 with a positive one is, and has no gradient
+    "ppo": (PpoLoss(), -(0.5 - 0.25 * 1.5 + 0.125 * 1.2 * 2), [0.0, -0.5, 0.375, 0.0], 1),
+    "grpo": (GrpoLoss(clip_high=0.1), -(0.5 - 0.25 * 1.5 + 0.125 * 1.1 * 2), [0.0, -0.5, 0.375, 0.0], 1),
+    "dr_grpo": (DrGrpoLoss(clip_high=4.0), -(0.5 - 0.25 * 1.5 + 0.125 * 4 * 2), [0.0, -0.5, 0.375, -1.0], 0),
+    "dapo": (DapoLoss(), -(0.5 - 0.25 * 1.5 + 0.125 * 1.28 * 2), [0.0, -0.5, 0.375, 0.0], 1),
+    # of the second rollout the term with advantage -1 is free, that with 2 is clipped at 1.0004
+    "gspo": (GspoLoss(), -(0.5 - 0.25 * S + 0.125 * 1.0004 * 2), [0.0, -0.5, 0.25 * S / 2, 0.25 * S / 2], 1),
+    # 4 is outside of the bounds
+    "icepop": (
+        IcepopLoss(ratio_max=2.0),
+        -(0.5 * math.log(0.5) - 0.25 * 1.5 * math.log(0.6)),
+        [0, -0.5, 0.375, 0],
+        1,
+    ),
+}
 
-    by_hand = -(
-        0.5 * 1.0 * 1.0 * math.log(0.5) + 0.25 * 1.5 * -1.0 * math.log(0.6) + 0.125 * 2.0 * 2.0 * math.log(0.8)
-    )
-    assert sums.loss.item() == pytest.approx(by_hand, rel=1e-5)
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_value_and_gradient_match_the_numbers_done_by_hand(kind):
+    config, value, gradient, num_clipped = BY_HAND[kind]
+    trainer, *rest = four_tokens()
+    sums = compute(config, trainer, *rest)
+    assert sums.loss.item() == pytest.approx(value, rel=1e-5)
     assert sums.num_tokens.item() == 3
     assert sums.ratio.item() == pytest.approx(1.0 + 1.5 + 4.0, rel=1e-5)
-    assert sums.clipped.item() == 1
+    assert sums.clipped.item() == num_clipped
     assert sums.kl.item() == pytest.approx(math.log(0.4 / 0.6) + math.log(0.2 / 0.8), rel=1e-5)
     sums.loss.backward()
-    # d loss / d logprob = -loss_weight * min(ratio, 2) * advantage; the ratio is a constant
-    torch.testing.assert_close(trainer.grad, torch.tensor([0.0, -0.5, 0.375, -0.5]))
+    torch.testing.assert_close(trainer.grad, torch.tensor(gradient, dtype=torch.float32))
 
 
-def test_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient():
+def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
+    """The loss of a step once more: one token after the other, in float64, straight from the papers.
+
+    Where a paper holds a ratio constant, `trainer` is a pair: (values that ratios see, values that logprobs see).
+    """
+    frozen, moving = trainer
+    total = 0.0
+    for t, (advantage, weight) in enumerate(zip(advantages, weights, strict=True)):
+        ratio = math.exp(frozen[t] - rollout[t])
+        if config.kind == "reinforce":
+            term = min(ratio, config.ratio_max) * advantage * moving[t]
+        elif config.kind == "cispo":
+            term = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage * moving[t]
+        elif config.kind == "icepop":
+            term = ratio * advantage * moving[t] if config.ratio_min <= ratio <= config.ratio_max else 0.0
+        else:
+            same = [i for i in range(len(rollout)) if sequence[i] == sequence[t]] if config.kind == "gspo" else [t]
+            ratio = math.exp(sum(moving[i] - rollout[i] for i in same) / len(same))
+            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            term = min(ratio * advantage, bounded * advantage)
+        total -= weight * term
+    return total
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_a_second_implementation_in_float64_agrees_on_value_and_gradient(config):
+    rng = np.random.default_rng(7)
+    num = 40
+    sequence = np.sort(rng.integers(0, 6, num))
+    rollout, advantages = -rng.random(num) * 2, rng.normal(size=num)
+    trainer, weights = rollout + rng.normal(size=num) * 0.4, rng.random(num)
+    tensor = torch.tensor(trainer, dtype=torch.float32, requires_grad=True)
+    others = [torch.tensor(values, dtype=torch.float32) for values in (rollout, advantages, weights)]
+    sums = compute(config, tensor, *others, torch.ones(num, dtype=torch.bool), torch.tensor(sequence))
+    sums.loss.backward()
+    arguments = [values.detach().double().numpy() for values in (tensor, *others)]
+    trainer = arguments[0]
+
+    def value(moving):
+        return reference(config, (trainer, moving), *arguments[1:], sequence)
+
+    assert sums.loss.item() == pytest.approx(value(trainer), rel=1e-5, abs=1e-6)
+    step = 1e-6
+    slopes = [(value(trainer + step * unit) - value(trainer - step * unit)) / (2 * step) for unit in np.eye(num)]
+    np.testing.assert_allclose(tensor.grad.numpy(), slopes, rtol=1e-4, atol=1e-6)
+    assert 0 < sums.clipped.item() < num
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient(config):
     trainer = torch.tensor([math.nan, -math.inf, -0.5], requires_grad=True)
     rollout = torch.tensor([math.nan, -math.inf, -0.5])
     advantages = torch.tensor([math.nan, 3.0, 1.0])
     weights = torch.tensor([math.inf, math.nan, 1.0])
-    mask = torch.tensor([False, False, True])
-    sums = reinforce(trainer, rollout, advantages, weights, mask, config=CONFIG)
+    mask, sequence = torch.tensor([False, False, True]), torch.tensor([0, 1, 1])
+    sums = compute(config, trainer, rollout, advantages, weights, mask, sequence)
     sums.loss.backward()
-    assert sums.loss.item() == pytest.approx(0.5)
+    assert math.isfinite(sums.loss.item())
     assert (sums.ratio.item(), sums.kl.item()) == (1.0, 0.0)
     torch.testing.assert_close(trainer.grad, torch.tensor([0.0, 0.0, -1.0]))
 
 
-def test_the_loss_of_a_step_is_the_sum_over_its_parts():
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_the_loss_of_a_step_is_the_sum_over_its_packs(config):
     trainer, *rest = four_tokens()
-    whole = reinforce(trainer, *rest, config=CONFIG)
+    whole = compute(config, trainer, *rest)
     parts = [
-        reinforce(trainer[part], *(tensor[part] for tensor in rest), config=CONFIG)
-        for part in (slice(0, 2), slice(2, 4))
+        compute(config, trainer[part], *(tensor[part] for tensor in rest), SEQUENCES[part])
+        for part in (slice(0, 2), slice(2, 4))  # a sequence is never cut
     ]
     for name in ("loss", "num_tokens", "ratio", "clipped", "kl"):
         added = sum(getattr(part, name).item() for part in parts)
         assert added == pytest.approx(getattr(whole, name).item(), rel=1e-6)
 
 
-def test_nothing_to_train_is_a_zero_with_a_gradient():
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_nothing_to_train_is_a_zero_with_a_gradient(config):
     trainer, rollout, advantages, weights, mask = four_tokens()
-    sums = reinforce(trainer, rollout, advantages, weights, torch.zeros_like(mask), config=CONFIG)
+    sums = compute(config, trainer, rollout, advantages, weights, torch.zeros_like(mask))
     sums.loss.backward()
     assert (sums.loss.item(), sums.num_tokens.item()) == (0.0, 0)
     assert trainer.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+def test_ratios_that_no_float_can_hold_stay_finite(config):
+    trainer = torch.tensor([-1.0, -500.0, -1.0, -2.0], requires_grad=True)
+    rollout = torch.tensor([-500.0, -1.0, -1.0, -2.0])
+    ones = torch.ones(4)
+    sums = compute(config, trainer, rollout, ones, ones, ones.bool(), torch.arange(4))
+    sums.loss.backward()
+    assert math.isfinite(sums.loss.item())
+    assert sums.ratio.item() == pytest.approx(math.exp(MAX_LOG_RATIO) + 2.0, rel=1e-5)
+    assert torch.isfinite(trainer.grad).all()
 
 
 @pytest.mark.parametrize(
@@ -80,20 +199,15 @@ def test_nothing_to_train_is_a_zero_with_a_gradient():
         (2, torch.ones(4, dtype=torch.int64), "advantages is .* torch.int64"),
         (3, torch.ones(4, 1), r"loss_weights is \(4, 1\)"),
         (0, torch.zeros(1, 4), r"trainer_logprobs is \(1, 4\)"),
+        (5, torch.zeros(4), r"sequence is \(4,\) torch.float32"),
+        (5, torch.zeros(3, dtype=torch.int64), r"sequence is \(3,\)"),
     ],
 )
 def test_wrong_shapes_and_types_are_refused(position, replacement, message):
-    arguments = list(four_tokens())
+    arguments = [*four_tokens(), SEQUENCES]
     arguments[position] = replacement
     with pytest.raises(ValueError, match=message):
-        reinforce(*arguments, config=CONFIG)
-
-
-def test_log_ratio_is_trainer_minus_rollout_clamped_and_constant():
-    trainer = torch.tensor([-1.0, -500.0, -1.0], requires_grad=True)
-    found = log_ratio(trainer, torch.tensor([-3.0, -1.0, -500.0]))
-    assert found.tolist() == [2.0, -MAX_LOG_RATIO, MAX_LOG_RATIO]
-    assert not found.requires_grad
+        select(*arguments, num_sequences=2)
 
 
 def test_ess_matches_the_fractions_done_by_hand():

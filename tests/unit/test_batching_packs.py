@@ -8,7 +8,8 @@ import pytest
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.batching.pack import pack
-from pipelinerl_core.config.sections import LossConfig, RunConfig, ScheduleConfig
+from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.sections import RunConfig, ScheduleConfig
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import TrainingRow, WeightSpan
 
@@ -20,7 +21,7 @@ def rollout(group_id, index, *, reward=0.0, num_tokens=4, spans=None, **changes)
 
 
 def config(max_lag=4, normalization="token"):
-    return RunConfig(schedule=ScheduleConfig(max_lag=max_lag), loss=LossConfig(normalization=normalization))
+    return RunConfig(schedule=ScheduleConfig(max_lag=max_lag), loss=ReinforceLoss(normalization=normalization))
 
 
 def identity(rows):

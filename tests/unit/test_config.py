@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.config import RunConfig, as_toml, build_config, known_keys, load_config, preset_names
-from pipelinerl_core.config.load import fields
+from pipelinerl_core.config.load import fields, override_config
+from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
 
@@ -142,3 +144,30 @@ def test_sections_are_frozen():
 def test_a_key_with_a_line_break_is_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"^model\.a\\nb: no such key"):
         build_config({"model": {"a\nb": 1}})
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_has_its_own_options_and_reads_back_what_it_wrote(kind):
+    config = load_config("quickstart", [f"loss.kind={kind}"])
+    assert config.loss.kind == kind
+    assert build_config(config.model_dump(mode="json")) == config
+    assert override_config(config, ["loss.kind=reinforce"]).loss == ReinforceLoss()
+
+
+def test_a_loss_without_a_kind_is_the_default_one():
+    assert load_config("quickstart", ["loss.ratio_max=2"]).loss == ReinforceLoss(ratio_max=2.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["loss.kind=ppo", "loss.ratio_max=2"], "loss.ratio_max: no such key"),
+        (["loss.clip_low=0.1"], "loss.clip_low: no such key"),
+        (["loss.kind=gspo", "loss.clip_high=0"], "loss.clip_high=0: input should be greater than 0"),
+        (["loss.kind=pop"], "loss"),
+    ],
+)
+def test_an_option_that_a_loss_does_not_read_is_one_line(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config("quickstart", overrides)
+    assert "\n" not in str(caught.value)

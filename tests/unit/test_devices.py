@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.losses import LOSSES
+from pipelinerl_core.algo.losses import LOSSES, select
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
-from pipelinerl_core.config.sections import LearnerConfig, LossConfig
+from pipelinerl_core.config.sections import LearnerConfig
 from pipelinerl_core.engine.decoder import SlotDecoder
 from pipelinerl_core.engine.sampling import draw
 from pipelinerl_core.errors import ConfigError
@@ -67,17 +67,21 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypa
     logprobs_N, _ = token_logprobs(
         hidden_states(model, batch), head_weight(model), batch.target_ids_N, temperature=1.0
     )
-    sums = LOSSES["reinforce"](
+    tokens = select(
         logprobs_N,
         batch.rollout_logprobs_N,
         batch.advantages_N,
         batch.loss_weights_N,
         batch.loss_mask_N,
-        config=LossConfig(),
+        batch.sequence_N,
+        batch.layout.num_sequences,
     )
     optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig())
-    gradients = torch.autograd.grad(sums.loss, optimizer.parameters, allow_unused=True)
-    optimizer.add_grads(gradients)
+    for kind, loss in LOSSES.items():
+        sums = loss(tokens, build_config({"loss": {"kind": kind}}).loss)
+        gradients = torch.autograd.grad(sums.loss, optimizer.parameters, allow_unused=True, retain_graph=True)
+        optimizer.add_grads(gradients)
+        assert {sums.ratio.device, sums.clipped.device, sums.num_tokens.device} == {ELSEWHERE}
     assert optimizer.grad_norm().device == ELSEWHERE
 
 

@@ -7,9 +7,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config.sections import LearnerConfig, LossConfig, RolloutsConfig, RunConfig, TrainerConfig
+from pipelinerl_core.config import build_config
+from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.sections import LearnerConfig, RolloutsConfig, RunConfig, TrainerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
@@ -38,12 +41,12 @@ def tiny_model(seed=0, **changes):
     return Qwen2ForCausalLM(Qwen2Config(**{**settings, **changes}))
 
 
-def config(pack_tokens=2048, **learner):
+def config(pack_tokens=2048, loss=ReinforceLoss(ratio_max=1.5), **learner):  # noqa: B008 (frozen)
     # A clip threshold nobody reaches leaves the gradients of the step as they are.
     return RunConfig(
         trainer=TrainerConfig(pack_tokens=pack_tokens),
         rollouts=RolloutsConfig(temperature=TEMPERATURE),
-        loss=LossConfig(ratio_max=1.5),
+        loss=loss,
         learner=LearnerConfig(**{"clip_norm": 1e9, **learner}),
     )
 
@@ -205,20 +208,34 @@ def test_statistics_match_the_plain_computation():
     assert stats.pack_fill == pytest.approx(forward / 2048)
 
 
-@pytest.mark.parametrize("pack_tokens", [16, 23, 64])
-def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens):
-    wanted, whole = grads_after_step(rows_of(config()), config())
-    found, cut = grads_after_step(rows_of(config()), config(pack_tokens))
+def wide_loss(kind):
+    """A loss whose bounds leave most of these tokens a gradient, though nobody sampled them."""
+    bounds = {"reinforce": {}, "icepop": {"ratio_min": 1e-6, "ratio_max": 1e6}}
+    return build_config({"loss": {"kind": kind, **bounds.get(kind, {"clip_low": 0.99, "clip_high": 50.0})}}).loss
+
+
+@pytest.mark.parametrize(
+    ("pack_tokens", "kind"),
+    [(16, "reinforce"), (64, "reinforce"), *((23, kind) for kind in LOSSES)],
+)
+def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens, kind):
+    loss = wide_loss(kind)
+    rows = rows_of(config(loss=loss))
+    wanted, whole = grads_after_step(rows, config(loss=loss))
+    found, cut = grads_after_step(rows, config(pack_tokens, loss))
+    assert max(tensor.abs().max() for tensor in wanted.values()) > 1e-4
     assert cut.num_packs > whole.num_packs == 1
     assert_close(found, wanted)
     assert cut.ess == pytest.approx(whole.ess)
     assert cut.ess_sequence == pytest.approx(whole.ess_sequence)
 
 
-def test_the_order_of_rows_changes_no_gradient():
-    rows = rows_of(config())
-    wanted, _ = grads_after_step(rows, config(40))
-    found, _ = grads_after_step([*rows[5:], *reversed(rows[:5])], config(40))
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_order_of_rows_changes_no_gradient(kind):
+    loss = wide_loss(kind)
+    rows = rows_of(config(loss=loss))
+    wanted, _ = grads_after_step(rows, config(40, loss))
+    found, _ = grads_after_step([*rows[5:], *reversed(rows[:5])], config(40, loss))
     assert_close(found, wanted)
 
 

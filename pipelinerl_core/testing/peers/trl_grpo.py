@@ -22,6 +22,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.process import configure_logging, die_with_parent
 from pipelinerl_core.testing.peers.record import Recorder
@@ -123,7 +124,7 @@ def trainer_settings(
         max_completion_length=config.rollouts.max_tokens,
         temperature=config.rollouts.temperature,
         loss_type="cispo",
-        epsilon_high=config.loss.ratio_max,
+        epsilon_high=_ratio_max(config),
         scale_rewards="none",
         reward_weights=[config.rollouts.group_size / (config.rollouts.group_size - 1)],
         beta=0.0,
@@ -176,6 +177,12 @@ def train(task: PeerTask, settings: Any) -> None:
         callbacks=[Record(recorder, task, rewards)],
         optimizers=(optimizer, schedule),
     ).train()
+
+
+def _ratio_max(config: RunConfig) -> float:
+    if not isinstance(config.loss, ReinforceLoss):
+        raise ConfigError(f"loss.kind={config.loss.kind}: TRL is compared on reinforce. Set loss.kind=reinforce")
+    return config.loss.ratio_max
 
 
 def main() -> int:

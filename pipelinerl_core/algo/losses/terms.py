@@ -1,0 +1,105 @@
+"""What every loss is given, and what it returns.
+
+A loss is a pure function of the trained tokens of one pack and its own section of the configuration: no model, no
+process group, no logging, no random numbers. It returns the weighted sum of its terms and sums of its statistics.
+Normalisation is inside loss_weights (algo/weighting.py), so sums of packs, micro-batches and ranks add up to the loss
+of the whole step.
+
+Shapes: N = tokens offered to the loss, M = those of them where loss_mask is True.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipelinerl_core.algo.importance import MAX_LOG_RATIO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Sums over the M trained tokens of one pack, ready to be added across packs and ranks. All are [] tensors."""
+
+    loss: Tensor
+    """sum(loss_weight * loss_t): the only one with a gradient."""
+    num_tokens: Tensor
+    """M."""
+    ratio: Tensor
+    """Sum of the untruncated ratios."""
+    clipped: Tensor
+    """Tokens whose ratio the loss has clipped, truncated or refused."""
+    kl: Tensor
+    """Sum of rollout_logprob - trainer_logprob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainedTokens:
+    """The tokens of one pack that are trained."""
+
+    trainer_logprobs_M: Tensor
+    """float32, with a gradient: under the weights being trained."""
+    rollout_logprobs_M: Tensor
+    """float32: what the engine recorded when it sampled the token."""
+    advantages_M: Tensor
+    """Of the rollout that the token belongs to."""
+    loss_weights_M: Tensor
+    """Weight of each term, normalisation included."""
+    sequence_M: Tensor
+    """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
+    num_sequences: int
+    """Of the pack."""
+
+    @property
+    def log_ratio_M(self) -> Tensor:
+        """log(trainer / rollout probability) with a gradient, clamped so that its exponential stays finite."""
+        return (self.trainer_logprobs_M - self.rollout_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def sums(self, terms_M: Tensor, clipped_M: Tensor) -> LossSums:
+        """What a loss returns, from the loss of each token and whether its ratio was cut."""
+        ratio_M = self.log_ratio_M.detach().exp()
+        return LossSums(
+            loss=(self.loss_weights_M * terms_M).sum(),
+            num_tokens=torch.tensor(len(terms_M), device=terms_M.device),
+            ratio=ratio_M.sum(),
+            clipped=clipped_M.sum(),
+            kl=(self.rollout_logprobs_M - self.trainer_logprobs_M.detach()).sum(),
+        )
+
+
+def select(
+    trainer_logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    loss_weights_N: Tensor,
+    loss_mask_N: Tensor,
+    sequence_N: Tensor,
+    num_sequences: int,
+) -> TrainedTokens:
+    """The trained tokens of a pack; the arguments are those of TrainedTokens before loss_mask (bool) chooses.
+
+    Selected before anything is computed: a nan on a masked token would reach the gradient as 0 * nan if the mask came
+    last. Raises ValueError when shapes or types break this contract.
+    """
+    if loss_mask_N.dtype != torch.bool:
+        raise ValueError(f"loss_mask is {loss_mask_N.dtype}: it must be torch.bool, because it selects tokens")
+    named = {"trainer_logprobs": trainer_logprobs_N, "rollout_logprobs": rollout_logprobs_N}
+    named |= {"advantages": advantages_N, "loss_weights": loss_weights_N}
+    for name, tensor in named.items():
+        if tensor.ndim != 1 or tensor.shape != loss_mask_N.shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}: it must be floating point, one number per token, "
+                f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
+            )
+    if sequence_N.shape != loss_mask_N.shape or sequence_N.dtype != torch.int64:
+        raise ValueError(
+            f"sequence is {tuple(sequence_N.shape)} {sequence_N.dtype}: it must be int64, one number per token, "
+            f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
+        )
+    return TrainedTokens(
+        trainer_logprobs_M=trainer_logprobs_N[loss_mask_N].float(),
+        rollout_logprobs_M=rollout_logprobs_N[loss_mask_N].float(),
+        advantages_M=advantages_N[loss_mask_N],
+        loss_weights_M=loss_weights_N[loss_mask_N],
+        sequence_M=sequence_N[loss_mask_N],
+        num_sequences=num_sequences,
+    )
