@@ -7,13 +7,14 @@ PEERS := .bench-packages
 # embedded or vllm
 ENGINE ?= embedded
 VLLM := $(VENV)/.installed-vllm
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow chaos check bench bench-gpu bench-peers format
+.PHONY: help install quickstart test test-slow chaos check bench bench-gpu bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -57,6 +58,11 @@ check: install ## lint, types, import rules
 format: install ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+images: ## build the container images of all roles (needs Docker)
+	for target in control actor trainer; do \
+		docker build --file infra/docker/Dockerfile --target $$target --tag pipelinerl-$$target:$(VERSION) . || exit 1; \
+	done
 
 bench-peers: $(PEERS)/.installed ## install what `bench learning` and `bench stream` compare with, beside .venv
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.config.sections import ModelConfig
+from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from tasks.checks import check_http, check_mlflow, check_root
 from tasks.commands import guarded, role_environment
@@ -134,11 +134,11 @@ def _servers(found: Examination) -> None:
         _reachable(found, "prefect", prefect, lambda: check_http("PREFECT_API_URL", prefect))
     else:
         found.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
-    mlflow = os.environ.get("MLFLOW_TRACKING_URI", "")
+    mlflow = os.environ.get(MLFLOW_VARIABLE, "")
     if mlflow:
         _reachable(found, "mlflow", mlflow, lambda: check_mlflow(mlflow))
     else:
-        found.note("mlflow", "a SQLite file under the root, unless tracking.mlflow_uri is set")
+        found.note("mlflow", f"a SQLite file under the root, unless {MLFLOW_VARIABLE} or tracking.mlflow_uri is set")
 
 
 def _reachable(found: Examination, name: str, what: str, check: Callable[[], None]) -> None:

@@ -49,7 +49,7 @@ def check_all(config: RunConfig, root: str) -> None:
     check_hub_address(config)
     own_cores(config, "trainer")
     check_engine(config)
-    check_mlflow(config.tracking.mlflow_uri)
+    check_mlflow(config.tracking.chosen_uri)
     check_prompts(config)
     check_model(config)
     check_space(config, root)

@@ -44,7 +44,7 @@ def open_tracker(
 ) -> tuple[RunTracker, MlflowRef | None]:
     """Connect for the run at `url`, new (no record yet) or resumed; ConfigError when MLflow cannot be reached."""
     root, _, run_id = url.rpartition("/")
-    uri = tracking_uri(config.tracking.mlflow_uri, root)
+    uri = tracking_uri(config.tracking.chosen_uri, root)
     if uri is None:
         return NoTracker(), None
     tracker = MlflowTracker(

@@ -107,3 +107,13 @@ def prepared_model() -> Path:
     path = resolve_model_path("builtin:sums")
     assert path is not None
     return path
+
+
+@pytest.fixture(scope="session")
+def server_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory with requirements-server.lock, which the images have and the environment has not."""
+    target = tmp_path_factory.mktemp("server-packages")
+    lock = Path(__file__).parents[1] / "requirements-server.lock"
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "-r", str(lock)]
+    subprocess.run(command, check=True, timeout=180)
+    return target

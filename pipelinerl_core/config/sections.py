@@ -1,5 +1,6 @@
 """One frozen section per stage. A default lives on its field and nowhere else; the text below a field is its help."""
 
+import os
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -7,6 +8,8 @@ from pydantic import Field, model_validator
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.rules import first_problem
 from pipelinerl_core.config.section import Section
+
+MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
 class ModelConfig(Section):
@@ -240,9 +243,15 @@ class TrackingConfig(Section):
     """Where runs are recorded."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty means a SQLite file under the root; `none` switches MLflow off."""
+    """MLflow tracking URI; empty means $MLFLOW_TRACKING_URI, or else a SQLite file under the root; `none` switches
+    MLflow off."""
     experiment: str = "pipelinerl"
     """MLflow experiment."""
+
+    @property
+    def chosen_uri(self) -> str:
+        """mlflow_uri, or what the environment says; may be empty."""
+        return self.mlflow_uri or os.environ.get(MLFLOW_VARIABLE, "")
 
 
 class StoreConfig(Section):

@@ -12,6 +12,7 @@ from pipelinerl_core.config import RunConfig, as_toml, build_config, known_keys,
 from pipelinerl_core.config.load import fields, override_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.rules import lag_of_full_engines
+from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
@@ -171,3 +172,11 @@ def test_an_option_that_a_loss_does_not_read_is_one_line(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config("quickstart", overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_an_mlflow_uri_that_is_not_set_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert TrackingConfig().chosen_uri == "http://mlflow:5000"
+    assert TrackingConfig(mlflow_uri="none").chosen_uri == "none"
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert TrackingConfig().chosen_uri == ""

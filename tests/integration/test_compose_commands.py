@@ -1,0 +1,193 @@
+"""The commands of infra/compose.yaml, as processes of this machine: do they come up, and do their health checks pass?
+
+No Docker: PostgreSQL and Redis are Debian's, rclone stands in for the S3 store, names of services become 127.0.0.1.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+INFRA = ROOT / "infra"
+BIN = Path(sys.executable).parent
+SERVICES = yaml.safe_load((INFRA / "compose.yaml").read_text())["services"]
+PORTS = {"postgres": 5432, "redis": 6379, "s3": 7070, "prefect-server": 4200, "mlflow": 5000, "status": 9464}
+SECRETS = {"POSTGRES_PASSWORD": "p" * 24, "S3_ACCESS_KEY": ACCESS_KEY, "S3_SECRET_KEY": SECRET_KEY}
+START_SECONDS = 120
+
+
+class Stack:
+    """Processes by service, each with a free port in place of its own."""
+
+    def __init__(self, home: Path, packages: Path) -> None:
+        self.home = home
+        self.ports = {name: free_port() for name in [*PORTS, "control"]}
+        self.packages = packages
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def here(self, text: str) -> str:
+        """A value of compose.yaml as it is on this machine."""
+        text = re.sub(r"\$\{(\w+)(?::[-?][^}]*)?\}", lambda found: SECRETS.get(found[1], ""), text)
+        for name, port in PORTS.items():
+            text = re.sub(rf"\b{name}:{port}\b", f"127.0.0.1:{self.ports[name]}", text)
+        return text
+
+    def command(self, name: str) -> list[str]:
+        own = {"0.0.0.0": "127.0.0.1", str(PORTS.get(name)): str(self.ports.get(name))}
+        first, *rest = [own.get(word, self.here(word)) for word in SERVICES[name]["command"]]
+        return [str(BIN / first) if (BIN / first).exists() else first, *rest]
+
+    def environment(self, name: str) -> dict[str, str]:
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "AWS_", "MLFLOW_"))
+        }
+        merged = {key: self.here(str(value)) for key, value in SERVICES[name].get("environment", {}).items()}
+        return {
+            **kept,
+            **merged,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{ROOT}:{self.packages}",
+            "PREFECT_HOME": str(self.home / "prefect"),
+            "PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["control"]),
+        }
+
+    def start(self, name: str, command: list[str] | None = None, **options: object) -> None:
+        with (self.home / f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                command or self.command(name),
+                **{
+                    "env": self.environment(name),
+                    "cwd": ROOT,
+                    "stdout": log,
+                    "stderr": log,
+                    "start_new_session": True,
+                    **options,
+                },
+            )
+
+    def wait(self, name: str) -> None:
+        """Until the health check of compose.yaml passes."""
+        how, program, url = SERVICES[name]["healthcheck"]["test"]
+        assert (how, program) == ("CMD", "healthcheck")
+        here = re.sub(r":\d+/", f":{self.ports[name]}/", url)
+        await_success([sys.executable, str(INFRA / "docker" / "healthcheck"), here], self.processes[name])
+
+    def stop(self) -> None:
+        """Last started, first stopped; with whatever they started."""
+        for process in reversed(self.processes.values()):
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=3)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def postgres_bin() -> Path:
+    """Where Debian's PostgreSQL is; it and Redis are installed if they are missing."""
+    if not list(Path("/usr/lib/postgresql").glob("*/bin/postgres")) or shutil.which("redis-server") is None:
+        install = ["apt-get", "install", "-qy", "--no-install-recommends", "postgresql", "redis-server"]
+        for command in (["apt-get", "update", "-q"], install):
+            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    return max(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+def start_postgres(stack: Stack, directory: Path) -> None:
+    """An empty server with the user and the databases of compose.yaml; it refuses to be root."""
+    port, user = str(stack.ports["postgres"]), SERVICES["postgres"]["environment"]["POSTGRES_USER"]
+    as_owner: dict[str, str] = {"cwd": "/"}
+    if os.geteuid() == 0:
+        as_owner["user"] = "postgres"
+        shutil.chown(directory, "postgres")
+    password = directory / "password"
+    password.write_text(SECRETS["POSTGRES_PASSWORD"])
+    binaries, data = postgres_bin(), str(directory / "data")
+    initdb = [str(binaries / "initdb"), "-D", data, "-U", user, "-A", "scram-sha-256", f"--pwfile={password}"]
+    subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL, timeout=60, **as_owner)
+    server = [str(binaries / "postgres"), "-D", data, "-p", port, "-k", str(directory), "-h", "127.0.0.1"]
+    stack.start("postgres", server, env=None, **as_owner)
+    _, *ready = SERVICES["postgres"]["healthcheck"]["test"]
+    await_success([*ready, f"--port={port}"])
+    psql = ["psql", "-q", "-h", "127.0.0.1", "-p", port, "-U", user, "-d", "postgres"]
+    environment = {**os.environ, "PGPASSWORD": SECRETS["POSTGRES_PASSWORD"]}
+    for statement in (["-c", "CREATE DATABASE prefect"], ["-f", str(INFRA / "postgres" / "mlflow.sql")]):
+        subprocess.run([*psql, *statement], check=True, env=environment, timeout=30)
+
+
+def start_redis_and_s3(stack: Stack) -> None:
+    port = str(stack.ports["redis"])
+    stack.start("redis", [*SERVICES["redis"]["command"], "--port", port], env=None, cwd=stack.home)
+    address, keys = f"127.0.0.1:{stack.ports['s3']}", f"{ACCESS_KEY},{SECRET_KEY}"
+    (stack.home / "s3").mkdir()
+    served = [find_rclone(), "serve", "s3", str(stack.home / "s3"), "--addr", address, "--auth-key", keys]
+    stack.start("s3", [*served, "--config", "/dev/null"], env=None)
+    _, *ready = SERVICES["redis"]["healthcheck"]["test"]
+    await_success([ready[0], "-p", port, *ready[1:]])
+
+
+def await_success(command: list[str], process: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
+        assert time.monotonic() < deadline, command
+        assert process is None or process.poll() is None, command
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def stack(tmp_path: Path, server_packages: Path) -> Iterator[Stack]:
+    """The stores run; the packages of the control image are beside the environment."""
+    directory = Path(tempfile.mkdtemp())  # tmp_path is closed to the user postgres
+    stack = Stack(tmp_path, server_packages)
+    try:
+        start_postgres(stack, directory)
+        start_redis_and_s3(stack)
+        yield stack
+    finally:
+        stack.stop()
+        shutil.rmtree(directory)
+
+
+def test_every_service_of_ours_comes_up_and_passes_its_health_check(stack):
+    stack.start("prefect-server")
+    stack.start("mlflow")
+    stack.wait("prefect-server")
+    stack.start("prefect-services")
+    setup = subprocess.run(
+        stack.command("setup"),
+        env=stack.environment("setup"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert setup.returncode == 0, setup.stderr
+    assert "work pool control: created" in setup.stdout
+    assert sorted(path.name for path in (stack.home / "s3").iterdir()) == ["mlflow", "pipelinerl"]
+    stack.start("control")
+    stack.start("status")
+    for name in ("mlflow", "control", "status"):
+        stack.wait(name)
+    assert [name for name, process in stack.processes.items() if process.poll() is not None] == []

