@@ -13,6 +13,7 @@
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
   commits/<step>.<k>.json                the truth about a step
   evals/<version>.json                   held-out accuracy of a version
+  roles/<role>-<name>.json               a role that lives: where its health and metrics are; removed at its end
   report.json report.html weights.parquet
 """
 
@@ -29,6 +30,7 @@ CONTROL_KEY = "control.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
+ROLES_PREFIX = "roles"
 
 
 def epoch_key(epoch: int) -> str:
@@ -79,6 +81,11 @@ def commit_key(step: int, epoch: int) -> str:
 def eval_key(version: int) -> str:
     """Held-out accuracy of one version."""
     return f"evals/{version:08d}.json"
+
+
+def role_key(role: str, name: str) -> str:
+    """A role that lives."""
+    return f"{ROLES_PREFIX}/{role}-{name}.json"
 
 
 def parse_commit_key(key: str) -> tuple[int, int]:
@@ -136,6 +143,22 @@ class SwapRecord(Record):
     num_running: int
     num_tokens: int
     """Tokens the actor epoch had sampled when it happened."""
+
+
+class RoleRecord(Record):
+    """roles/<role>-<name>.json: a process of the run, rewritten while it lives."""
+
+    run_id: str
+    role: str
+    name: str
+    host: str
+    pid: int
+    url: str
+    """Of /healthz, /readyz and /metrics."""
+    started_at: float
+    """Unix seconds."""
+    beat: float
+    """Unix seconds."""
 
 
 class ControlRecord(Record):

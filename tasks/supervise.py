@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Event
 
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.roles.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def supervise_role(
     is_over = False
     while not is_over:
         started = time.monotonic()
-        life = _Life(command, env, log_path, name)
+        life = _Life(command, {**env, RESTARTS_VARIABLE: str(restarts)}, log_path, name)
         try:
             failure = life.watch(stop, ready_check, ready_seconds)
         finally:

@@ -233,6 +233,12 @@ class PlacementConfig(Section):
     """Rows that the hub keeps in memory; beyond it sealed ones are read back from their segments, others wait."""
     lease_seconds: float = Field(10.0, gt=0)
     """Time after which the leases of a silent actor go to another."""
+    metrics_host: str = "127.0.0.1"
+    """Address at which each role serves /healthz, /readyz and /metrics, without a password; empty: it does not."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of that: the first free one from here on, 0 for any; roles/*.json and /targets.json say which."""
+    healthy_seconds: float = Field(300.0, gt=0)
+    """A role whose main loop has not turned for so long is unhealthy; longer than the longest optimizer step."""
     max_restarts: int = Field(5, ge=0)
     """Restarts of each role in a row before the run fails; a life of ten minutes starts the count again."""
     max_resumes: int = Field(10, ge=0)

@@ -16,6 +16,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import build_codec, open_engine
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
@@ -30,7 +31,7 @@ from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
-async def run_actor(context: RunContext, name: str, stop: threading.Event) -> None:
+async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
     epoch = int(time.time())  # unique per name: an actor takes seconds to start
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
@@ -58,7 +59,10 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event) -> No
 
     freeze_startup_objects()
     try:
-        await Actor(context.config, parts, run_id=context.run_id, name=name, epoch=epoch, link=link).run(stop)
+        actor = Actor(
+            context.config, parts, run_id=context.run_id, name=name, epoch=epoch, link=link, monitor=monitor
+        )
+        await actor.run(stop)
     finally:
         await scorer.close()
         await engine.close()
@@ -86,7 +90,8 @@ def main() -> int:
     keep_to_cores(own_cores(context.config, arguments.name))
     limit_threads(context.config.placement.threads)
     keep_freed_memory()
-    asyncio.run(run_actor(context, arguments.name, stop))
+    with monitored(context, "actor", arguments.name) as (timed, monitor):
+        asyncio.run(run_actor(timed, arguments.name, stop, monitor))
     return 0
 
 

@@ -39,9 +39,11 @@ from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.actor_log import GroupLog
+from pipelinerl_core.roles.actor_watch import ActorWatch
 from pipelinerl_core.roles.finished import FinishedGroup, finished_group
 from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
 from pipelinerl_core.stream.segments import SegmentWriter
@@ -82,6 +84,7 @@ class Actor:
         name: str,
         epoch: int,
         link: Callable[[Callable[[], Register]], HubLink],
+        monitor: RoleMonitor | None = None,
     ) -> None:
         self._config = config
         self._engine = parts.engine
@@ -114,6 +117,8 @@ class Actor:
         self._pacer = Pacer(config.trainer.groups_per_step)
         self._paced_at = time.monotonic()
         self._process = psutil.Process()
+        monitor = monitor or RoleMonitor("actor", name, run_id)
+        self._watch = ActorWatch(monitor, parts.engine, epoch=epoch, is_current=self._is_current)
 
     async def run(self, stop: threading.Event) -> None:
         """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
@@ -124,7 +129,13 @@ class Actor:
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(loop)
-                    for loop in (self._swap_loop(), self._send_loop(), self._seal_loop(), self._log.run())
+                    for loop in (
+                        self._swap_loop(),
+                        self._send_loop(),
+                        self._seal_loop(),
+                        self._log.run(),
+                        self._watch.run(),
+                    )
                 ]
                 await self._sync_loop(tasks, stop)
                 if stop.is_set():  # whoever takes the open groups over finds all of them
@@ -150,6 +161,7 @@ class Actor:
                 await asyncio.to_thread(self._link.register_again)
                 continue
             assert isinstance(reply, SyncReply)
+            self._watch.heard(reply, self._unsent.qsize())
             self._take_versions(reply)
             self._engine.set_paused(reply.state == "pause")
             if reply.state == "drain":
@@ -243,6 +255,7 @@ class Actor:
         finally:
             self._tasks.pop(lease.lease_id, None)
         self._errors.add(rollouts)
+        self._watch.finished(rollouts)
         group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
         self._finished[lease.group_id, lease.attempt] = group
         self._segments.append(group.rows, group.ref)
@@ -271,6 +284,7 @@ class Actor:
 
     def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
         group.is_sent = True
+        self._watch.answered(answer)
         self._leases.pop(group.lease_id, None)
         if isinstance(answer, Refused):
             self._forget_refused(group, answer)
@@ -370,18 +384,7 @@ class Actor:
                 continue
             failures, self._unreadable = 0, -1
             self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
-            self._swaps.append(
-                SwapRecord(
-                    actor=self._name,
-                    actor_epoch=self._epoch,
-                    version=report.version,
-                    at=time.time(),
-                    pause_seconds=report.pause_seconds,
-                    num_bytes=report.num_bytes,
-                    num_running=report.num_running,
-                    num_tokens=self._engine.stats().num_tokens,
-                )
-            )
+            self._swaps.append(self._watch.swapped(report))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:

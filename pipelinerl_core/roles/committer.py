@@ -58,13 +58,22 @@ class Committer:
     """Commits computed steps one after the other; the first failure surfaces at the next call."""
 
     def __init__(
-        self, store: ObjectStore, config: RunConfig, *, run_id: str, epoch: EpochRecord, link: HubLink | None
+        self,
+        store: ObjectStore,
+        config: RunConfig,
+        *,
+        run_id: str,
+        epoch: EpochRecord,
+        link: HubLink | None,
+        committed: Callable[[Commit], None] = lambda commit: None,
     ) -> None:
+        """`committed` is told of every step once it is announced, on this object's thread."""
         self._store = store
         self._config = config
         self._run_id = run_id
         self._epoch = epoch
         self._link = link
+        self._committed = committed
         self._publisher = WeightPublisher(
             store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm"
         )
@@ -193,6 +202,7 @@ class Committer:
         self._announce(commit, computed.reserved, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
             self._announce_instead(self._broadcasts.deliver)
+        self._committed(commit)
         if computed.state is not None:
             prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
         return commit

@@ -10,6 +10,8 @@ from pipelinerl_core.records import RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
+RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
+"""How often the supervisor has started this role again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

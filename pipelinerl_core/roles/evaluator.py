@@ -21,9 +21,11 @@ from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.roles.actor_watch import beating
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.inference import build_codec, open_engine
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import configure_logging, die_with_parent, exit_codes, limit_threads
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
@@ -110,7 +112,9 @@ def find_commits(context: RunContext, version: str) -> list[Commit]:
     return [found[step] for step in sorted(found)]
 
 
-async def run(context: RunContext, version: str, enough: float | None = None) -> list[EvalRecord]:
+async def run(
+    context: RunContext, version: str, enough: float | None = None, monitor: RoleMonitor | None = None
+) -> list[EvalRecord]:
     """Evaluate what `version` names and write evals/<version>.json of each; returns the new records.
 
     One version is evaluated in any case. Of several, those with a record are left out, and the later ones once two of
@@ -119,7 +123,9 @@ async def run(context: RunContext, version: str, enough: float | None = None) ->
     commits = {commit.step: commit for commit in find_commits(context, version)}
     known = _known_accuracies(context) if names_several(version) else {}
     records: list[EvalRecord] = []
-    async with _evaluation(context.config, context.run_id) as evaluation:
+    monitor = monitor or RoleMonitor("evaluator", "evaluator", context.run_id)
+    async with _evaluation(context.config, context.run_id) as evaluation, beating(monitor, evaluation.engine):
+        monitor.ready_unless(lambda: "")
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             record = await evaluation.measure(context, commits[step])
             context.store.put(eval_key(record.version), record.model_dump_json().encode())
@@ -180,7 +186,8 @@ def main() -> int:
     configure_logging()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
-    records = asyncio.run(run(context, arguments.version, arguments.enough))
+    with monitored(context, "evaluator", f"evaluator-{arguments.version}") as (timed, monitor):
+        records = asyncio.run(run(timed, arguments.version, arguments.enough, monitor))
     for record in records:
         print(record.model_dump_json())  # noqa: T201
     return 0

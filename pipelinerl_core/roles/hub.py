@@ -5,12 +5,12 @@ It ends when the last step is committed or it is asked to, after telling the act
 """
 
 import argparse
-import ipaddress
 import logging
-import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import psutil
 
@@ -18,11 +18,13 @@ from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import HUB_KEY
+from pipelinerl_core.roles.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
 from pipelinerl_core.roles.history import take_epoch
 from pipelinerl_core.roles.hub_live import LiveRecord
 from pipelinerl_core.roles.hub_service import Hub
 from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
@@ -84,7 +86,7 @@ def start_hub(context: RunContext) -> Hub:
 class HubProcess:
     """A hub that serves: Flight server, ticks, hub.json."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, monitor: RoleMonitor | None = None) -> None:
         """Raises ConfigError without a token, PipelineRLError while another hub of the run lives."""
         if not context.token:
             raise ConfigError(
@@ -105,6 +107,7 @@ class HubProcess:
                 "set placement.hub_tls=true",
                 placement.hub_host,
             )
+        self._monitor = monitor or RoleMonitor("hub", "hub", context.run_id)
         self._beat_at = self._gave_back_at = 0.0
         self._process = psutil.Process()
         self._bytes_at_start = self._process.memory_info().rss
@@ -114,6 +117,7 @@ class HubProcess:
         self._server.start()
         self._beat("run", is_due=True)
         logger.info("listening at %s", self._server.url)
+        self._monitor.ready_unless(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
             self._beat("run")
@@ -143,8 +147,12 @@ class HubProcess:
             return
         self._beat_at = time.monotonic()
         self._limit_memory()
+        record = self._live.record(state)
+        self._monitor.beat(f"state {state}, step {record.live['step']}")
+        for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
+            self._monitor.metrics.set(name, value)
         try:
-            self._store.put(HUB_KEY, self._live.record(state).model_dump_json().encode())
+            self._store.put(HUB_KEY, record.model_dump_json().encode())
         except StoreError as error:
             logger.warning("%s not written: %s", HUB_KEY, error)
 
@@ -156,27 +164,10 @@ class HubProcess:
             give_back_freed_memory()
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this host can connect to an address; a name other than localhost counts as any other host's."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def reachable_url(url: str) -> str:
-    """The hub's URL as other hosts see it: a wildcard address is replaced by this host's."""
-    scheme, _, address = url.partition("://")
-    host, _, port = address.rpartition(":")
-    if host not in ("0.0.0.0", "[::]", "::"):
-        return url
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks the outgoing address
-            host = probe.getsockname()[0]
-        except OSError:
-            host = socket.gethostname()
-    return f"{scheme}://{host}:{port}"
+def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Gauge -> value, of what hub.json says."""
+    keys = {"hub_channel_groups": "ready", "hub_row_bytes": "row_bytes", "role_weight_version": "newest_version"}
+    return [(name, float(live[key])) for name, key in keys.items()]
 
 
 @exit_codes
@@ -192,9 +183,10 @@ def main() -> int:
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
     keep_freed_memory(_MAX_FREE_BYTES)
-    process = HubProcess(context)
-    freeze_startup_objects()
-    process.run(stop)
+    with monitored(context, "hub", "hub") as (timed, monitor):
+        process = HubProcess(timed, monitor)
+        freeze_startup_objects()
+        process.run(stop)
     return 0
 
 

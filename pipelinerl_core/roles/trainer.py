@@ -41,6 +41,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
@@ -51,6 +52,7 @@ from pipelinerl_core.roles.process import (
     limit_threads,
 )
 from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
+from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
@@ -89,6 +91,7 @@ class Trainer:
         epoch: EpochRecord,
         *,
         link: Callable[[Callable[[], Register]], HubLink] | None = None,
+        monitor: RoleMonitor | None = None,
     ) -> None:
         self._context = context
         self._config = context.config
@@ -99,9 +102,11 @@ class Trainer:
         self._reserved_step: int | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._link = (link or self._default_link)(self._registration)
+        self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id))
         self._committer = Committer(
-            context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link
-        )
+            context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link,
+            committed=self._watch.committed,
+        )  # fmt: skip
         self._checkpointed_at = time.monotonic()
         self._state_seconds = 0.0
         self._started_at = time.time()
@@ -115,6 +120,7 @@ class Trainer:
         if last >= 0:
             self._adopt(commits, last)
         self._link.connect()
+        self._watch.registered()
         try:
             if last < 0:
                 self._commit_initial()
@@ -133,6 +139,7 @@ class Trainer:
         restore(self._store, self._learner, commits, last)
         begun, start = self._learner.version, time.monotonic()
         for replayed in replay_steps(self._store, self._learner, commits, last):
+            self._watch.repeats(replayed.stats.step)
             if not replayed.weights_match:
                 raise ChecksumMismatch(
                     f"replay of step {replayed.stats.step} gives other weights than commit {commits[last]} recorded: "
@@ -192,6 +199,7 @@ class Trainer:
             return
         reserved, groups = found
         reserved_at = time.time()
+        self._watch.computes(step)
         assembled = assemble_rows(step, groups, self._config)
         batch = encode_batch(self._context.run_id, step, assembled.rows)
         upload = self._uploads.submit(self._upload, step, batch)
@@ -212,6 +220,7 @@ class Trainer:
             seconds=computed_at - self._started_at,
         )
         metrics["time/cpu_seconds"] = time.process_time()
+        self._watch.computed(step, rows, metrics)
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], stats.loss)
         self._committer.submit(
             ComputedStep(
@@ -260,6 +269,7 @@ class Trainer:
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
         reason, most_ready = "", 0
         while not stop.is_set():
+            self._watch.waits(step)
             answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
                 raise_refusal(answer)
@@ -351,14 +361,20 @@ def main() -> int:
     context = open_run(arguments.run)
     keep_to_cores(own_cores(context.config, "trainer"))
     limit_threads(context.config.placement.threads)
+    with monitored(context, "trainer", "trainer") as (timed, monitor):
+        train(timed, stop, monitor)
+    return 0
+
+
+def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:
+    """Load, or train again, what was committed, and go on from there."""
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
     learner = emulated_learner(build_learner(context.config), context.config)
-    trainer = Trainer(context, learner, epoch)
+    trainer = Trainer(context, learner, epoch, monitor=monitor)
     freeze_startup_objects()
     stop_when_drained(context.store, stop)
     trainer.run(commits, stop)
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, HubRecord
 from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, read_hub
 from pipelinerl_core.tracking.lengths import length_line, length_report
+from pipelinerl_core.tracking.targets import live_roles
 from pipelinerl_core.types import LengthTotals
 
 # Without a terminal: one line this often, for a log file.
@@ -89,6 +90,7 @@ def format_status(store: ObjectStore) -> str:
         lines.append(f"{name}: version {one['engine_version']}, {slots}")
     if status["hub"]:
         lines.append(f"hub: {status['hub']['url']}, last beat {status['hub']['silent_seconds']:.0f} s ago")
+    lines += [f"{one.name}: health and metrics at {one.url}" for one in live_roles(store)]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelinerl_core.tracking import measures
+from pipelinerl_core.tracking import measures, prometheus, role_metrics
 from pipelinerl_core.types import Outcome, StepStats, TrainingRow
 
 Writer = Literal["trainer", "tracker"]
@@ -307,7 +307,12 @@ def as_markdown() -> str:
             for spec in METRICS.values()
             if spec.writer == writer
         ]
-    return "\n".join(lines) + "\n"
+    lines += ["", "## For Prometheus", ""]
+    lines += ["From the page of a run (`pipelinerl status --web`, /metrics), with the label `run`:", ""]
+    lines += ["| name | label | meaning |", "| --- | --- | --- |"]
+    lines += [f"| `{name}` | {label} | {text} |" for name, label, text in prometheus.described()]
+    lines += ["", "From each role (its own /metrics); Prometheus knows run, role and name from /targets.json:", ""]
+    return "\n".join([*lines, *role_metrics.as_markdown()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -79,6 +79,17 @@ def metric_names() -> set[str]:
     return {*GAUGES, *ACTOR_GAUGES, *others}
 
 
+def described() -> list[tuple[str, str, str]]:
+    """(name, labels beside `run`, meaning) of every metric, for people."""
+    return [
+        *((name, "", text) for name, (_, text) in GAUGES.items()),
+        ("pipelinerl_state", "state", "1 for the state of the run."),
+        ("pipelinerl_hub_silent_seconds", "", "Since the last beat of the hub."),
+        *((name, "actor", text) for name, (_, text) in ACTOR_GAUGES.items()),
+        ("pipelinerl_tokens_total", "class", "Tokens by what became of them."),
+    ]
+
+
 def _gauge(name: str, text: str, labels: list[str], values: Iterable[tuple[list[str], float]]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=labels)
     for found, value in values:

@@ -5,6 +5,7 @@
 | /            | the page |
 | /status.json | the document of `pipelinerl status --json` |
 | /metrics     | the same for Prometheus |
+| /targets.json | where the roles of the run serve their own metrics, for Prometheus' http_sd_configs |
 | /healthz     | 200 while this server serves |
 
 It reads the run's objects and nothing else, so it can run anywhere and end at any time.
@@ -27,6 +28,7 @@ from pipelinerl_core.tracking.html import page_of
 from pipelinerl_core.tracking.live import status_line, status_of
 from pipelinerl_core.tracking.prometheus import CONTENT_TYPE, exposition
 from pipelinerl_core.tracking.samples import Decode
+from pipelinerl_core.tracking.targets import targets
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,10 @@ class LivePage:
                 self._status_at = time.monotonic()
             return self._status
 
+    def targets(self) -> list[dict[str, Any]]:
+        """Where the roles of the run serve metrics now. Raises StoreError."""
+        return targets(self._store)
+
     def page(self) -> str:
         """The page, made again if steps were committed since and it is time."""
         status = self.status()
@@ -119,6 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
             "/status.json": ("application/json", lambda: json.dumps(find_page().status()).encode()),
             "/metrics": (CONTENT_TYPE, lambda: exposition(find_page().status())),
+            "/targets.json": ("application/json", lambda: json.dumps(find_page().targets()).encode()),
             "/healthz": ("text/plain", lambda: b"ok\n"),
         }
         kind, make = answers.get(self.path.partition("?")[0], ("", None))

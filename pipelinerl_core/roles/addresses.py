@@ -1,0 +1,27 @@
+"""Addresses of what a role serves: who can reach them, and how other hosts name them."""
+
+import ipaddress
+import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can connect to an address; a name other than localhost counts as any other host's."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable_url(url: str) -> str:
+    """A server's URL as other hosts see it: a wildcard address is replaced by this host's."""
+    scheme, _, address = url.partition("://")
+    host, _, port = address.rpartition(":")
+    if host not in ("0.0.0.0", "[::]", "::"):
+        return url
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks the outgoing address
+            host = probe.getsockname()[0]
+        except OSError:
+            host = socket.gethostname()
+    return f"{scheme}://{host}:{port}"

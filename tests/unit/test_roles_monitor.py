@@ -1,0 +1,209 @@
+"""Health, readiness and metrics of a role: what is served, where that is written, and that a hang shows."""
+
+import asyncio
+import json
+import time
+import types
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.messages import SyncReply
+from pipelinerl_core.records import RoleRecord, RunRecord, role_key
+from pipelinerl_core.roles import actor_watch, monitor
+from pipelinerl_core.roles.actor_watch import ActorWatch
+from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.tracking.role_metrics import ALL_ROLES, ROLE_METRICS, RoleMetrics
+from pipelinerl_core.tracking.targets import live_roles, targets
+
+TOKEN = "the-token-of-the-run"
+
+
+def context(*overrides):
+    config = load_config("quickstart", overrides)
+    record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
+    return RunContext(store=MemoryStore(), record=record, config=config, token=TOKEN)
+
+
+def get(url, method="GET"):
+    try:
+        with urlopen(Request(url, method=method), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def record_of(store, role, name, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not store.exists(role_key(role, name)):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return RoleRecord.model_validate_json(store.get(role_key(role, name)))
+
+
+def samples(text):
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples  # labels come in the order of their names
+    }
+
+
+def test_a_role_is_found_through_its_record_and_gone_with_its_end():
+    run = context()
+    with monitored(run, "trainer", "trainer") as (timed, watched):
+        record = record_of(run.store, "trainer", "trainer")
+        assert record.url.startswith("http://127.0.0.1:")
+        assert get(f"{record.url}/healthz") == (200, "ok: starting\n")
+        assert get(f"{record.url}/readyz") == (503, "starting\n")
+        watched.beat("computing step 3")
+        watched.ready_unless(lambda: "")
+        assert get(f"{record.url}/readyz") == (200, "ready: computing step 3\n")
+        timed.store.put("a", b"x")
+        status, text = get(f"{record.url}/metrics")
+        found = samples(text)
+        assert status == 200
+        assert found["pipelinerl_role_info", "trainer", "trainer", "run-1"] == 1
+        assert found["pipelinerl_role_ready",] == 1
+        assert found["pipelinerl_store_seconds_count", "put"] == 1
+        assert "process_resident_memory_bytes" in text
+        assert TOKEN not in text
+        labels = {"run": "run-1", "role": "trainer", "name": "trainer", "host": record.host}
+        assert targets(run.store) == [{"targets": [record.url.removeprefix("http://")], "labels": labels}]
+    assert run.store.list("roles") == []
+    with pytest.raises(OSError, match="refused"):
+        urlopen(f"{record.url}/healthz", timeout=5)
+
+
+def test_nothing_but_get_and_the_three_paths_is_answered():
+    run = context()
+    with monitored(run, "hub", "hub"):
+        url = record_of(run.store, "hub", "hub").url
+        assert [get(f"{url}/metrics", method)[0] for method in ("POST", "PUT", "DELETE")] == [501, 501, 501]
+        assert [get(f"{url}{path}")[0] for path in ("/", "/debug", "/healthz/../metrics")] == [404, 404, 404]
+
+
+def test_a_main_loop_that_hangs_is_unhealthy_and_says_what_it_was_doing():
+    one = RoleMonitor("trainer", "trainer", healthy_seconds=0.05)
+    assert one.health()[0], "a start may take longer than a turn of the loop"
+    one.ready_unless(lambda: "")
+    one.beat("computing step 7")
+    assert one.health() == (True, "ok: computing step 7")
+    time.sleep(0.1)
+    is_healthy, line = one.health()
+    assert not is_healthy
+    assert "has not turned for 0 s" in line
+    assert line.endswith("computing step 7")
+    assert one.readiness() == (False, line)
+    assert samples(one.exposition().decode())["pipelinerl_role_healthy",] == 0
+
+
+class Engine:
+    """Has sequences, and samples only when told to."""
+
+    def __init__(self):
+        self.weight_version = 3
+        self.num_tokens = 0
+
+    def stats(self):
+        return types.SimpleNamespace(
+            running=4, waiting=1, kv_usage=0.5, num_tokens=self.num_tokens, num_steps=self.num_tokens
+        )
+
+
+def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
+    monkeypatch.setattr(actor_watch, "BEAT_SECONDS", 0.005)
+
+    async def main():
+        engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=0.1)
+        is_current = [False]
+        watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
+        assert one.readiness() == (False, "not registered at the hub yet")
+        watch.heard(SyncReply(re=1, boot_id="b"), num_unsent=2)
+        assert one.readiness() == (False, "the newest weights are not loaded yet")
+        is_current[0] = True
+        loop = asyncio.create_task(watch.run())
+        for _ in range(30):  # it samples
+            engine.num_tokens += 1
+            await asyncio.sleep(0.01)
+        assert one.readiness()[0]
+        await asyncio.sleep(0.2)  # it hangs, the event loop turns
+        assert one.health()[0] is False
+        watch.heard(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
+        await asyncio.sleep(0.05)
+        assert one.health()[0], "an engine that is paused has nothing to do"
+        loop.cancel()
+
+    asyncio.run(main())
+
+
+def test_without_a_host_nothing_is_served_or_written():
+    run = context("placement.metrics_host=")
+    with monitored(run, "hub", "hub"):
+        time.sleep(0.05)
+        assert run.store.list("roles") == []
+
+
+def test_roles_of_one_host_share_a_range_of_ports_and_a_wrong_address_is_one_line():
+    run = context()
+    with monitored(run, "hub", "hub"):
+        port = int(record_of(run.store, "hub", "hub").url.rpartition(":")[2])
+        beside = context(f"placement.metrics_port={port}")
+        with monitored(beside, "trainer", "trainer"):
+            assert int(record_of(beside.store, "trainer", "trainer").url.rpartition(":")[2]) > port
+    with (
+        pytest.raises(ConfigError, match=r"placement\.metrics_host=192\.0\.2\.1.*Set an address"),
+        monitored(context("placement.metrics_host=192.0.2.1"), "hub", "hub"),
+    ):
+        pass
+
+
+def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(monkeypatch):
+    store = MemoryStore()
+    dead = RoleRecord(
+        run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=0.0, beat=1000.0
+    )
+    store.put(role_key("actor", "a"), dead.model_dump_json().encode())
+    store.put(role_key("actor", "b"), b"{")
+    assert [one.name for one in live_roles(store, now=1060.0)] == ["a"]
+    assert live_roles(store, now=1130.0) == []
+
+
+def test_a_store_that_fails_is_counted_and_ends_no_role(monkeypatch):
+    monkeypatch.setattr(monitor, "RECORD_SECONDS", 0.01)
+    run = context()
+
+    def fail(*_, **__):
+        raise StoreError("503")
+
+    monkeypatch.setattr(run.store, "put", fail)
+    monkeypatch.setattr(run.store, "delete", fail)
+    with monitored(run, "hub", "hub") as (timed, watched):
+        with pytest.raises(StoreError):
+            timed.store.put("k", b"")
+        assert samples(watched.exposition().decode())["pipelinerl_store_errors_total", "put"] == 1
+
+
+def test_names_are_prometheus_names_and_labels_are_declared():
+    assert len({one.name for one in ROLE_METRICS}) == len(ROLE_METRICS)
+    for one in ROLE_METRICS:
+        assert (one.kind == "counter") == one.name.endswith("_total")
+        assert bool(one.label) == bool(one.values)
+        assert set(one.roles) <= set(ALL_ROLES)
+    with pytest.raises(KeyError, match="not declared"):
+        RoleMetrics("actor", "a", "r").add("actor_rollouts_total", label="rollout-17")
+    with pytest.raises(KeyError):
+        RoleMetrics("hub", "hub", "r").add("actor_rollouts_total", label="scored")
+
+
+def test_the_records_are_json_that_other_tools_read():
+    run = context()
+    with monitored(run, "hub", "hub"):
+        record_of(run.store, "hub", "hub")
+        assert json.loads(run.store.get("roles/hub-hub.json"))["format_version"] == 1
