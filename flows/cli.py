@@ -147,6 +147,23 @@ def status(
 
 
 @app.command()
+def logs(
+    run: Run = "latest",
+    role: Annotated[str, typer.Option(help="Only hub, trainer, actor (all of them), actor-1, evaluator, ...")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Show what the roles of a run have written on this host, and (--json) how many warnings and errors.
+
+    Examples: `pipelinerl logs`, `pipelinerl logs latest --role actor --follow`
+    """
+    url = _module("tasks.runs").locate_run(run, root)
+    _module("flows.show_logs").show(url, role, lines, keeps_on=follow, as_json=as_json)
+
+
+@app.command()
 def replay(
     run: Run,
     from_step: Annotated[int | None, typer.Option(help="First step; default the first of the run.")] = None,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.context import RunContext, log_directory
 from tasks.commands import guarded, role_command, role_environment
-from tasks.roles import log_directory
 from tasks.supervise import EXIT_CONFIG
 
 logger = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
     """Replay steps (0: the first, the last) of a run in a child process; PipelineRLError when a step differs."""
     steps = {"from-step": from_step, "to-step": to_step}
     arguments = {"run": run.store.url} | {name: str(step) for name, step in steps.items() if step}
-    log_path = log_directory(run) / "replay.log"
+    log_path = log_directory(run.store.url, run.run_id) / "replay.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
         process = subprocess.Popen(

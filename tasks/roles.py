@@ -1,19 +1,16 @@
 """The roles of a run as supervised children: command, environment, log file. Knows nothing of Prefect."""
 
-import os
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from threading import Event
 
 from pipelinerl_core.records import EvalRecord, parse_commit_key
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.context import RunContext, log_directory
 from pipelinerl_core.roles.control import wants_drain
 from pipelinerl_core.tracking.evaluations import ALL, names_several
 from pipelinerl_core.tracking.follow import RunFollower, read_hub
 from tasks.commands import role_command, role_environment
-from tasks.runs import is_live, local_directory
+from tasks.runs import is_live
 from tasks.supervise import STOP_SECONDS, RoleReport, supervise_role
 
 HUB_RETURN_SECONDS = 10.0
@@ -49,7 +46,8 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
     return supervise_role(
         role_command(role, {"run": run.store.url, **arguments}),
         env=role_environment(run.config.placement.threads, run.token),
-        log_path=log_directory(run) / f"{name}.log",
+        log_path=log_directory(run.store.url, run.run_id) / f"{name}.log",
+        max_log_bytes=run.config.tracking.log_bytes,
         max_restarts=run.config.placement.max_restarts,
         stop=stop,
         name=name,
@@ -95,11 +93,3 @@ def is_over(run: RunContext) -> bool:
         return True
     steps = [parse_commit_key(key)[0] for key in run.store.list("commits")]
     return max(steps, default=-1) >= run.config.trainer.steps
-
-
-def log_directory(run: RunContext) -> Path:
-    """Where the roles' output goes: beside the run's objects, or a temporary directory for a remote store."""
-    directory = local_directory(run.store.url)
-    if directory is not None:
-        return directory / "logs"
-    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}" / run.run_id / "logs"

@@ -18,6 +18,7 @@ from threading import Event
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
 from pipelinerl_core.roles.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
+from tasks.role_logs import RoleLog
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ EXIT_CONFIG = 2
 EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
 _TAIL_LINES = 15
-_TAIL_BYTES = 16_384
 
 
 class RoleFailed(PipelineRLError):
@@ -54,6 +54,9 @@ class RoleReport:
     stopped: bool
     """It was told to stop, rather than ending by itself."""
     log_path: Path
+    num_warnings: int
+    """In its log, all its lives together."""
+    num_errors: int
 
 
 def supervise_role(
@@ -64,6 +67,7 @@ def supervise_role(
     max_restarts: int,
     stop: Event,
     name: str,
+    max_log_bytes: int,
     ready_check: Callable[[], bool] | None = None,
     ready_seconds: float = READY_SECONDS,
     stop_seconds: float = STOP_SECONDS,
@@ -78,13 +82,13 @@ def supervise_role(
     Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed once it has
     failed more than `max_restarts` times within a short while each, with the last lines of its log.
     """
-    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()
     restarts = in_a_row = 0
     is_over = False
     while not is_over:
         started = time.monotonic()
-        life = _Life(command, {**env, RESTARTS_VARIABLE: str(restarts)}, log_path, name)
+        life = _Life(command, {**env, RESTARTS_VARIABLE: str(restarts)}, log, name)
         try:
             failure = life.watch(stop, ready_check, ready_seconds)
         finally:
@@ -103,6 +107,11 @@ def supervise_role(
         backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (in_a_row - 1), LAST_BACKOFF_SECONDS)
         logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, in_a_row, max_restarts, backoff)
         is_over = stop.wait(backoff)
+    digest = log.count()
+    logger.info(
+        "%s: ended after %.0f s and %d restarts; its log has %d warnings and %d errors",
+        name, time.monotonic() - begun, restarts, digest.num_warnings, digest.num_errors,
+    )  # fmt: skip
     return RoleReport(
         name=name,
         exit_code=life.exit_code,
@@ -110,6 +119,8 @@ def supervise_role(
         seconds=time.monotonic() - begun,
         stopped=stop.is_set(),
         log_path=log_path,
+        num_warnings=digest.num_warnings,
+        num_errors=digest.num_errors,
     )
 
 
@@ -125,21 +136,20 @@ def describe_exit(exit_code: int) -> str:
 class _Life:
     """One process of a role, from its start to its end."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: Path, name: str) -> None:
-        self.log_path = log_path
-        with log_path.open("ab") as log:
-            self._log_start = log.tell()
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: RoleLog, name: str) -> None:
+        self.log = log
+        with log.open() as stream:
             # Its own process group: the terminal's Ctrl-C reaches only us, and what it starts ends with it.
             self.process = subprocess.Popen(
                 guarded(command),
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=stream,
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
         self.exit_code = 0
-        logger.info("%s: started, pid %d, log %s", name, self.process.pid, log_path)
+        logger.info("%s: started, pid %d, log %s", name, self.process.pid, log.path)
 
     def watch(self, stop: Event, ready_check: Callable[[], bool] | None, ready_seconds: float) -> str | None:
         """Wait until it ends or is to end. Returns why it must be given up although it runs, if so."""
@@ -150,6 +160,7 @@ class _Life:
                 is_ready = ready_check()
                 if not is_ready and time.monotonic() > deadline:
                     return f"not ready within {ready_seconds:.0f} s"
+            self.log.rotate_if_large()
             stop.wait(POLL_SECONDS)
         return None
 
@@ -163,25 +174,17 @@ class _Life:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
 
-    def last_lines(self) -> list[str]:
-        """The end of what this process has written."""
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - _TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][-_TAIL_LINES:]
-
 
 def _raise_if_final(name: str, life: _Life, reason: str, restarts: int, max_restarts: int) -> None:
     """Raise unless a restart may help."""
-    lines = life.last_lines()
+    lines = life.log.last_lines(_TAIL_LINES)
     if life.exit_code == EXIT_CONFIG:
-        raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {life.log_path}")
+        raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {life.log.path}")
     if life.exit_code == EXIT_FENCED:
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
     if restarts >= max_restarts:
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
         raise RoleFailed(
             f"{name}: {reason}, after {restarts} restarts (placement.max_restarts={max_restarts}). "
-            f"Last lines of {life.log_path}:\n{tail}"
+            f"Last lines of {life.log.path}:\n{tail}"
         )

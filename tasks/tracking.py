@@ -20,12 +20,13 @@ from prefect.artifacts import (
 
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.context import RunContext, log_directory
 from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub
 from pipelinerl_core.tracking.live import LiveView
 from tasks.alarms import RUN_STALLED, Alarms
 from tasks.markdown import report_markdown
 from tasks.mlflow_runs import RunTracker, mlflow_link
+from tasks.role_logs import digest_rows
 from tasks.runs import MlflowRef
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class RunWatch:
         """Hand the last metrics to MLflow, with how the run ended, and close the view."""
         self._read()
         self._view.__exit__(kind, error, trace)
+        _quietly("table of logs", self._show_logs)
         was_stopped = kind is not None and not issubclass(kind, Exception)
         self._tracker.close("KILLED" if was_stopped else "FAILED" if kind else "FINISHED")
 
@@ -130,6 +132,12 @@ class RunWatch:
             self._progress = made if isinstance(made, UUID) else None
         else:
             update_progress_artifact(self._progress, percent)
+
+    def _show_logs(self) -> None:
+        """How many warnings and errors each role of this host has logged, and the last of them."""
+        rows = digest_rows(log_directory(self._run.store.url, self._run.run_id))
+        if rows:
+            create_table_artifact(rows, key=f"{self._run.run_id}-logs", description="logs of the roles of this host")
 
     def _show_link(self) -> None:
         record = self._run.record

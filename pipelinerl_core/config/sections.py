@@ -253,6 +253,10 @@ class TrackingConfig(Section):
     MLflow off."""
     experiment: str = "pipelinerl"
     """MLflow experiment."""
+    log_format: Literal["text", "json"] = "text"
+    """Lines of the roles' logs: text for people, or one JSON object each, with run, role, name, version and step."""
+    log_bytes: int = Field(64 << 20, ge=1 << 16)
+    """Largest size of the log of one role; its older half is in a file .1 beside it."""
 
     @property
     def chosen_uri(self) -> str:

@@ -22,7 +22,7 @@ class ActorWatch:
     def __init__(self, monitor: RoleMonitor, engine: Engine, *, epoch: int, is_current: Callable[[], bool]) -> None:
         """`is_current`: whether the newest weights, or some version after the initial one, are in the engine."""
         self._monitor = monitor
-        self._epoch = epoch
+        self._epoch = monitor.facts["epoch"] = epoch
         self._engine = engine
         self._is_current = is_current
         self._heard_at = 0.0
@@ -107,6 +107,7 @@ async def beating(
                 seen = grown
                 monitor.beat(f"{stats.running} sequences under version {engine.weight_version}")
                 monitor.metrics.set("role_weight_version", engine.weight_version)
+                monitor.facts["weight_version"] = engine.weight_version
             await asyncio.sleep(BEAT_SECONDS)
 
     task = asyncio.create_task(beat())

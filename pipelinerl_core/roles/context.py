@@ -1,7 +1,9 @@
 """What every role reads at its start: the run record, its configuration, and the token of the hub."""
 
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import ConfigError, MissingObject
@@ -27,6 +29,13 @@ class RunContext:
     def run_id(self) -> str:
         """Id of the run."""
         return self.record.run_id
+
+
+def log_directory(url: str, run_id: str) -> Path:
+    """Where the roles' output goes: beside the run's objects, or a temporary directory for a remote store."""
+    if url.startswith("file://"):
+        return Path(url.removeprefix("file://")) / "logs"
+    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}" / run_id / "logs"
 
 
 def open_run(url: str) -> RunContext:

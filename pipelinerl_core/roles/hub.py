@@ -149,6 +149,7 @@ class HubProcess:
         self._limit_memory()
         record = self._live.record(state)
         self._monitor.beat(f"state {state}, step {record.live['step']}")
+        self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
         for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
             self._monitor.metrics.set(name, value)
         try:

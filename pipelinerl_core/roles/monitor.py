@@ -21,6 +21,7 @@ from pipelinerl_core.records import RoleRecord, role_key
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.context import RESTARTS_VARIABLE, RunContext
 from pipelinerl_core.roles.observed_store import ObservedStore
+from pipelinerl_core.tracking.log_lines import RoleFormatter
 from pipelinerl_core.tracking.role_metrics import RoleMetrics
 from pipelinerl_core.tracking.role_server import RoleServer
 
@@ -39,6 +40,8 @@ class RoleMonitor:
         self.role, self.name, self.run_id = role, name, run_id
         self.metrics = RoleMetrics(role, name, run_id)
         self._healthy_seconds = healthy_seconds
+        self.facts: dict[str, int] = {}
+        """What a line of the log says of the moment: epoch, weight_version, step."""
         self._phase = "starting"
         self._beat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
@@ -85,6 +88,7 @@ def monitored(context: RunContext, role: str, name: str) -> Iterator[tuple[RunCo
     """
     placement = context.config.placement
     monitor = RoleMonitor(role, name, context.run_id, healthy_seconds=placement.healthy_seconds)
+    log_as(monitor, context.config.tracking.log_format, context.token)
     timed = replace(context, store=ObservedStore(context.store, monitor.metrics))
     if not placement.metrics_host:
         yield timed, monitor
@@ -98,6 +102,14 @@ def monitored(context: RunContext, role: str, name: str) -> Iterator[tuple[RunCo
         done.set()
         keeper.join(timeout=1.0)  # a store that does not answer must not hold up the exit; the record grows old then
         server.close()
+
+
+def log_as(monitor: RoleMonitor, form: str, token: str) -> None:
+    """From here on every line of this process has this form, text or json, and no secret in it."""
+    identity = {"run": monitor.run_id, "role": monitor.role, "name": monitor.name}
+    formatter = RoleFormatter(as_json=form == "json", identity=identity, facts=monitor.facts, secrets=(token,))
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
 
 
 def _shown_url(server: RoleServer, placement: PlacementConfig) -> str:

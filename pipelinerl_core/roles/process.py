@@ -15,6 +15,8 @@ from types import FrameType
 import pyarrow as pa
 
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.tracking.log_lines import RoleFormatter
+from pipelinerl_core.tracking.redact import redact_text
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +107,9 @@ def freeze_startup_objects() -> None:
 
 def configure_logging(level: int = logging.INFO) -> None:
     """One line per event to stderr."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RoleFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
@@ -129,7 +128,7 @@ def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
             failures = list(_flat(group))
             for failure in failures:
                 kind = "" if isinstance(failure, ConfigError) else f"{type(failure).__name__}: "
-                print(f"{kind}{failure}", file=sys.stderr)  # noqa: T201
+                print(redact_text(f"{kind}{failure}"), file=sys.stderr)  # noqa: T201
             code = max(_EXIT_CODES.get(type(failure), 1) for failure in failures)
         return code
 

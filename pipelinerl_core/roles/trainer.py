@@ -102,7 +102,7 @@ class Trainer:
         self._reserved_step: int | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._link = (link or self._default_link)(self._registration)
-        self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id))
+        self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id), epoch.epoch)
         self._committer = Committer(
             context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link,
             committed=self._watch.committed,

@@ -19,8 +19,9 @@ _OF_STEP = {
 class TrainerWatch:
     """Called by the trainer's main loop, and `committed` by the thread that commits."""
 
-    def __init__(self, monitor: RoleMonitor) -> None:
+    def __init__(self, monitor: RoleMonitor, epoch: int) -> None:
         self._monitor = monitor
+        monitor.facts["epoch"] = epoch
         self._checkpoint_at = time.monotonic()
         self._checkpoint_step = -1
         monitor.metrics.ask("trainer_checkpoint_age_seconds", lambda: time.monotonic() - self._checkpoint_at)
@@ -32,6 +33,7 @@ class TrainerWatch:
 
     def waits(self, step: int) -> None:
         """It asks for the groups of a step, again and again."""
+        self._monitor.facts.update(step=step, weight_version=step - 1)
         self._monitor.beat(f"waiting for the groups of step {step}")
 
     def computes(self, step: int) -> None:

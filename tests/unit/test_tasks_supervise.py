@@ -23,6 +23,7 @@ def _short_waits(monkeypatch):
 
 def run(tmp_path: Path, program: str, *, max_restarts: int = 2, **options) -> RoleReport:
     options.setdefault("stop", threading.Event())
+    options.setdefault("max_log_bytes", 1 << 20)
     return supervise_role(
         [sys.executable, "-I", "-S", "-c", program, str(tmp_path)],
         env=dict(os.environ),

@@ -1,0 +1,39 @@
+"""`pipelinerl logs`: what the roles of a run have written on this host."""
+
+from typing import Any
+
+from flows.console import answer, say
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.roles.context import log_directory, open_run
+from tasks.role_logs import digest_rows, follow, log_files, tail
+
+
+def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) -> None:
+    """Print the last lines of each log, then, if it keeps on, those that follow until Ctrl-C. Raises ConfigError."""
+    if keeps_on and as_json:
+        raise ConfigError(
+            "--follow does not end, --json is one document. Set tracking.log_format=json for JSON lines"
+        )
+    run = open_run(url)
+    directory = log_directory(run.store.url, run.run_id)
+    files = log_files(directory, role)
+    last = {name: tail(path, num_lines) for name, path in files.items()}
+    digests = {row["role"]: row for row in digest_rows(directory)}
+    document: dict[str, Any] = {
+        "run_id": run.run_id,
+        "directory": str(directory),
+        "roles": {name: {**digests[name], "last_lines": lines} for name, lines in last.items()},
+    }
+    answer(document, [shown(name, line) for name, lines in last.items() for line in lines], as_json=as_json)
+    if not keeps_on:
+        return
+    try:
+        for name, line in follow(directory, role):
+            answer(None, [shown(name, line)], as_json=False)
+    except KeyboardInterrupt:
+        say("the run goes on")
+
+
+def shown(name: str, line: str) -> str:
+    """A line with the name of its role in front; a JSON line has that inside."""
+    return line if line.startswith("{") else f"{name} | {line}"

@@ -1,0 +1,200 @@
+"""Logs of roles: their form, their size, what is counted in them, and how they are read."""
+
+import io
+import json
+import logging
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from flows import show_logs
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.roles.monitor import RoleMonitor, log_as
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from pipelinerl_core.tracking.log_lines import RoleFormatter, level_of
+from tasks import role_logs
+from tasks.role_logs import RoleLog, digest_rows, follow, log_files, tail
+from tasks.supervise import RoleFailed, supervise_role
+
+SECRET = "S3cretTokenOfTheRun"
+
+
+def logged(formatter, log):
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logger = logging.Logger("pipelinerl_core.roles.trainer")
+    logger.addHandler(handler)
+    log(logger)
+    return stream.getvalue()
+
+
+def failing(logger):
+    try:
+        raise ValueError(f"bad token {SECRET}")
+    except ValueError:
+        logger.exception("step failed at %s", "https://user:pass@host/x")
+
+
+def test_a_json_line_says_who_when_where_and_no_secret():
+    facts = {"epoch": 4}
+    identity = {"run": "r-1", "role": "trainer", "name": "trainer"}
+    formatter = RoleFormatter(as_json=True, identity=identity, facts=facts, secrets=(SECRET, ""))
+    facts["step"] = 7
+    (line,) = logged(formatter, failing).splitlines()
+    found = json.loads(line)
+    assert found["time"][10] == "T"
+    assert found["time"].endswith("Z")
+    assert {**identity, "epoch": 4, "step": 7, "level": "ERROR"}.items() <= found.items()
+    assert found["message"] == "step failed at https://[redacted]@host/x"
+    assert "ValueError: bad token [redacted]" in found["exception"]
+    assert SECRET not in line
+    assert level_of(line) == "ERROR"
+
+
+def test_a_text_line_is_as_it_was_without_secrets():
+    text = logged(RoleFormatter(secrets=(SECRET,)), lambda log: log.warning("token %s, max_tokens 80", SECRET))
+    assert text.endswith(" WARNING pipelinerl_core.roles.trainer: token [redacted], max_tokens 80\n")
+    assert level_of(text) == "WARNING"
+
+
+def test_the_form_of_a_role_is_taken_from_its_configuration(capsys):
+    root = logging.getLogger()
+    before, handler = root.handlers[:], logging.StreamHandler(sys.stderr)
+    root.handlers[:] = [handler]
+    try:
+        monitor = RoleMonitor("hub", "hub", "r-1")
+        monitor.facts["step"] = 3
+        log_as(monitor, "json", SECRET)
+        root.warning("told %s", SECRET)
+    finally:
+        root.handlers[:] = before
+    found = json.loads(capsys.readouterr().err)
+    assert (found["run"], found["role"], found["step"], found["message"]) == ("r-1", "hub", 3, "told [redacted]")
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        ("2026-11-21 03:00:00,123 ERROR pipelinerl_core: x", "ERROR"),
+        ("(EngineCore pid=12) WARNING 11-21 03:00:00 [core.py:1] slow", "WARNING"),
+        ("Traceback (most recent call last):", "ERROR"),
+        ("an ERROR in the middle of a sentence", ""),
+        ("INFO: hello", ""),
+    ],
+)
+def test_the_level_of_a_line_is_read_from_its_form(line, level):
+    assert level_of(line) == level
+
+
+def write(path, number, level="INFO", start=0):
+    with path.open("a") as log:
+        for index in range(start, start + number):
+            log.write(f"2026-11-21 03:00:00,000 {level} role: line {index:06d}\n")
+
+
+def test_a_log_is_cut_while_it_is_written_and_every_line_is_counted(tmp_path):
+    log = RoleLog(tmp_path / "actor-0.log", 4000)
+    with log.open() as stream:  # the child's descriptor, which stays open through the cuts
+        for index in range(1000):
+            stream.write(f"2026-11-21 03:00:00,000 {'WARNING' if index % 10 == 0 else 'INFO'} r: {index}\n".encode())
+            stream.flush()
+            log.rotate_if_large()
+            assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4200
+    digest = log.count()
+    assert (digest.num_lines, digest.num_warnings, digest.num_errors) == (1000, 100, 0)
+    assert digest.last_problem.endswith("r: 990")
+    assert log.last_lines(1)[0].endswith("r: 999")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["actor-0.log", "actor-0.log.1"]
+
+
+def test_what_an_earlier_start_wrote_is_counted_by_that_start(tmp_path):
+    path = tmp_path / "hub.log"
+    write(path, 5, "ERROR")
+    log = RoleLog(path, 1 << 20)
+    with log.open():
+        write(path, 2, "WARNING")
+    assert (log.count().num_warnings, log.count().num_errors) == (2, 0)
+    (row,) = digest_rows(tmp_path)
+    assert (row["role"], row["lines"], row["warnings"], row["errors"]) == ("hub", 7, 2, 5)
+
+
+def test_a_supervised_role_that_writes_too_much_stays_small_and_is_quoted_without_secrets(tmp_path):
+    program = (
+        "import sys, time\n"
+        "for index in range(40):\n"
+        "    print('x' * 99, flush=True); time.sleep(0.002 * (index % 20 == 0) + 0.25 * (index == 20))\n"
+        "print('2026-11-21 03:00:00,000 ERROR r: see https://u:pw@host'); sys.exit(7)"
+    )
+    path = tmp_path / "logs" / "role.log"
+    with pytest.raises(RoleFailed, match=r"see https://\[redacted\]@host") as caught:
+        supervise_role(
+            [sys.executable, "-I", "-S", "-c", program], env=dict(os.environ), log_path=path, max_restarts=0,
+            stop=threading.Event(), name="role", max_log_bytes=2000,
+        )  # fmt: skip
+    assert "pw@" not in str(caught.value)
+    assert path.with_name("role.log.1").exists()
+
+
+def test_roles_are_chosen_by_name_or_kind(tmp_path):
+    for name in ("actor-0", "actor-1", "hub"):
+        write(tmp_path / f"{name}.log", 1)
+    assert list(log_files(tmp_path, "actor")) == ["actor-0", "actor-1"]
+    assert list(log_files(tmp_path, "actor-1")) == ["actor-1"]
+    with pytest.raises(ConfigError, match=r"--role act: no log of it.*actor-0, actor-1, hub"):
+        log_files(tmp_path, "act")
+    with pytest.raises(ConfigError, match="no logs at"):
+        log_files(tmp_path / "nowhere")
+
+
+def test_the_tail_is_the_last_lines_and_reads_no_more_than_it_must(tmp_path, monkeypatch):
+    monkeypatch.setattr(role_logs, "TAIL_BYTES", 200)
+    write(tmp_path / "hub.log", 1000)
+    assert [line[-6:] for line in tail(tmp_path / "hub.log", 2)] == ["000998", "000999"]
+    assert tail(tmp_path / "hub.log", 0) == []
+
+
+def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path):
+    write(tmp_path / "hub.log", 3)
+    found = follow(tmp_path, pause_seconds=0.01)
+
+    def later():
+        time.sleep(0.05)
+        with (tmp_path / "hub.log").open("a") as log:
+            log.write("2026 half")
+            log.flush()
+            time.sleep(0.05)
+            log.write(" and half\n")
+        time.sleep(0.05)
+        os.truncate(tmp_path / "hub.log", 0)
+        write(tmp_path / "hub.log", 1, start=7)
+        write(tmp_path / "actor-0.log", 1)
+
+    writer = threading.Thread(target=later)
+    writer.start()
+    lines = [next(found) for _ in range(3)]
+    writer.join()
+    assert lines[0] == ("hub", "2026 half and half")
+    assert {(name, line[-6:]) for name, line in lines[1:]} == {("hub", "000007"), ("actor-0", "000000")}
+
+
+def test_the_command_prints_each_line_with_its_role_or_one_document(tmp_path, capsys):
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    logs = tmp_path / "r-1" / "logs"
+    logs.mkdir()
+    write(logs / "hub.log", 30)
+    write(logs / "trainer.log", 1, "WARNING")
+    url = f"file://{tmp_path}/r-1"
+    show_logs.show(url, "", 2, keeps_on=False, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["hub", "hub", "trainer"]
+    show_logs.show(url, "trainer", 2, keeps_on=False, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["roles"]) == ["trainer"]
+    assert document["roles"]["trainer"]["warnings"] == 1
+    with pytest.raises(ConfigError, match="--follow does not end"):
+        show_logs.show(url, "", 2, keeps_on=True, as_json=True)
