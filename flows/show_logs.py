@@ -36,4 +36,4 @@ def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) 
 
 def shown(name: str, line: str) -> str:
     """A line with the name of its role in front; a JSON line has that inside."""
-    return line if line.startswith("{") else f"{name} | {line}"
+    return line if line.startswith('{"time": ') else f"{name} | {line}"

@@ -108,7 +108,8 @@ def supervise_role(
         logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, in_a_row, max_restarts, backoff)
         is_over = stop.wait(backoff)
     digest = log.count()
-    logger.info(
+    logger.log(
+        logging.WARNING if digest.num_errors else logging.INFO,
         "%s: ended after %.0f s and %d restarts; its log has %d warnings and %d errors",
         name, time.monotonic() - begun, restarts, digest.num_warnings, digest.num_errors,
     )  # fmt: skip

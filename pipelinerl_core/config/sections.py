@@ -257,6 +257,11 @@ class TrackingConfig(Section):
     """Lines of the roles' logs: text for people, or one JSON object each, with run, role, name, version and step."""
     log_bytes: int = Field(64 << 20, ge=1 << 16)
     """Largest size of the log of one role; its older half is in a file .1 beside it."""
+    traces: Literal["none", "file", "otlp"] = "none"
+    """OpenTelemetry spans from lease to optimizer step: file: JSON lines beside the logs; otlp: to the collector that
+    the variables OTEL_EXPORTER_OTLP_* name."""
+    trace_share: float = Field(0.01, ge=0, le=1)
+    """Share of the groups that is traced, the same ones in every role; steps are traced all."""
 
     @property
     def chosen_uri(self) -> str:

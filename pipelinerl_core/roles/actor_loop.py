@@ -250,12 +250,13 @@ class Actor:
     # ---- groups ----------------------------------------------------------------------------------------------
 
     async def _work(self, lease: Lease) -> None:
+        leased_at = time.time()
         try:
             rollouts = await self._runner.run(lease, await self._log.taken(lease))
         finally:
             self._tasks.pop(lease.lease_id, None)
         self._errors.add(rollouts)
-        self._watch.finished(rollouts)
+        self._watch.finished(lease, rollouts, leased_at)
         group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
         self._finished[lease.group_id, lease.attempt] = group
         self._segments.append(group.rows, group.ref)
@@ -284,7 +285,7 @@ class Actor:
 
     def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
         group.is_sent = True
-        self._watch.answered(answer)
+        self._watch.answered(group.ref, answer)
         self._leases.pop(group.lease_id, None)
         if isinstance(answer, Refused):
             self._forget_refused(group, answer)

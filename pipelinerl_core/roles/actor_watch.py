@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from pipelinerl_core.interfaces import Engine
-from pipelinerl_core.messages import Answer, Refused, SyncReply
+from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.monitor import RoleMonitor
-from pipelinerl_core.types import Rollout, SwapReport
+from pipelinerl_core.roles.tracing import ActorTraces
+from pipelinerl_core.types import GroupRef, Rollout, SwapReport, WeightManifest
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
@@ -27,6 +28,9 @@ class ActorWatch:
         self._is_current = is_current
         self._heard_at = 0.0
         self._heard_of: dict[int, float] = {}
+        self._manifest: WeightManifest | None = None
+        tracer = monitor.tracer
+        self._traces = None if tracer is None else ActorTraces(tracer, monitor.name, epoch)
         self._is_paused = False
         monitor.ready_unless(self.why_not_ready)
 
@@ -56,10 +60,13 @@ class ActorWatch:
         self._is_paused = reply.state == "pause"
         self._monitor.metrics.set("actor_unsent_groups", num_unsent)
         if reply.manifest is not None and reply.manifest.version > self._engine.weight_version:
+            self._manifest = reply.manifest
             self._heard_of.setdefault(reply.manifest.version, self._heard_at)
 
-    def finished(self, rollouts: Sequence[Rollout]) -> None:
-        """The rollouts of a group have ended."""
+    def finished(self, lease: Lease, rollouts: Sequence[Rollout], leased_at: float) -> None:
+        """The rollouts of a lease have ended; it came at `leased_at`, Unix seconds."""
+        if self._traces is not None:
+            self._traces.finished(lease, rollouts, leased_at, time.time())
         metrics = self._monitor.metrics
         for rollout in rollouts:
             metrics.add("actor_rollouts_total", label=str(rollout.outcome.value))
@@ -67,20 +74,21 @@ class ActorWatch:
             metrics.observe("actor_generation_seconds", max(0.0, rollout.finished_at - rollout.started_at))
             metrics.observe("actor_scoring_seconds", max(0.0, rollout.scored_at - rollout.finished_at))
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, ref: GroupRef, answer: Answer) -> None:
         """The hub has answered a group."""
         known = answer.code if isinstance(answer, Refused) else "accepted"
         label = known if known in ("accepted", "stale_lease") else "other"
         self._monitor.metrics.add("actor_groups_total", label=label)
+        if self._traces is not None:
+            self._traces.answered((ref.group_id, ref.attempt), known, time.time())
 
     def swapped(self, report: SwapReport) -> SwapRecord:
         """New weights are in the engine; what the hub is told of it."""
         self._monitor.metrics.observe("actor_swap_pause_seconds", report.pause_seconds)
-        heard_at = self._heard_of.get(report.version)
-        if heard_at is not None:
-            self._monitor.metrics.observe("actor_weight_update_seconds", time.monotonic() - heard_at)
+        took_seconds = time.monotonic() - self._heard_of.get(report.version, time.monotonic())
+        self._monitor.metrics.observe("actor_weight_update_seconds", took_seconds)
         self._heard_of = {version: at for version, at in self._heard_of.items() if version > report.version}
-        return SwapRecord(
+        swap = SwapRecord(
             actor=self._monitor.name,
             actor_epoch=self._epoch,
             version=report.version,
@@ -90,6 +98,10 @@ class ActorWatch:
             num_running=report.num_running,
             num_tokens=self._engine.stats().num_tokens,
         )
+        if self._traces is not None:
+            is_known = self._manifest is not None and self._manifest.version == swap.version
+            self._traces.swapped(swap, self._manifest if is_known else None, swap.at - took_seconds)
+        return swap
 
 
 @asynccontextmanager

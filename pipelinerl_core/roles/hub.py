@@ -108,6 +108,7 @@ class HubProcess:
                 placement.hub_host,
             )
         self._monitor = monitor or RoleMonitor("hub", "hub", context.run_id)
+        self._monitor.facts["epoch"] = int(self.hub.boot_id.partition("-")[0])
         self._beat_at = self._gave_back_at = 0.0
         self._process = psutil.Process()
         self._bytes_at_start = self._process.memory_info().rss

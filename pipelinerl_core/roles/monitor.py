@@ -21,9 +21,11 @@ from pipelinerl_core.records import RoleRecord, role_key
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.context import RESTARTS_VARIABLE, RunContext
 from pipelinerl_core.roles.observed_store import ObservedStore
+from pipelinerl_core.roles.tracing import build_tracer
 from pipelinerl_core.tracking.log_lines import RoleFormatter
 from pipelinerl_core.tracking.role_metrics import RoleMetrics
 from pipelinerl_core.tracking.role_server import RoleServer
+from pipelinerl_core.tracking.traces import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class RoleMonitor:
         self._healthy_seconds = healthy_seconds
         self.facts: dict[str, int] = {}
         """What a line of the log says of the moment: epoch, weight_version, step."""
+        self.tracer: Tracer | None = None
+        """With tracking.traces."""
         self._phase = "starting"
         self._beat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
@@ -86,18 +90,28 @@ def monitored(context: RunContext, role: str, name: str) -> Iterator[tuple[RunCo
 
     Raises ConfigError when placement.metrics_host cannot be served. With an empty one nothing is served or recorded.
     """
-    placement = context.config.placement
-    monitor = RoleMonitor(role, name, context.run_id, healthy_seconds=placement.healthy_seconds)
+    monitor = RoleMonitor(role, name, context.run_id, healthy_seconds=context.config.placement.healthy_seconds)
     log_as(monitor, context.config.tracking.log_format, context.token)
-    timed = replace(context, store=ObservedStore(context.store, monitor.metrics))
+    monitor.tracer = build_tracer(context, role, name)
+    try:
+        with _served(context, monitor):
+            yield replace(context, store=ObservedStore(context.store, monitor.metrics)), monitor
+    finally:
+        if monitor.tracer is not None:
+            monitor.tracer.close()
+
+
+@contextmanager
+def _served(context: RunContext, monitor: RoleMonitor) -> Iterator[None]:
+    placement = context.config.placement
     if not placement.metrics_host:
-        yield timed, monitor
+        yield
         return
     server = RoleServer(monitor, placement.metrics_host, placement.metrics_port)
     done = threading.Event()
     keeper = _keep_record(context.store, monitor, _shown_url(server, placement), done)
     try:
-        yield timed, monitor
+        yield
     finally:
         done.set()
         keeper.join(timeout=1.0)  # a store that does not answer must not hold up the exit; the record grows old then

@@ -220,7 +220,7 @@ class Trainer:
             seconds=computed_at - self._started_at,
         )
         metrics["time/cpu_seconds"] = time.process_time()
-        self._watch.computed(step, rows, metrics)
+        self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], stats.loss)
         self._committer.submit(
             ComputedStep(

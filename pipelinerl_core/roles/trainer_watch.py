@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pipelinerl_core.records import Commit
 from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.tracing import TrainerTraces
 from pipelinerl_core.types import TrainingRow
 
 # Gauge -> metric of the step.
@@ -22,6 +23,7 @@ class TrainerWatch:
     def __init__(self, monitor: RoleMonitor, epoch: int) -> None:
         self._monitor = monitor
         monitor.facts["epoch"] = epoch
+        self._traces = None if monitor.tracer is None else TrainerTraces(monitor.tracer, epoch)
         self._checkpoint_at = time.monotonic()
         self._checkpoint_step = -1
         monitor.metrics.ask("trainer_checkpoint_age_seconds", lambda: time.monotonic() - self._checkpoint_at)
@@ -44,8 +46,15 @@ class TrainerWatch:
         """A recorded step was trained again."""
         self._monitor.beat(f"trained step {step} again from its batch")
 
-    def computed(self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float]) -> None:
-        """A step has been computed from these rows, with these metrics of tracking/metrics.py."""
+    def computed(
+        self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]
+    ) -> None:
+        """A step has been computed from these rows, with these metrics of tracking/metrics.py.
+
+        times: when it began to wait, had its groups, and had computed, in Unix seconds.
+        """
+        if self._traces is not None:
+            self._traces.computed(step, rows, metrics, times)
         self._monitor.beat(f"step {step} is computed")
         exported = self._monitor.metrics
         exported.set("role_weight_version", step)
@@ -62,6 +71,8 @@ class TrainerWatch:
     def committed(self, commit: Commit) -> None:
         """A step is committed and announced."""
         self._monitor.metrics.observe("trainer_commit_seconds", commit.metrics.get("time/commit_seconds", 0.0))
+        if self._traces is not None:
+            self._traces.committed(commit)
         checkpoint = commit.checkpoint
         if checkpoint is not None and checkpoint.step > self._checkpoint_step:
             self._checkpoint_step, self._checkpoint_at = checkpoint.step, time.monotonic()

@@ -1,10 +1,24 @@
-"""Prometheus' own tool reads our configuration, and tests our alerts."""
+"""Prometheus' own tool reads our configuration, and tests our alerts; Prometheus finds the roles of a run."""
 
+import json
 import shutil
+import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.records import RunRecord
+from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.roles.monitor import monitored
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from pipelinerl_core.tracking.web import LivePage, build_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -31,3 +45,63 @@ def test_the_tool_accepts_it(promtool, arguments):
         [promtool, *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def ask(port, path):
+    try:
+        with urlopen(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=5) as answer:
+            return json.loads(answer.read())["data"]
+    except (URLError, OSError):  # it is starting
+        return {}
+
+
+def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, tmp_path):
+    store = MemoryStore()
+    write_run(store, Shape(steps=3))
+    run = RunContext(
+        store=store,
+        record=RunRecord.model_validate_json(store.get("run.json")),
+        config=load_config("quickstart"),
+        token="t",
+    )
+    page = LivePage(store, None)
+    server = build_server(lambda: page, "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    text = (PROMETHEUS / "prometheus.yml").read_text()
+    for shipped, here in (
+        ("localhost:9464", f"127.0.0.1:{server.server_address[1]}"),
+        ("15s", "1s"),
+        ("- alerts.yml", f"- {PROMETHEUS / 'alerts.yml'}"),
+    ):
+        assert shipped in text
+        text = text.replace(shipped, here)
+    (tmp_path / "prometheus.yml").write_text(text)
+    port = free_port()
+    command = [
+        "prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--web.listen-address=127.0.0.1:{port}",
+        f"--storage.tsdb.path={tmp_path / 'data'}",
+    ]  # fmt: skip
+    with monitored(run, "trainer", "trainer") as (_, monitor):
+        monitor.beat("computing step 3")
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while not (found := ask(port, "query?query=pipelinerl_role_healthy").get("result")):
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        finally:
+            process.kill()
+            process.wait(timeout=10)
+            server.shutdown()
+            server.server_close()
+    (series,) = found
+    assert series["value"][1] == "1"
+    labels = series["metric"]
+    assert (labels["run"], labels["role"], labels["name"]) == (run.run_id, "trainer", "trainer")
+    assert labels["job"] == "pipelinerl-roles"
