@@ -10,7 +10,7 @@ from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.tracing import ActorTraces
-from pipelinerl_core.types import GroupRef, Rollout, SwapReport, WeightManifest
+from pipelinerl_core.types import GroupRef, Outcome, Rollout, SwapReport, WeightManifest
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
@@ -68,11 +68,15 @@ class ActorWatch:
         if self._traces is not None:
             self._traces.finished(lease, rollouts, leased_at, time.time())
         metrics = self._monitor.metrics
-        for rollout in rollouts:
-            metrics.add("actor_rollouts_total", label=str(rollout.outcome.value))
-            metrics.add("actor_tokens_total", rollout.num_tokens)
-            metrics.observe("actor_generation_seconds", max(0.0, rollout.finished_at - rollout.started_at))
-            metrics.observe("actor_scoring_seconds", max(0.0, rollout.scored_at - rollout.finished_at))
+        num_errors = sum(rollout.outcome is Outcome.ERROR for rollout in rollouts)
+        metrics.add("actor_rollouts_total", len(rollouts) - num_errors, "scored")
+        metrics.add("actor_rollouts_total", num_errors, "error")
+        metrics.add("actor_tokens_total", sum(rollout.num_tokens for rollout in rollouts))
+        # Per group, not per rollout: thousands of rollouts a second end on a thread that also decodes.
+        generation = max((rollout.finished_at - rollout.started_at for rollout in rollouts), default=0.0)
+        scoring = max((rollout.scored_at - rollout.finished_at for rollout in rollouts), default=0.0)
+        metrics.observe("actor_generation_seconds", max(0.0, generation))
+        metrics.observe("actor_scoring_seconds", max(0.0, scoring))
 
     def answered(self, ref: GroupRef, answer: Answer) -> None:
         """The hub has answered a group."""

@@ -63,8 +63,8 @@ class TrainerWatch:
         for name, key in _OF_STEP.items():
             if key in metrics:
                 exported.set(name, metrics[key])
+        exported.add("trainer_tokens_total", sum(row.rollout.num_tokens for row in rows))
         for row in rows:
-            exported.add("trainer_tokens_total", row.rollout.num_tokens)
             oldest = min((span.version for span in row.rollout.weight_spans), default=step - 1)
             exported.observe("trainer_lag_steps", step - 1 - oldest)
 

@@ -7,16 +7,18 @@ import os
 import sys
 import threading
 import time
+from unittest.mock import MagicMock
 
 import pytest
 
 from flows import show_logs
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.monitor import RoleMonitor, log_as
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.tracking.log_lines import RoleFormatter, level_of
-from tasks import role_logs
+from tasks import role_logs, tracking
 from tasks.role_logs import RoleLog, digest_rows, follow, log_files, tail
 from tasks.supervise import RoleFailed, supervise_role
 
@@ -198,3 +200,17 @@ def test_the_command_prints_each_line_with_its_role_or_one_document(tmp_path, ca
     assert document["roles"]["trainer"]["warnings"] == 1
     with pytest.raises(ConfigError, match="--follow does not end"):
         show_logs.show(url, "", 2, keeps_on=True, as_json=True)
+
+
+def test_the_flow_run_keeps_a_table_of_what_the_roles_logged_however_it_ends(tmp_path, monkeypatch):
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    (tmp_path / "r-1" / "logs").mkdir()
+    write(tmp_path / "r-1" / "logs" / "trainer.log", 3, "ERROR")
+    kept = {}
+    monkeypatch.setattr(tracking, "create_table_artifact", lambda rows, key, **_: kept.update({key: rows}))
+    run = open_run(f"file://{tmp_path}/r-1")
+    tracker = MagicMock()
+    with pytest.raises(RuntimeError), tracking.RunWatch(run, tracker):
+        raise RuntimeError("the trainer failed")
+    assert [(row["role"], row["errors"]) for row in kept[f"{run.run_id}-logs"]] == [("trainer", 3)]
+    tracker.close.assert_called_once_with("FAILED")
