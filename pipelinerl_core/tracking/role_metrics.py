@@ -82,7 +82,7 @@ ROLE_METRICS: tuple[RoleMetric, ...] = (
     _gauge("actor_engine_waiting", _ACTOR, "Sequences that wait for a slot."),
     _gauge("actor_kv_usage", _ACTOR, "Share of the KV memory in use."),
     _histogram("actor_generation_seconds", _ACTOR, "Generation of the longest rollout of a group."),
-    _histogram("actor_scoring_seconds", _ACTOR, "From the last token of a rollout to its reward, the slowest of a group."),
+    _histogram("actor_scoring_seconds", _ACTOR, "From last token to reward, the slowest rollout of a group."),
     _histogram("actor_swap_pause_seconds", _ACTOR, "Time without sampling at a swap of weights."),
     _histogram("actor_weight_update_seconds", _ACTOR, "From hearing of a version to sampling from it."),
     _histogram("trainer_step_seconds", _TRAINER, "Forward, backward and optimizer of a step."),
