@@ -75,6 +75,13 @@ class GroupPool:
         reservation = self.reservation_of(group_id)
         return reservation is not None and reservation.refs[group_id].attempt == attempt
 
+    def needed_rows(self) -> set[tuple[int, int]]:
+        """(group_id, attempt) of all groups whose rows the trainer may still ask for."""
+        needed = self.ready.keys()
+        for reservation in self.reservations.values():
+            needed.update((ref.group_id, ref.attempt) for ref in reservation.refs.values())
+        return needed
+
     def holder(self, group_id: int, attempt: int) -> ActorKey | None:
         """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
         lease = self.leases.held(group_id)

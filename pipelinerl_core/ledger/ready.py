@@ -32,6 +32,10 @@ class ReadyGroups:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._groups
 
+    def keys(self) -> set[tuple[int, int]]:
+        """(group_id, attempt) of all of them."""
+        return {(group_id, summary.ref.attempt) for group_id, summary in self._groups.items()}
+
     def get(self, group_id: int) -> GroupSummary | None:
         """The summary of a ready group."""
         return self._groups.get(group_id)

@@ -73,6 +73,10 @@ class LedgerView:
         """Whether the trainer may still ask for the rows of this attempt."""
         return self._pool.needs_rows(group_id, attempt)
 
+    def needed_rows(self) -> set[tuple[int, int]]:
+        """(group_id, attempt) of all groups whose rows the trainer may still ask for."""
+        return self._pool.needed_rows()
+
     def is_open(self, group_id: int) -> bool:
         """Whether a group was leased and has no fate."""
         return self._pool.is_open(group_id)

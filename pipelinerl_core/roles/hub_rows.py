@@ -8,7 +8,8 @@ What does not fit is not refused: rows that lie in a segment leave first, and cr
 measure, keeps the others at their actors.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,8 +34,35 @@ class _Write:
     num_groups: int = 0
 
 
+class Place(NamedTuple):
+    """Where the rows of a group lie in the batch that they came with."""
+
+    batch: pa.RecordBatch
+    start: int
+    num_rows: int
+
+    def rows(self) -> pa.RecordBatch:
+        """A view of them."""
+        is_all = self.num_rows == self.batch.num_rows
+        return self.batch if is_all else self.batch.slice(self.start, self.num_rows)
+
+    def follows(self, other: "Place") -> bool:
+        """Whether they lie right behind those of another group."""
+        return self.batch is other.batch and self.start == other.start + other.num_rows
+
+
+class Arrived(NamedTuple):
+    """A group of a write."""
+
+    key: GroupKey
+    start: int
+    """Its first row."""
+    num_rows: int
+    is_sealed: bool
+
+
 class _Kept(NamedTuple):
-    rows: pa.RecordBatch
+    place: Place
     write: _Write
 
 
@@ -56,33 +84,49 @@ class RowMemory:
 
     def get(self, key: GroupKey) -> pa.RecordBatch | None:
         """The rows of a group, if they are here."""
+        place = self.place(key)
+        return None if place is None else place.rows()
+
+    def place(self, key: GroupKey) -> Place | None:
+        """Where the rows of a group are, if they are here."""
         kept = self._rows.get(key)
-        return None if kept is None else kept.rows
+        return None if kept is None else kept.place
 
     def keep(self, key: GroupKey, rows: pa.RecordBatch, *, is_sealed: bool = False) -> None:
         """Take in the rows of a group, unless they are here."""
-        if key in self._rows:
-            return
-        address = _address(rows)
+        self.keep_all(rows, [Arrived(key, 0, rows.num_rows, is_sealed)])
+
+    def keep_all(self, batch: pa.RecordBatch, groups: Iterable[Arrived]) -> None:
+        """Take in the rows of groups of one write, but for those that are here."""
+        write = None
+        for key, start, num_rows, is_sealed in groups:
+            if key in self._rows:
+                continue
+            if write is None:
+                write = self._write_of(batch)
+            write.num_groups += 1
+            self._rows[key] = _Kept(Place(batch, start, num_rows), write)
+            self.used_bytes += GROUP_BYTES
+            if is_sealed:
+                self._sealed[key] = None
+        self.make_room()
+
+    def _write_of(self, batch: pa.RecordBatch) -> _Write:
+        address = _address(batch)
         write = self._writes.get(address)
         if write is None:
-            write = self._writes[address] = _Write(address, rows.get_total_buffer_size())
+            write = self._writes[address] = _Write(address, batch.get_total_buffer_size())
             self.used_bytes += write.num_bytes
-        write.num_groups += 1
-        self._rows[key] = _Kept(rows, write)
-        self.used_bytes += GROUP_BYTES
-        if is_sealed:
-            self._sealed[key] = None
-        self.make_room()
+        return write
 
     def seal(self, keys: Iterable[GroupKey]) -> None:
         """These groups can be read back from a segment."""
         self._sealed.update(dict.fromkeys(key for key in keys if key in self._rows))
         self.make_room()
 
-    def forget(self, is_needed: Callable[[int, int], bool]) -> None:
-        """Drop the rows of every group that is not needed any more."""
-        for key in [key for key in self._rows if not is_needed(*key)]:
+    def keep_only(self, needed: AbstractSet[GroupKey]) -> None:
+        """Drop the rows of every other group."""
+        for key in self._rows.keys() - needed:
             self._drop(key)
 
     def make_room(self) -> None:

@@ -11,17 +11,17 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 from pydantic import ValidationError
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import MissingObject, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.errors import SchemaMismatch, WrongPeer
 from pipelinerl_core.interfaces import CreditSink, ObjectStore, PromptSource
-from pipelinerl_core.ledger import ActorKey, Arrival, Grant, Ledger
+from pipelinerl_core.ledger import ActorKey, Grant, Ledger
 from pipelinerl_core.messages import (
     Ack,
     Answer,
@@ -29,7 +29,6 @@ from pipelinerl_core.messages import (
     Committed,
     Group,
     Lease,
-    Refused,
     Register,
     Registered,
     Request,
@@ -40,9 +39,10 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.records import SwapRecord
+from pipelinerl_core.roles.hub_groups import GroupDesk
 from pipelinerl_core.roles.hub_rows import RowMemory
 from pipelinerl_core.roles.hub_state import MIN_CREDIT, HubState, Peer
-from pipelinerl_core.roles.hub_store import GroupKey, summarize
+from pipelinerl_core.roles.hub_store import GroupKey
 from pipelinerl_core.roles.hub_trainer import TrainerDesk
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,11 @@ class Hub:
         self._config = config
         self._source = source
         memory = RowMemory(config.placement.hub_bytes, _usual_bytes(config))
-        self._state = HubState(ledger, memory, rows or {})
+        self._state = HubState(ledger, memory, rows or {}, boot_id)
         self._changed = self._state.changed
         self._ledger = ledger
         self._trainer = TrainerDesk(self._state, store)
+        self._groups = GroupDesk(config, self._state)
         self._prompt_lock = threading.Lock()
         self._ticked_at = time.monotonic()
         self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)
@@ -167,6 +168,10 @@ class Hub:
         else:
             yield self._answer(peer, request, rows), None
 
+    def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
+        """Several groups of one write, whose rows are checked: what `handle` would yield for each, or raise."""
+        return self._groups.take(peer, groups, rows)
+
     def _answer(self, peer: str, request: Request, rows: pa.RecordBatch | None) -> Answer:
         match request:
             case Register():
@@ -174,7 +179,7 @@ class Hub:
             case Sync():
                 return self._sync(peer, request)
             case Group():
-                return self._group(peer, request, rows)
+                return _or_raise(*self._groups.take(peer, [request], rows))
             case Sealed():
                 return self._sealed(peer, request)
             case Reserve():
@@ -216,7 +221,7 @@ class Hub:
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None or request.boot_id != self.boot_id:
-                return self._unknown_boot(request.id)
+                return self._state.unknown_boot(request.id)
             _check_swaps(actor, request.swaps)
             result = self._ledger.sync(actor, request)
             is_final = self._ledger.is_draining or self._ledger.is_done
@@ -255,44 +260,12 @@ class Hub:
             holders=grant.holders,
         )
 
-    def _group(self, peer: str, request: Group, rows: pa.RecordBatch | None) -> Answer:
-        if rows is None:
-            raise MissingObject(f"group {request.ref.group_id} came without its rows")
-        summary = summarize(request.ref, rows)
-        key = (request.ref.group_id, request.ref.attempt)
-        actor = arrival = None
-        try:
-            with self._changed:
-                actor = self._state.peers[peer].actor
-                if actor is None:
-                    return self._unknown_boot(request.id)
-                self._check_own(actor, summary.actor, [key])
-                self._state.check_groups([request.ref.group_id])
-                was_still = self._stands_still()
-                self._state.use_credit(self._state.peers[peer])
-                arrival = self._ledger.add_group(summary, request.lease_id)
-                is_news = self._stands_still() and not was_still
-                if request.seq is not None:
-                    self._ledger.place(*key, summary.actor, request.seq)
-                if self._ledger.needs_rows(*key):
-                    self._state.rows.keep(key, rows, is_sealed=request.seq is not None)
-                self._state.wake_trainer()
-        except StaleLease as error:
-            logger.info("refused: %s", error)
-            raise
-        finally:
-            if actor is not None and arrival is not Arrival.READY:
-                self._state.return_credit(Counter({actor: 1}))
-        if is_news:
-            self._state.nudge()
-        return Ack(re=request.id, note=arrival.value)
-
     def _sealed(self, peer: str, request: Sealed) -> Answer:
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None:
-                return self._unknown_boot(request.id)
-            self._check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
+                return self._state.unknown_boot(request.id)
+            self._state.check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
             self._ledger.sealed(actor, request.seq, request.groups)
             self._state.rows.seal(key for key in request.groups if self._ledger.where(*key) is not None)
         return Ack(re=request.id)
@@ -305,21 +278,6 @@ class Hub:
         logger.info("%s said goodbye", peer)
         return Ack(re=request.id)
 
-    def _check_own(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
-        """WrongPeer if an actor speaks as `named`, or of groups that are another's; under the lock.
-
-        An attempt that nobody holds may be its own of old: what becomes of it the ledger says.
-        """
-        if named != actor:
-            raise WrongPeer(f"{actor} sent a message of {named}: an actor speaks for itself")
-        for group_id, attempt in groups:
-            holder = self._ledger.holder(group_id, attempt)
-            if holder not in (None, actor):
-                raise WrongPeer(f"{actor} sent group {group_id} attempt {attempt}, which is {holder}'s")
-
-    def _unknown_boot(self, re: int) -> Refused:
-        return Refused(re=re, code="unknown_boot", detail=f"this hub is {self.boot_id}: register")
-
     def _sync_seconds(self) -> float:
         """How often each actor is to sync."""
         limit = min(MAX_SYNC_SECONDS, self._config.placement.lease_seconds / 4)
@@ -329,9 +287,11 @@ class Hub:
         limit = max(MIN_CREDIT, self._config.window_groups)
         return self._state.grant_credit(self._state.peers[peer], limit - self._ledger.num_ready_of(actor))
 
-    def _stands_still(self) -> bool:
-        """Whether engines with the newest weights must pause."""
-        return self._config.takes_turns and self._ledger.stands_still(self._ledger.newest_version)
+
+def _or_raise(answer: Answer | Exception) -> Answer:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def _usual_bytes(config: RunConfig) -> int:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.errors import SchemaMismatch, WrongPeer
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
+from pipelinerl_core.messages import Refused
 from pipelinerl_core.roles.hub_rows import RowMemory
 from pipelinerl_core.roles.hub_store import GroupKey
 
@@ -36,9 +37,12 @@ class Peer:
 class HubState:
     """Everything below is read and changed under `changed`; its methods say whether they take it themselves."""
 
-    def __init__(self, ledger: Ledger, memory: RowMemory, rows: Mapping[GroupKey, pa.RecordBatch]) -> None:
+    def __init__(
+        self, ledger: Ledger, memory: RowMemory, rows: Mapping[GroupKey, pa.RecordBatch], boot_id: str
+    ) -> None:
         """`rows`: those of groups that the ledger was restored with, all from segments."""
         self.ledger = ledger
+        self._boot_id = boot_id
         self.changed = threading.Condition()
         """Notified when the reserve that waits may be possible, or has to look again."""
         self.awaited_step: int | None = None
@@ -62,6 +66,22 @@ class HubState:
                 found = self.ledger.next_group_id
                 raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
 
+    def check_own(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
+        """WrongPeer if an actor speaks as `named`, or of groups that are another's; under the lock.
+
+        An attempt that nobody holds may be its own of old: what becomes of it the ledger says.
+        """
+        if named != actor:
+            raise WrongPeer(f"{actor} sent a message of {named}: an actor speaks for itself")
+        for group_id, attempt in groups:
+            holder = self.ledger.holder(group_id, attempt)
+            if holder not in (None, actor):
+                raise WrongPeer(f"{actor} sent group {group_id} attempt {attempt}, which is {holder}'s")
+
+    def unknown_boot(self, re: int) -> Refused:
+        """To a peer that has not registered with this hub."""
+        return Refused(re=re, code="unknown_boot", detail=f"this hub is {self._boot_id}: register")
+
     def wake_trainer(self) -> None:
         """A group has arrived: let the reserve that waits look again, if that is worth it. Under the lock."""
         if self.awaited_step is not None and self.ledger.is_due(self.awaited_step):
@@ -69,7 +89,7 @@ class HubState:
 
     def forget_rows(self) -> None:
         """Keep the rows of groups that are ready or reserved, and no others. Under the lock."""
-        self.rows.forget(self.ledger.needs_rows)
+        self.rows.keep_only(self.ledger.needed_rows())
 
     def grant_credit(self, peer: Peer, limit: int) -> int:
         """Groups that an actor may send from now on, `limit` at most. Under the lock.

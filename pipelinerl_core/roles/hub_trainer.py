@@ -5,22 +5,37 @@ A trainer reserves a step, fetches its rows, trains and commits. Reads from the 
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pyarrow as pa
 
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import Ack, Answer, Committed, Refused, Register, Reserve, Rows, RowsHeader
+from pipelinerl_core.messages import (
+    Ack,
+    Answer,
+    Committed,
+    Refused,
+    Register,
+    Reserve,
+    Rows,
+    RowsBundle,
+    RowsHeader,
+)
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.hub_rows import Place
 from pipelinerl_core.roles.hub_state import HubState
 from pipelinerl_core.roles.hub_store import GroupKey
+from pipelinerl_core.stream.bundles import BUNDLE_BYTES
+from pipelinerl_core.stream.codec import row_bytes
 from pipelinerl_core.stream.segments import SegmentReader
 
 logger = logging.getLogger(__name__)
 
 # A reserve is repeated anyway; longer waits would only delay the end of the process.
 _MAX_WAIT_SECONDS = 5.0
+MIN_RUN_BYTES = BUNDLE_BYTES // 4
+"""Rows of several groups that lie side by side and have fewer bytes are copied into a bundle with others."""
 
 
 class TrainerDesk:
@@ -92,18 +107,31 @@ class TrainerDesk:
         """A header and a batch for each group that a step has reserved."""
         with self._changed:
             strange = set(request.groups) - self._ledger.reserved(request.step)
-            batches = {key: self._state.rows.get(key) for key in request.groups}
+            places = {key: self._state.rows.place(key) for key in request.groups}
         if strange:
             detail = f"step {request.step}: groups {sorted(strange)[:8]} are not in its reservation; reserve again"
             yield Refused(re=request.id, code="not_reserved", detail=detail), None
             return
-        places = {key: self._place(key) for key, batch in batches.items() if batch is None}
-        for index, (key, batch) in enumerate(batches.items()):
-            remaining = len(batches) - 1 - index
-            header = RowsHeader(re=request.id, group_id=key[0], attempt=key[1], remaining=remaining)
-            yield header, self._segments.read_group(*places[key], *key) if batch is None else batch
+        segments = {key: self._segment(key) for key, place in places.items() if place is None}
+        remaining = len(places)
+        for run in _runs(places):
+            remaining -= len(run)
+            yield self._run(request.id, run, remaining, segments)
 
-    def _place(self, key: GroupKey) -> tuple[str, int, int]:
+    def _run(
+        self, re: int, run: "_Run", remaining: int, segments: Mapping[GroupKey, tuple[str, int, int]]
+    ) -> tuple[Answer, pa.RecordBatch]:
+        (key, first), (_, last) = run[0], run[-1]
+        if first is None or last is None:
+            rows = self._segments.read_group(*segments[key], *key)
+        else:
+            rows = Place(first.batch, first.start, last.start + last.num_rows - first.start).rows()
+        if len(run) == 1:
+            return RowsHeader(re=re, group_id=key[0], attempt=key[1], remaining=remaining), rows
+        groups = tuple((*key, place.num_rows) for key, place in run if place is not None)
+        return RowsBundle(re=re, groups=groups, remaining=remaining), rows
+
+    def _segment(self, key: GroupKey) -> tuple[str, int, int]:
         """The segment of rows that left the memory, or came to an earlier hub.
 
         MissingObject until they are sealed, or sent again by their actor.
@@ -133,3 +161,31 @@ class TrainerDesk:
         if is_new:
             self._state.nudge()
         return Ack(re=request.id, note="" if is_new else "known")
+
+
+_Run = list[tuple[GroupKey, Place | None]]
+
+
+def _runs(places: Mapping[GroupKey, Place | None]) -> Iterator[_Run]:
+    """The groups in their order; those whose rows lie side by side in the memory of one write together.
+
+    They go on their way as they came, without being copied. Short runs do not: many writes cost more than a copy.
+    """
+    run: _Run = []
+    for key, place in places.items():
+        before = run[-1][1] if run else None
+        if before is None or place is None or not place.follows(before):
+            yield from _whole_or_apart(run)
+            run = []
+        run.append((key, place))
+    yield from _whole_or_apart(run)
+
+
+def _whole_or_apart(run: _Run) -> Iterator[_Run]:
+    first = run[0][1] if run else None
+    if len(run) > 1 and first is not None:
+        num_rows = sum(place.num_rows for _, place in run if place is not None)
+        if row_bytes(Place(first.batch, first.start, num_rows).rows()) >= MIN_RUN_BYTES:
+            yield run
+            return
+    yield from ([one] for one in run)

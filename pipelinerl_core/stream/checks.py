@@ -4,11 +4,11 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.codec import flat_values, list_lengths, origins_of, span_lists, total_origins
+from pipelinerl_core.stream.codec import list_lengths, origins_of, span_lists, total_origins
+from pipelinerl_core.stream.quick_checks import are_logprobs_sound, are_sound, has_no_nulls
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome
 
@@ -45,6 +45,8 @@ def check_groups(
 ) -> None:
     """`check_rows` and `check_group` for the rows of several groups, one group after the other."""
     batch = conform(batch)
+    if are_sound(refs, batch, max_tokens_per_row):
+        return
     places = _places(refs, batch.num_rows)
     _check_each_row(batch, max_tokens_per_row)
     identity = _Identity(batch)
@@ -69,9 +71,14 @@ def split_groups(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
 
 
 def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """The rows of each group, which are views. Raises SchemaMismatch when the batch has more or fewer rows."""
-    _validate(batch, full=False)  # before it is cut: Arrow ends the process where a column is shorter than its batch
+    """The rows of each group, which are views. Ask `check_places` first: Arrow dies of a column that is too short."""
     return [batch.slice(rows.start, rows.stop - rows.start) for rows in _places(refs, batch.num_rows)]
+
+
+def check_places(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> None:
+    """Raises SchemaMismatch when the batch is none, or has more or fewer rows than its groups."""
+    _validate(batch, full=False)
+    _places(refs, batch.num_rows)
 
 
 def _places(refs: Sequence[GroupRef], num_rows: int) -> list[slice]:
@@ -137,34 +144,9 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
     return batch.column(_AT[name])
 
 
-def _validity_places() -> list[int]:
-    """Where the buffers of a batch have the validity of a column without nulls, or of the values in its lists."""
-    places = []
-    place = 1  # after the validity of the rows themselves
-    for field in ROLLOUT_SCHEMA:
-        is_list = pa.types.is_list(field.type)
-        if not field.nullable:
-            places += [place, place + 2] if is_list else [place]
-        place += _num_buffers(field.type)
-    return places
-
-
-def _num_buffers(kind: pa.DataType) -> int:
-    """Arrow's layout: validity, then offsets and values as the type has them, children after their parent."""
-    if pa.types.is_list(kind):
-        return 2 + _num_buffers(kind.value_type)
-    if pa.types.is_struct(kind):
-        return 1 + sum(_num_buffers(field.type) for field in kind)
-    return 3 if pa.types.is_string(kind) else 2
-
-
-_VALIDITY_AT = _validity_places()
-
-
 def _check_nulls(batch: pa.RecordBatch) -> None:
-    buffers = batch.to_struct_array().buffers()
-    if all(buffers[place] is None for place in _VALIDITY_AT):
-        return  # without a bitmap there is no null, and there hardly ever is one
+    if has_no_nulls(batch):
+        return
     for field in ROLLOUT_SCHEMA:
         column = _column(batch, field.name)
         if not field.nullable and column.null_count:
@@ -190,12 +172,7 @@ def _check_lengths(batch: pa.RecordBatch, lengths: list[int], max_tokens_per_row
 
 
 def _check_logprobs(batch: pa.RecordBatch) -> None:
-    logprobs = flat_values(_column(batch, "rollout_logprobs"))
-    mask = flat_values(_column(batch, "loss_mask"))
-    is_sound = bool(np.isfinite(logprobs.to_numpy()).all())
-    if is_sound and mask.true_count < len(mask):
-        is_sound = not np.any(logprobs.to_numpy()[~mask.to_numpy(zero_copy_only=False)] != 0)
-    if not is_sound:
+    if not are_logprobs_sound(batch):
         raise SchemaMismatch("rollout_logprobs must be finite, and 0 where loss_mask is false")
 
 

@@ -39,7 +39,7 @@ def test_what_is_kept_is_counted_once_and_forgotten_rows_are_free_again():
         rows.keep((group_id, 0), rows_of(group_id))
     assert (len(rows), rows.used_bytes) == (3, 3 * SIZE)
     assert rows.free_groups() == pytest.approx(7)
-    rows.forget(lambda group_id, attempt: group_id == 2)
+    rows.keep_only({(2, 0)})
     assert (len(rows), rows.used_bytes) == (1, SIZE)
     assert rows.get((2, 0)).equals(rows_of(2))
     assert rows.get((1, 0)) is None
@@ -51,9 +51,9 @@ def test_the_memory_of_a_write_is_in_use_until_its_last_group_has_gone():
     for group_id in (1, 2, 3):
         rows.keep((group_id, 0), whole.slice(2 * group_id - 2, 2))
     assert rows.used_bytes == whole.get_total_buffer_size() + 3 * GROUP_BYTES
-    rows.forget(lambda group_id, attempt: group_id == 3)
+    rows.keep_only({(3, 0)})
     assert rows.used_bytes == whole.get_total_buffer_size() + GROUP_BYTES
-    rows.forget(lambda group_id, attempt: False)
+    rows.keep_only(set())
     assert rows.used_bytes == 0
 
 
