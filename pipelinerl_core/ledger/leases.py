@@ -83,10 +83,9 @@ class Leases:
         """Lease a group to an actor with weights `version`: the next attempt of a queued one, or the first."""
         attempt = self._queue.pop(group_id, self._first_attempt)
         lease_id = f"{group_id}.{attempt}.{self._boot_id}"
-        lease = LeaseRef(group_id=group_id, attempt=attempt, lease_id=lease_id)
         # Tokens that are taken over may be of any age: no bound for them.
         known = None if group_id in self._holders else version
-        return self._hold(lease, actor, now, is_claimed=False, version=known)
+        return self._hold(group_id, attempt, lease_id, actor, now, is_claimed=False, version=known)
 
     def held_before(self, group_id: int, holders: Iterable[Holder]) -> None:
         """Name earlier holders of a group that is queued, newest first, after those that are known."""
@@ -97,7 +96,7 @@ class Leases:
     def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
         """Put a lease of an earlier hub in force again."""
         self._queue.pop(lease.group_id, None)
-        self._hold(lease, actor, now, is_claimed=True, version=None)
+        self._hold(lease.group_id, lease.attempt, lease.lease_id, actor, now, is_claimed=True, version=None)
 
     def oldest_versions(self) -> Iterable[int]:
         """Weights under which each group in force was leased, where that is known."""
@@ -146,18 +145,29 @@ class Leases:
         for lease in self._held.values():
             lease.deadline_seconds += seconds
 
-    def _hold(self, lease: LeaseRef, actor: ActorKey, now: float, *, is_claimed: bool, version: int | None) -> Grant:
+    def _hold(
+        self,
+        group_id: int,
+        attempt: int,
+        lease_id: str,
+        actor: ActorKey,
+        now: float,
+        *,
+        is_claimed: bool,
+        version: int | None,
+    ) -> Grant:
+        deadline_seconds = now + self._lease_seconds
         grant = Grant(
-            group_id=lease.group_id,
-            attempt=lease.attempt,
-            lease_id=lease.lease_id,
-            deadline_seconds=now + self._lease_seconds,
-            holders=self._holders.get(lease.group_id, ()),
+            group_id=group_id,
+            attempt=attempt,
+            lease_id=lease_id,
+            deadline_seconds=deadline_seconds,
+            holders=self._holders.get(group_id, ()),
         )
-        held = HeldLease(grant, actor, grant.deadline_seconds, is_claimed, version)
-        self._held[lease.group_id] = held
-        self._none_late_until = min(self._none_late_until, held.deadline_seconds)
-        self._by_actor.setdefault(actor, {})[lease.lease_id] = held
+        held = HeldLease(grant, actor, deadline_seconds, is_claimed, version)
+        self._held[group_id] = held
+        self._none_late_until = min(self._none_late_until, deadline_seconds)
+        self._by_actor.setdefault(actor, {})[lease_id] = held
         return grant
 
     def _requeue(self, group_id: int) -> None:

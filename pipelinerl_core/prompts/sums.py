@@ -17,6 +17,7 @@ from pipelinerl_core.types import Prompt
 
 NAME = "sums"
 
+_DIGITS = "0123456789"
 LISTED_LENGTH = 4
 """Largest number of summands whose held-out sums are listed (about 2,000); of longer ones there are plenty."""
 
@@ -45,7 +46,7 @@ class SumsSource:
     def prompt(self, index: int) -> Prompt:
         """The sum at a position of the training sequence; never a held-out one."""
         rng = random.Random(stable_seed(self._seed, NAME, index))
-        return self._as_prompt(draw_sum(rng, self._lengths, held_out=False))
+        return self._as_prompt(*_draw(rng, self._lengths, held_out=False))
 
     def held_out(self, count: int) -> list[Prompt]:
         """`count` held-out sums with lengths as in training, the same for every seed so that runs can be compared.
@@ -54,11 +55,12 @@ class SumsSource:
         """
         rng = random.Random(stable_seed(NAME, "held_out"))
         sums = {length: _held_out_sums(length) for length in set(self._lengths)}
-        return [self._as_prompt(next(sums[rng.choice(self._lengths)])) for _ in range(count)]
+        texts = [next(sums[rng.choice(self._lengths)]) for _ in range(count)]
+        return [self._as_prompt(text, prompt_id(NAME, text)) for text in texts]
 
-    def _as_prompt(self, text: str) -> Prompt:
+    def _as_prompt(self, text: str, identity: str) -> Prompt:
         return Prompt(
-            prompt_id=prompt_id(NAME, text),
+            prompt_id=identity,
             source=NAME,
             env=self._env,
             text=text,
@@ -68,11 +70,23 @@ class SumsSource:
 
 def draw_sum(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> str:
     """A sum of one of the lengths, from the held-out side or from the other."""
+    return _draw(rng, lengths, held_out=held_out)[0]
+
+
+def _draw(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> tuple[str, str]:
+    """The sum and its prompt_id. The hub draws one for every lease."""
     length = rng.choice(lengths)
+    draw_bits = rng.getrandbits
     while True:  # ends: even of the 100 sums of two summands some are on either side
-        text = "+".join([str(rng.randrange(10)) for _ in range(length)]) + "="
-        if is_held_out(prompt_id(NAME, text), GENERATED_SHARE) is held_out:
-            return text
+        digits: list[str] = []
+        while len(digits) < length:  # as randrange(10) draws them, in a third of the time
+            digit = draw_bits(4)
+            if digit < 10:
+                digits.append(_DIGITS[digit])
+        text = "+".join(digits) + "="
+        identity = prompt_id(NAME, text)
+        if is_held_out(identity, GENERATED_SHARE) is held_out:
+            return text, identity
 
 
 def _held_out_sums(length: int) -> Iterator[str]:

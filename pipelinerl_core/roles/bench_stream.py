@@ -40,6 +40,8 @@ PARTS = ("throughput", "latency", "memory", "peers", "segments")
 PAUSE_SECONDS = 0.004
 WARM_UP_SAMPLES = 50
 STEP_DEADLINE_SECONDS = 60.0
+MAX_FREE_BYTES = 256 << 20
+"""That the simulated trainer keeps for the next rows, as much as the hub does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +266,7 @@ def main() -> None:
         sys.stderr.write(f"bench stream: --only {unknown[0]}: no such part; there are {', '.join(PARTS)}\n")
         sys.exit(2)
     limit_threads(1)
-    keep_freed_memory()
+    keep_freed_memory(MAX_FREE_BYTES)
     extent = SHORT if options.short else FULL
     if options.minutes is not None:
         extent = replace(extent, minutes=options.minutes)

@@ -36,7 +36,7 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.roles.bench_stream_rows import ACTOR_EPOCH, GROUP_SIZE, RUN_ID, Rows, group_ref
 from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.process import die_with_parent, keep_freed_memory, leave
+from pipelinerl_core.roles.process import die_with_parent, freeze_startup_objects, keep_freed_memory, leave
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.segments import SegmentWriter
 
@@ -46,6 +46,7 @@ _SEAL_SECONDS = 1.0
 _MAX_DRIVERS = 4
 _IDLE_SECONDS = 0.005
 _STOP_SECONDS = 10.0
+_MAX_FREE_BYTES = 256 << 20
 
 
 @dataclass(slots=True)
@@ -228,7 +229,7 @@ def main() -> int:
     parser.add_argument("--pause-seconds", type=float, default=0.0)
     options = parser.parse_args()
     die_with_parent(options.parent_pid)
-    keep_freed_memory()
+    keep_freed_memory(_MAX_FREE_BYTES)
     load = Load(
         num_leases=options.leases,
         burst=options.burst,
@@ -249,6 +250,7 @@ def main() -> int:
         for index in range(options.num)
     ]
     crew = Crew(actors, load, stop)
+    freeze_startup_objects()
     _say({"ready": len(actors)})
     sys.stdin.readline()
     crew.start()

@@ -5,7 +5,6 @@ per group. In between they travel together.
 """
 
 import itertools
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ BUNDLE_BYTES = 1 << 20
 """Rows are joined up to this size; a larger group travels alone, and is not copied."""
 
 
-GROUPS_BYTES = 1 << 19
+GROUPS_BYTES = 1 << 20
 """The same on the way to the hub, where the rows of a write stay in memory as long as one group of it is needed."""
 
 
@@ -83,13 +82,30 @@ def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:
     ]
 
 
+class Written:
+    """A flag; an Event, on which nobody waits here, would cost as much as a message."""
+
+    __slots__ = ("_is_set",)
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        """The socket has taken it."""
+        self._is_set = True
+
+    def is_set(self) -> bool:
+        """Whether it has."""
+        return self._is_set
+
+
 class Frame(NamedTuple):
     """One request to be written; `written` is set once the socket has taken it."""
 
     metadata: bytes
     rows: pa.RecordBatch | None
     is_group: bool
-    written: threading.Event
+    written: Written
 
 
 def together(frames: Iterable[Frame]) -> Iterator[list[Frame]]:

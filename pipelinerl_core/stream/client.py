@@ -4,7 +4,6 @@ Synchronous and safe between threads; every wait has a deadline. A client that n
 exit of the interpreter.
 """
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -30,6 +29,8 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.messages import (
     Answer,
     Bye,
+    Credit,
+    Goodbye,
     Group,
     Introduction,
     Refused,
@@ -39,7 +40,7 @@ from pipelinerl_core.messages import (
     RowsHeader,
     encode,
 )
-from pipelinerl_core.stream.bundles import Frame, Received
+from pipelinerl_core.stream.bundles import Frame, Received, Written
 from pipelinerl_core.stream.connection import Connection, Lost, lost_text
 
 CLOSE_SECONDS = 2.0
@@ -125,25 +126,20 @@ class HubClient:
         """
         limit_seconds = self._deadline_seconds if timeout is None else timeout
         deadline = time.monotonic() + limit_seconds
-        with contextlib.ExitStack() as stack:
-            calls = [
-                stack.enter_context(_Call(self._connection, self._identified(message), rows, self._faults))
-                for message, rows in messages
-            ]
-            self._connection.send([frame for call in calls if (frame := call.frame()) is not None])
-            return [self._answer_to(call, deadline, limit_seconds) for call in calls]
-
-    def _answer_to(self, call: "_Call", deadline: float, limit_seconds: float) -> Answer:
-        while True:
-            received = call.next(min(deadline, time.monotonic() + self._patience(call.message)))
-            if received is not None:
-                return received.answer
-            if time.monotonic() >= deadline:
-                raise HubUnavailable(
-                    f"no answer to {call.message.kind} from {call.connection.url} within {limit_seconds:g} s. "
-                    "Look at hub.json for a newer hub, then reconnect"
-                )
-            call.send()
+        calls = [_Call(self._identified(message), rows, self._faults) for message, rows in messages]
+        answers: dict[int, Answer] = {}
+        with _Exchange(self._connection, [call.message.id for call in calls]) as exchange:
+            while open_calls := [call for call in calls if call.message.id not in answers]:
+                exchange.send(open_calls)
+                patience = max(self._patience(call.message) for call in open_calls)
+                exchange.collect(answers, min(deadline, time.monotonic() + patience))
+                if len(answers) < len(calls) and time.monotonic() >= deadline:
+                    late = next(call for call in open_calls if call.message.id not in answers)
+                    raise HubUnavailable(
+                        f"no answer to {late.message.kind} from {exchange.url} within {limit_seconds:g} s. "
+                        "Look at hub.json for a newer hub, then reconnect"
+                    )
+        return [answers[call.message.id] for call in calls]
 
     def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
         """The rows of every group that `message` names, in its order; what was lost is asked for again.
@@ -160,8 +156,9 @@ class HubClient:
                     f"from {self.url} within {limit_seconds:g} s. Look at hub.json for a newer hub, then reconnect"
                 )
             part = self._identified(message.model_copy(update={"groups": missing}))
-            with _Call(self._connection, part, None, self._faults) as call:
-                for header, rows in call.stream(self._retry_seconds, deadline):
+            with _Exchange(self._connection, [part.id]) as exchange:
+                exchange.send([_Call(part, None, self._faults)])
+                for header, rows in exchange.stream(self._retry_seconds, deadline):
                     found[header.group_id, header.attempt] = (header, rows)
         return [found[group] for group in message.groups]
 
@@ -195,70 +192,76 @@ def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
 
 
 class _Call:
-    """One request on one connection, and its mailbox."""
+    """One request, as it is sent and sent again."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        message: Request,
-        rows: pa.RecordBatch | None,
-        faults: Callable[[str], bool] | None,
-    ) -> None:
-        self.connection = connection
+    def __init__(self, message: Request, rows: pa.RecordBatch | None, faults: Callable[[str], bool] | None) -> None:
         self.message = message
         self._metadata = encode(message)
         self._rows = rows
         self._faults = faults
-        self._written: threading.Event | None = None
-
-    def __enter__(self) -> "_Call":
-        self._mailbox = self.connection.expect(self.message.id)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.connection.forget(self.message.id)
-
-    def send(self) -> None:
-        """Send, unless the last sending is still stuck in the socket."""
-        frame = self.frame()
-        if frame is not None:
-            self.connection.send([frame])
+        self._written: Written | None = None
 
     def frame(self) -> Frame | None:
         """What is to be written now; None while the last writing is stuck, or when a test loses it."""
         if self._written is not None and not self._written.is_set():
             return None
-        self._written = threading.Event()
+        self._written = Written()
         if self._faults is not None and self._faults("send"):
             self._written.set()
             return None
         return Frame(self._metadata, self._rows, isinstance(self.message, Group), self._written)
 
+
+class _Exchange:
+    """Requests that are under way on one connection, and the mailbox for their answers."""
+
+    def __init__(self, connection: Connection, numbers: Sequence[int]) -> None:
+        self.url = connection.url
+        self._connection = connection
+        self._numbers = numbers
+
+    def __enter__(self) -> "_Exchange":
+        self._mailbox = self._connection.expect(self._numbers)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connection.forget(self._numbers)
+
+    def send(self, calls: Sequence[_Call]) -> None:
+        """Send them, but for those whose last sending is still stuck in the socket."""
+        frames = [frame for call in calls if (frame := call.frame()) is not None]
+        if frames:
+            self._connection.send(frames)
+
+    def collect(self, answers: dict[int, Answer], until: float) -> None:
+        """Add answers by the number of their request, until there is one to each or it is `until`."""
+        while len(answers) < len(self._numbers) and (parts := self.next(until)) is not None:
+            for answer, _ in parts:
+                if not isinstance(answer, Credit | Goodbye):
+                    answers[answer.re] = answer
+
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
-        """Send once; all groups that arrive until the last one, or until none comes for `patience_seconds`."""
+        """All groups that arrive until the last one, or until none comes for `patience_seconds`."""
         found: list[RowsAnswer] = []
-        self.send()
-        received = self.next(min(deadline, time.monotonic() + patience_seconds))
-        while received is not None:
-            answer, rows = received
-            if isinstance(answer, Refused):
-                raise _REFUSALS.get(answer.code, StreamError)(
-                    f"the hub refused rows ({answer.code}): {answer.detail}"
-                )
-            if not isinstance(answer, RowsHeader) or rows is None:
-                raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
-            found.append((answer, rows))
-            if answer.remaining == 0:
-                break
-            received = self.next(min(deadline, time.monotonic() + patience_seconds))
+        while (parts := self.next(min(deadline, time.monotonic() + patience_seconds))) is not None:
+            for answer, rows in parts:
+                if isinstance(answer, Refused):
+                    raise _REFUSALS.get(answer.code, StreamError)(
+                        f"the hub refused rows ({answer.code}): {answer.detail}"
+                    )
+                if not isinstance(answer, RowsHeader) or rows is None:
+                    raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
+                found.append((answer, rows))
+                if answer.remaining == 0:
+                    return found
         return found
 
-    def next(self, until: float) -> Received | None:
-        """The next answer before `until`, or None. Raises HubUnavailable when none will come."""
+    def next(self, until: float) -> list[Received] | None:
+        """The next answers before `until`, or None. Raises HubUnavailable when none will come."""
         try:
             received = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             return None
         if isinstance(received, Lost):
-            raise HubUnavailable(lost_text(self.connection.url, received.reason))
+            raise HubUnavailable(lost_text(self.url, received.reason))
         return received

@@ -39,6 +39,10 @@ class Lost(NamedTuple):
     reason: str
 
 
+Mailbox = queue.SimpleQueue[list[Received] | Lost]
+"""Answers that came in one write lie in it together: whoever waits is woken once for them."""
+
+
 class Connection:
     """One exchange with its two threads. `lost` says why it is over."""
 
@@ -53,7 +57,7 @@ class Connection:
     ) -> None:
         self.url = url
         self.lost: str | None = None
-        self.waiting: dict[int, queue.SimpleQueue[Received | Lost]] = {}
+        self.waiting: dict[int, Mailbox] = {}
         self._lock = threading.Lock()
         self._on_credit = on_credit
         self._faults = faults
@@ -69,19 +73,20 @@ class Connection:
         self._read_thread.start()  # second: when it ends it joins the other
         self._await_hub()
 
-    def expect(self, number: int) -> "queue.SimpleQueue[Received | Lost]":
-        """The mailbox for answers to request `number`."""
-        mailbox: queue.SimpleQueue[Received | Lost] = queue.SimpleQueue()
+    def expect(self, numbers: Sequence[int]) -> Mailbox:
+        """The mailbox for answers to these requests."""
+        mailbox: Mailbox = queue.SimpleQueue()
         with self._lock:
             if self.lost is not None:
                 raise HubUnavailable(lost_text(self.url, self.lost))
-            self.waiting[number] = mailbox
+            self.waiting.update(dict.fromkeys(numbers, mailbox))
         return mailbox
 
-    def forget(self, number: int) -> None:
-        """Later answers to it are dropped."""
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Later answers to them are dropped."""
         with self._lock:
-            self.waiting.pop(number, None)
+            for number in numbers:
+                self.waiting.pop(number, None)
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Hand frames to the writing thread; groups among them are written together."""
@@ -116,7 +121,7 @@ class Connection:
         with self._lock:
             if self.lost is None:
                 self.lost = reason
-            mailboxes = list(self.waiting.values())
+            mailboxes = set(self.waiting.values())
         for mailbox in mailboxes:
             mailbox.put(Lost(reason))
 
@@ -176,12 +181,15 @@ class Connection:
             if self._on_credit is not None:
                 self._on_credit(answer.num_groups)
             return
+        parts: dict[Mailbox, list[Received]] = {}
         for part in unbundled(answer, rows):
             if isinstance(part.answer, Credit | Goodbye) or (self._faults is not None and self._faults("receive")):
                 continue
             mailbox = self.waiting.get(part.answer.re)
             if mailbox is not None:
-                mailbox.put(part)
+                parts.setdefault(mailbox, []).append(part)
+        for mailbox, found in parts.items():
+            mailbox.put(found)
 
 
 def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:

@@ -9,8 +9,8 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.config.model_path import SumsModel
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.prompts.split import is_held_out, prompt_id
-from pipelinerl_core.prompts.sums import SumsSource, demonstrations, summands, total
+from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id
+from pipelinerl_core.prompts.sums import SumsSource, demonstrations, draw_sum, summands, total
 
 
 def source(seed=0, **prompts):
@@ -127,3 +127,19 @@ def test_demonstrations_do_not_touch_the_global_generator():
     next(demonstrations(SumsModel()))
     source().prompt(0)
     assert random.getstate() == state
+
+
+def test_digits_are_drawn_as_randrange_draws_them():
+    def slowly(rng, lengths, *, held_out):
+        length = rng.choice(lengths)
+        while True:
+            text = "+".join([str(rng.randrange(10)) for _ in range(length)]) + "="
+            if is_held_out(prompt_id("sums", text), GENERATED_SHARE) is held_out:
+                return text
+
+    for seed in range(200):
+        one, other, lengths = random.Random(seed), random.Random(seed), (2, 3, 2 + seed % 9)
+        assert [draw_sum(one, lengths, held_out=seed % 5 == 0) for _ in range(3)] == [
+            slowly(other, lengths, held_out=seed % 5 == 0) for _ in range(3)
+        ]
+        assert one.random() == other.random()

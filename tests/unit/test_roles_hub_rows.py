@@ -9,9 +9,10 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.hub_rows import GROUP_BYTES, SEALED_SHARE, RowMemory
+from pipelinerl_core.roles.hub_rows import GROUP_BYTES, SEALED_SHARE, Arrived, RowMemory
 from pipelinerl_core.roles.hub_service import Hub
 from pipelinerl_core.roles.hub_store import read_past
+from pipelinerl_core.roles.hub_trainer import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.segments import SegmentWriter
@@ -21,8 +22,8 @@ from pipelinerl_core.types import WeightManifest
 NUM_TOKENS = 400
 
 
-def rows_of(group_id: int) -> pa.RecordBatch:
-    return encode_rollouts("run", build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS))
+def rows_of(group_id: int, num_tokens: int = NUM_TOKENS) -> pa.RecordBatch:
+    return encode_rollouts("run", build_group(0, group_id=group_id, size=2, num_tokens=num_tokens))
 
 
 VALUES = rows_of(0).get_total_buffer_size()
@@ -172,3 +173,23 @@ def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
     past = read_past(store, 4.5 * VALUES)
     assert len(past.sealed) == 10
     assert [group_id for group_id, _ in past.rows] == [0, 1, 2, 3]
+
+
+def test_groups_of_one_write_that_are_wanted_in_their_order_are_one_view_of_it():
+    rows = memory(100)
+    large, small = ([rows_of(group_id, num) for group_id in range(4)] for num in (MIN_RUN_BYTES // 16, 8))
+    for batch, offset in ((pa.concat_batches(large), 0), (pa.concat_batches(small), 10)):
+        rows.keep_all(batch, [Arrived((offset + index, 0), 2 * index, 2, False) for index in range(4)])
+
+    def runs(*group_ids):
+        places = {(group_id, 0): rows.place((group_id, 0)) for group_id in group_ids}
+        return [[key[0] for key, _ in run] for run in _runs(places)]
+
+    assert runs(0, 1, 2, 3) == [[0, 1, 2, 3]]
+    assert runs(1, 2, 0, 3) == [[1, 2], [0], [3]]
+    assert runs(0, 1, 77, 2, 3, 10) == [[0, 1], [77], [2, 3], [10]]
+    assert runs(10, 11, 12, 13) == [[10], [11], [12], [13]]  # few bytes: they are copied into a bundle with others
+    assert rows.get((2, 0)).equals(large[2])
+    rows.keep_only({(2, 0), (11, 0)})
+    assert runs(1, 2, 3) == [[1], [2], [3]]
+    assert rows.get((11, 0)).equals(small[1])

@@ -1,6 +1,5 @@
 """Several groups in one write, both ways."""
 
-import threading
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -10,7 +9,16 @@ from hypothesis import strategies as st
 
 from pipelinerl_core.errors import StaleLease
 from pipelinerl_core.messages import ANSWER, Ack, Group, Introduction, RowsBundle, RowsHeader, encode
-from pipelinerl_core.stream.bundles import BUNDLE_BYTES, GROUPS_BYTES, Frame, as_one, bundled, together, unbundled
+from pipelinerl_core.stream.bundles import (
+    BUNDLE_BYTES,
+    GROUPS_BYTES,
+    Frame,
+    Written,
+    as_one,
+    bundled,
+    together,
+    unbundled,
+)
 from pipelinerl_core.stream.checks import check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.door import parse
@@ -79,7 +87,7 @@ def test_what_fails_in_the_middle_is_heard_of():
 def frame(group_id: int, num_tokens: int = 5, *, is_group: bool = True) -> Frame:
     rollouts = build_group(0, group_id=group_id, size=2, num_tokens=num_tokens)
     message = Group(id=100 + group_id, lease_id=f"{group_id}.0.b", ref=group_ref(rollouts))
-    return Frame(encode(message), encode_rollouts("run", rollouts) if is_group else None, is_group, threading.Event())
+    return Frame(encode(message), encode_rollouts("run", rollouts) if is_group else None, is_group, Written())
 
 
 def test_groups_that_are_sent_together_are_one_message():

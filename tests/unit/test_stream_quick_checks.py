@@ -33,10 +33,11 @@ def spans(draw, num_tokens: int):
 def rollouts_of_groups(draw):
     """Groups with completions of all lengths, of several versions each, scored or not."""
     groups = []
+    is_plain = draw(st.booleans())  # all tokens of one version, as long as no weights are swapped
     for group_id in draw(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True)):
         group = []
         for rollout in build_group(group_id, group_id=group_id, size=draw(st.integers(1, 4))):
-            length = draw(st.integers(0, 12))
+            length = draw(st.integers(1 if is_plain else 0, 12))
             is_scored = draw(st.integers(0, 9)) > 0
             group.append(
                 dataclasses.replace(
@@ -44,7 +45,7 @@ def rollouts_of_groups(draw):
                     completion_token_ids=rollout.completion_token_ids[:length],
                     rollout_logprobs=rollout.rollout_logprobs[:length],
                     loss_mask=rollout.loss_mask[:length],
-                    weight_spans=draw(spans(length)),
+                    weight_spans=(WeightSpan(4, 0, length),) if is_plain else draw(spans(length)),
                     reward=float(draw(st.integers(0, 1))) if is_scored else None,
                     outcome=Outcome.SCORED if is_scored else Outcome.ERROR,
                     finish_reason=draw(st.sampled_from(FinishReason)),
