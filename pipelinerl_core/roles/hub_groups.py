@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import MissingObject, StaleLease
+from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub_rows import Arrived
@@ -63,9 +63,10 @@ class GroupDesk:
             arrival = self._ledger.add_group(summary, group.lease_id)
             if group.seq is not None:
                 self._ledger.place(*key, actor, group.seq)
-        except StaleLease as error:
-            logger.info("refused: %s", error)
-            return error
+        except PipelineRLError as error:
+            if isinstance(error, StaleLease):
+                logger.info("refused: %s", error)
+            return error.with_traceback(None)  # it holds this call, which holds the rows
         except Exception as error:  # noqa: BLE001 - of this group alone; the carrier answers with it
             return error
         return Ack(re=group.id, note=arrival.value)

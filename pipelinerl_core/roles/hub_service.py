@@ -289,9 +289,12 @@ class Hub:
 
 
 def _or_raise(answer: Answer | Exception) -> Answer:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    try:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+    finally:
+        del answer  # an error that this call holds would hold it, and the rows
 
 
 def _usual_bytes(config: RunConfig) -> int:

@@ -1,7 +1,9 @@
 """The hub object without a network: messages in, answers out."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -553,3 +555,47 @@ def test_rows_of_a_damaged_segment_are_refused_and_their_group_is_leased_again(t
     answer = new("t", Reserve(step=1, epoch=2, wait_seconds=0, lost=((0, 0), (1, 0))))
     assert not answer.is_ready
     assert ledger.num_queued == 2
+
+
+def test_groups_of_one_write_are_each_taken_or_refused_for_themselves(talk):
+    other_actor(talk)
+    first, second, third = talk.sync(want=3).leases
+    parts = [rows_of(lease) for lease in (first, first, second, third)]
+    refs = [ref for ref, _ in parts]
+    refs[2] = replace(refs[2], actor="actor-1", actor_epoch=5)
+    leases = [first.lease_id, first.lease_id, second.lease_id, "another"]
+    groups = [Group(id=9, lease_id=lease_id, ref=ref) for lease_id, ref in zip(leases, refs, strict=True)]
+    whole = pa.concat_batches([batch for _, batch in parts])
+    ready, known, foreign, stale = talk.hub.handle_groups("a", groups, whole)
+    assert (ready, known) == (Ack(re=9, note="ready"), Ack(re=9, note="known"))
+    assert isinstance(foreign, WrongPeer)
+    assert isinstance(stale, StaleLease)
+    assert talk.ledger.num_ready == 1
+    assert talk.credits == [3]  # of those that do not wait for the trainer
+    answer = talk.reserve(1)
+    assert not answer.is_ready
+    talk.deliver(second)
+    answer = talk.reserve(1)
+    request = Rows(step=1, groups=tuple((ref.group_id, ref.attempt) for ref in answer.groups))
+    found = [rows for _, rows in talk.hub.handle("t", request, None)]
+    assert [rows.equals(expected) for rows, expected in zip(found, (parts[0][1], parts[2][1]), strict=True)] == [
+        True
+    ] * 2
+
+
+def test_a_refused_write_leaves_no_rows_behind_for_the_next_garbage_collection(talk):
+    [lease] = talk.sync(want=1).leases
+    ref, batch = rows_of(lease)
+    rows = weakref.ref(batch)
+    whole = pa.concat_batches([batch, batch])
+    both = weakref.ref(whole)
+    bad = Group(lease_id="another", ref=ref)
+    gc.disable()
+    try:
+        assert all(isinstance(answer, StaleLease) for answer in talk.hub.handle_groups("a", [bad, bad], whole))
+        with pytest.raises(StaleLease):
+            talk("a", bad, batch)
+        del batch, whole
+        assert (rows(), both()) == (None, None)
+    finally:
+        gc.enable()
