@@ -1,8 +1,10 @@
 """The roles of a run that live, and how Prometheus finds them: its HTTP service discovery, /targets.json."""
 
 import logging
+import socket
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
@@ -36,11 +38,21 @@ def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleReco
 
 
 def targets(store: ObjectStore) -> list[dict[str, Any]]:
-    """The document of Prometheus' http_sd_configs. Raises StoreError."""
+    """The document of Prometheus' http_sd_configs, of roles that can be reached from here. Raises StoreError.
+
+    A role on another host that serves its loopback address alone is left out: here that address is somebody else.
+    """
+    here = socket.gethostname()
     return [
         {
             "targets": [record.url.partition("://")[2]],
             "labels": {"run": record.run_id, "role": record.role, "name": record.name, "host": record.host},
         }
         for record in live_roles(store)
+        if record.host == here or not _is_loopback(record.url)
     ]
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

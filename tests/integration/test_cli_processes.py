@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from pipelinerl_core.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import RunFollower
+from pipelinerl_core.tracking.targets import live_roles
 from tasks.runs import SHARED_MEMORY
 from tests.integration.pipeline import assert_closes
 
@@ -84,6 +86,15 @@ def children(process: "subprocess.Popen[str]") -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
+def health_of(run: Path) -> dict[str, int]:
+    """Name of a role that lives -> status of its /readyz."""
+    found = {}
+    for role in live_roles(open_store(str(run))):
+        with urlopen(f"{role.url}/readyz", timeout=10) as answer:
+            found[role.name] = answer.status
+    return found
+
+
 def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_one_run(tmp_path):
     started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0", *SMALL)
     until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
@@ -113,6 +124,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     drained = start(tmp_path, "resume", "latest")
     reached = committed(tmp_path)
     until("progress after the stop", lambda: committed(tmp_path) >= reached + 2, 180, drained)
+    assert health_of(run) == {"hub": 200, "trainer": 200, "actor-0": 200}
     assert start(tmp_path, "drain", "latest").wait(30) == 0
     assert drained.wait(60) == 0
     assert reached + 2 <= committed(tmp_path) < 30
@@ -122,7 +134,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     last = start(tmp_path, "resume", "latest")
     assert last.wait(600) == 0
     report = json.loads((tmp_path / "stdout.txt").read_text())
-    assert (report["run_id"], report["steps"]) == (run.name, 30)
+    assert (report["run_id"], report["steps"], health_of(run)) == (run.name, 30, {})
     assert (run / "report.html").stat().st_size > 10_000
     follower = RunFollower(open_store(str(run)))
     follower.refresh()

@@ -175,6 +175,16 @@ def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_
     assert live_roles(store, now=1130.0) == []
 
 
+def test_the_loopback_address_of_another_host_is_no_target():
+    store = MemoryStore()
+    for name, url in (("a", "http://127.0.0.1:1"), ("b", "http://10.0.0.7:1")):
+        record = RoleRecord(
+            run_id="r", role="actor", name=name, host="elsewhere", pid=1, url=url, started_at=0.0, beat=time.time()
+        )
+        store.put(role_key("actor", name), record.model_dump_json().encode())
+    assert [one["targets"] for one in targets(store)] == [["10.0.0.7:1"]]
+
+
 def test_a_store_that_fails_is_counted_and_ends_no_role(monkeypatch):
     monkeypatch.setattr(monitor, "RECORD_SECONDS", 0.01)
     run = context()
