@@ -1,10 +1,11 @@
 """The compare flow: arms x seeds, each a run of its own, accuracy measured after it, one table and one figure."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
+from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.tracking.comparison import has_reached, rewards_of
 from pipelinerl_core.tracking.html import duration
+from pipelinerl_core.tracking.mlflow import PARENT_TAG
 from tasks.budget import Budget, dropped_lines
 from tasks.comparison import (
     BUDGET_MINUTES,
@@ -26,9 +28,10 @@ from tasks.comparison import (
     unsettled,
 )
 from tasks.comparison_results import Results, RunsFailed
+from tasks.mlflow_runs import closing, log_comparison, open_comparison
 from tasks.placement import Crew
 from tasks.report import write_comparison, write_reports
-from tasks.runs import run_url
+from tasks.runs import root_url, run_url
 from tasks.tracking import RunWatch
 
 Arms = Annotated[
@@ -79,16 +82,20 @@ def compare(
         )
     )
     results = Results(plan, root)
-    dropped = run_all(plan, results, root)
-    document: dict[str, Any] = write_comparison(results, dropped)
+    labels = {"preset": preset, "comparison": plan.name}
+    tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
+    with closing(tracker):
+        dropped = run_all(plan, results, root, labels | ({PARENT_TAG: parent} if parent else {}))
+        document: dict[str, Any] = write_comparison(results, dropped)
+        log_comparison(tracker, results.store, document)
     if results.failed:
         reasons = "; ".join(f"{run}: {reason}" for run, reason in results.failed.items())
         raise RunsFailed(f"{reasons}. The others are compared in {results.store.url}")
     return document
 
 
-def run_all(plan: Plan, results: Results, root: str) -> list[PlannedRun]:
-    """Run whatever is left to do and fits into the budget; returns what did not."""
+def run_all(plan: Plan, results: Results, root: str, labels: Mapping[str, str]) -> list[PlannedRun]:
+    """Run whatever is left to do and fits into the budget; returns what did not. `labels`: tags of every run."""
     pending = unsettled(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
     budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun)
@@ -104,7 +111,11 @@ def run_all(plan: Plan, results: Results, root: str) -> list[PlannedRun]:
         begun_at = time.monotonic()
         try:
             run_arm.with_options(flow_run_name=run.run_id)(
-                run_url(root, run.run_id), run.config, plan.wanted.target, plan.enough_reward
+                run_url(root, run.run_id),
+                run.config,
+                plan.wanted.target,
+                plan.enough_reward,
+                {**labels, "arm": run.arm},
             )
         except ConfigError:
             raise
@@ -129,9 +140,9 @@ def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> lis
 
 @flow(name="compared-run", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def run_arm(url: str, config: RunConfig, target: float, enough_reward: float) -> None:
+def run_arm(url: str, config: RunConfig, target: float, enough_reward: float, labels: dict[str, str]) -> None:
     """One run of a comparison: train until it is good enough, report, then measure the accuracy of its versions."""
-    run, tracker = open_at(url, config)
+    run, tracker = open_at(url, config, labels)
     with RunWatch(run, tracker) as watch:
 
         def is_enough() -> bool:

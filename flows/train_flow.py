@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -96,19 +96,23 @@ def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: s
     """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
     if resume:
         url = locate_run(resume, root)
-        return open_at(url, open_run(url).config)
-    return open_at(run_url(root, new_run_id(preset, str(flow_run.id))), load_config(preset, overrides))
+        return open_at(url, open_run(url).config, {})
+    url = run_url(root, new_run_id(preset, str(flow_run.id)))
+    return open_at(url, load_config(preset, overrides), {"preset": preset})
 
 
-def open_at(url: str, config: RunConfig) -> tuple[RunContext, RunTracker]:
-    """The run at a URL, created with this configuration if there is none; one that is there has its own."""
+def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[RunContext, RunTracker]:
+    """The run at a URL, created with this configuration if there is none; one that is there has its own.
+
+    labels: tags of its MLflow run.
+    """
     flow_run_id = str(flow_run.id)
     run = find_run(url)
     config = run.config if run else config
     refuse_resume(config)
     refuse_if_live(url)
     preflight(config, url.rpartition("/")[0])
-    tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id)
+    tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
     forget_wishes(run.store)

@@ -28,6 +28,7 @@ LATEST_KEY = "latest.json"
 BEAT_SECONDS = 5.0
 """A hub.json that was rewritten more recently than this belongs to a live hub."""
 SHARED_MEMORY = Path("/dev/shm")
+_SHORT_COMMIT = 7
 _GIT_SECONDS = 5.0
 
 
@@ -120,15 +121,21 @@ def remember_latest(url: str) -> None:
 
 def code_version() -> str:
     """Version of the package, and the commit of its checkout if it has one."""
+    commit = git_commit()
+    return f"{__version__}+{commit[:_SHORT_COMMIT]}" if commit else __version__
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this code lies in, 40 hex digits; None when it is no checkout."""
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
-        return __version__
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+        return None
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
-        return __version__
-    return f"{__version__}+{answer.stdout.strip()}"
+        return None
+    return answer.stdout.strip()
 
 
 def local_directory(url: str) -> Path | None:

@@ -18,11 +18,14 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit
 from pipelinerl_core.roles.context import RunContext, log_directory
 from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub
 from pipelinerl_core.tracking.live import LiveView
+from pipelinerl_core.tracking.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
+from pipelinerl_core.tracking.samples import token_decoder
 from tasks.alarms import RUN_STALLED, Alarms
 from tasks.markdown import report_markdown
 from tasks.mlflow_runs import RunTracker, mlflow_link
@@ -37,6 +40,10 @@ READ_SHARE = 0.02
 """Largest share of a core spent on reading: a long run or a slow store is read less often."""
 PROGRESS_SECONDS = 10.0
 """Shortest time between two updates of the progress artifact."""
+TABLE_SECONDS = 30.0
+"""Shortest time between two writings of the table of sampled rollouts."""
+TABLE_BATCHES = 5
+"""Batches read for it at once while the run goes on."""
 STALL_SECONDS = 1200.0
 """Neither a commit nor a sampled token for this long: something hangs that no other deadline saw."""
 TABLE_VERSIONS = 50
@@ -53,6 +60,11 @@ class RunWatch:
         self._follower = RunFollower(run.store)
         self._alarms = Alarms(run.run_id)
         self._tracker = tracker
+        model = resolve_model_path(run.config.model.path)
+        decode = token_decoder(str(model)) if model else None
+        self._table = RolloutTable(run.store, run.config.trainer.steps, decode)
+        self._table_at = -TABLE_SECONDS
+        self._table_rows = 0
         self._progress: UUID | None = None
         self._progress_at = -PROGRESS_SECONDS
         self._next_reading = 0.0
@@ -68,11 +80,12 @@ class RunWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hand the last metrics to MLflow, with how the run ended, and close the view."""
+        """Hand the last metrics and rollouts to MLflow, with how the run ended, and close the view."""
+        was_stopped = kind is not None and not issubclass(kind, Exception)
         self._read()
+        _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
         _quietly("table of logs", self._show_logs)
-        was_stopped = kind is not None and not issubclass(kind, Exception)
         self._tracker.close("KILLED" if was_stopped else "FAILED" if kind else "FINISHED")
 
     @property
@@ -118,10 +131,20 @@ class RunWatch:
             hub = read_hub(self._run.store)
             self._live = hub.live if hub else {}
             self._view.update(hub, self._follower)
+            if begun - self._table_at >= TABLE_SECONDS:
+                self._write_table()
         except StoreError as error:  # the roles have their own deadlines for the store; watching waits for it
             logger.warning("the run could not be read: %s", error)
         now = time.monotonic()
         self._next_reading = now + max(READ_SECONDS, (now - begun) / READ_SHARE)
+
+    def _write_table(self, limit: int = TABLE_BATCHES) -> None:
+        """Give the tracker the table of sampled rollouts if it has grown; reads at most `limit` batches."""
+        self._table.update(self._follower.commits, limit)
+        rows = self._table.rows
+        if len(rows) > self._table_rows:
+            self._table_at, self._table_rows = time.monotonic(), len(rows)
+            self._tracker.log_table(TABLE_NAME, COLUMNS, rows)
 
     def _show_progress(self) -> None:
         percent = 100.0 * max(0, self.committed_step) / self._run.config.trainer.steps

@@ -31,6 +31,8 @@ _COLUMNS = (
     "loss_mask",
     "loss_mask_trained",
     "reward",
+    "outcome",
+    "finish_reason",
 )
 
 
@@ -43,6 +45,8 @@ class TrainedRollout:
     rollout_index: int
     actor: str
     reward: float | None
+    outcome: str
+    finish_reason: str
     prompt_token_ids: Int64Array
     """[P]"""
     completion_token_ids: Int64Array
@@ -162,7 +166,9 @@ def _check(where: str, table: pa.Table) -> None:
 def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
     prompts, completions = _lists(table["prompt_token_ids"]), _lists(table["completion_token_ids"])
     masks, trained_masks = _lists(table["loss_mask"]), _lists(table["loss_mask_trained"])
-    plain = table.select(["group_id", "rollout_index", "actor", "reward", "weight_spans"]).to_pylist()
+    plain = table.select(
+        ["group_id", "rollout_index", "actor", "reward", "outcome", "finish_reason", "weight_spans"]
+    ).to_pylist()
     return [
         TrainedRollout(
             step=step,
@@ -170,6 +176,8 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             rollout_index=row["rollout_index"],
             actor=row["actor"],
             reward=row["reward"],
+            outcome=row["outcome"],
+            finish_reason=row["finish_reason"],
             prompt_token_ids=prompts[index],
             completion_token_ids=completions[index],
             weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

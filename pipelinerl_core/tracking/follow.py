@@ -26,6 +26,8 @@ from pipelinerl_core.tracking.metrics import finite
 R = TypeVar("R", bound=Record)
 
 FORMAT_VERSION = 1
+PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
+"""Metrics that are x axes."""
 
 
 def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
@@ -165,10 +167,12 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
         "weights/published_seconds": max(0.0, manifest.published_at - commit.computed_at) if manifest else None,
     }
     tokens = {f"tokens/{name}": count for name, count in commit.tokens.items()}
+    # Where the x axes begin, so that the accuracy of version 0 has its place on them.
+    origin = dict.fromkeys(PROGRESS, 0.0) if commit.step == 0 else {}
     speed = actor_speed(previous.actors, commit.actors) if previous else {}
     lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
     waits = wait_metrics(commit.waits, previous.waits if previous else {})
-    return finite({**derived, **tokens, **lengths, **waits, **speed, **commit.metrics})
+    return finite({**derived, **origin, **tokens, **lengths, **waits, **speed, **commit.metrics})
 
 
 def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -1,20 +1,21 @@
 """MLflow: one run per training run, written by one buffered thread. Losing the server later never stops a run.
 
-log -> buffer --(every 2 s or 500 metrics)--> writer thread --log_batch--> MLflow
-                                                   |
-                                                   +-- failed: kept and tried again, warned of once
+log, log_artifact, log_table -> buffers --(every 2 s or 500 metrics)--> writer thread --> MLflow
+                                                                            |
+                                             failed: kept and tried again, warned of once
 """
 
+import json
 import logging
 import os
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 # Read by mlflow when it is imported: no telemetry, no pictures on stdout, and no minutes of retries against a dead
@@ -30,10 +31,11 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 from mlflow import MlflowClient  # noqa: E402
-from mlflow.entities import Metric, Param, RunTag  # noqa: E402
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
 from pipelinerl_core.errors import ConfigError  # noqa: E402
+from pipelinerl_core.tracking.datasets import DatasetNote  # noqa: E402
 from pipelinerl_core.tracking.redact import flatten, redact, redact_text  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
 """Tag that finds the MLflow run of a training run."""
+PARENT_TAG = "mlflow.parentRunId"
+"""Tag by which MLflow shows a run below another one."""
+SAMPLE_SECONDS = 10.0
+"""Shortest time between two readings of the machine."""
 
 _CONNECT_SECONDS = 9.0
 _FLUSH_SECONDS = 2.0
@@ -53,6 +59,10 @@ _FLUSH_METRICS = 500
 _MAX_BATCH_METRICS = 1000
 _MAX_BATCH_PARAMS = 100
 _MAX_PARAM_CHARS = 6000
+_MAX_TAG_CHARS = 8000
+# Which artifacts MLflow's pages show as tables.
+_TABLES_TAG = "mlflow.loggedArtifacts"
+_CONTEXT_TAG = "mlflow.data.context"
 # While the server is away; beyond it the oldest are given up.
 _MAX_BUFFERED = 200_000
 # Between two attempts while the server is away.
@@ -61,6 +71,8 @@ _RETRY_SECONDS = 15.0
 _CLOSE_SECONDS = 120.0
 _STOP_SECONDS = 5.0
 _CLOSE_RETRY_SECONDS = 2.0
+# Of an artifact, by an MLflow that answers otherwise.
+_MAX_REFUSALS = 3
 _MAX_REASON_CHARS = 200
 
 
@@ -96,23 +108,32 @@ class MlflowTracker:
         run_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         config: Mapping[str, object] | None = None,
+        datasets: Sequence[DatasetNote] = (),
+        machine: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
         """Connect, and find or create the run; raises ConfigError when that is impossible (a server within 10 s).
 
         A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
-        becomes parameters with dotted keys; what looks like a secret is replaced there and in `tags`.
+        becomes parameters with dotted keys; what looks like a secret is replaced there and in `tags`. `machine` is
+        asked every 10 s on the writer's thread; step of what it says: seconds since the MLflow run began.
         """
-        all_tags = redact({RUN_TAG: run_name, **(tags or {})})
-        flat_params = redact(flatten(config or {}))
-        connect = partial(self._connect, uri, experiment, run_name, run_id, all_tags, flat_params)
+        self._tags = redact({RUN_TAG: run_name, **(tags or {})})
+        self._params = redact(flatten(config or {}))
+        self._datasets = datasets
+        self._machine = machine
+        self._sampled_at = time.monotonic()
+        connect = partial(self._connect, uri, experiment, run_name, run_id)
         try:
             is_local = urlsplit(uri).scheme.startswith("sqlite")
-            self.run_id, self._logged = connect() if is_local else _within(_CONNECT_SECONDS, connect)
+            run, self._logged = connect() if is_local else _within(_CONNECT_SECONDS, connect)
         except (MlflowException, OSError, TimeoutError) as error:
             raise ConfigError(
                 f"tracking.mlflow_uri={redact_text(uri)}: MLflow cannot be reached or used ({_reason(error)}). Start "
                 "the server, correct the URI, or set tracking.mlflow_uri=none"
             ) from None
+        self.run_id: str = run.info.run_id
+        self._began = run.info.start_time / 1000
+        self._tables: list[dict[str, str]] = json.loads(run.data.tags.get(_TABLES_TAG, "[]"))
         self.num_lost = 0
         """Metrics given up because MLflow was away."""
         self.num_failures = 0
@@ -120,7 +141,8 @@ class MlflowTracker:
         self._buffer: deque[Metric] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._late_artifacts: dict[str, bytes] = {}
+        self._files: dict[str, bytes] = {}
+        self._refusals: dict[str, int] = {}
         self._is_closing = False
         self._close_at = 0.0
         self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
@@ -143,22 +165,22 @@ class MlflowTracker:
             self._wake.set()
 
     def log_artifact(self, name: str, data: bytes) -> None:
-        """Store a small file with the run; after a failure it is tried again at the end."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / Path(name).name
-            path.write_bytes(data)
-            if not self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path))):
-                self._late_artifacts[name] = data
+        """Store a small file with the run soon; a newer one of the same name takes its place."""
+        with self._lock:
+            self._files[name] = data
 
-    def set_tag(self, key: str, value: str) -> None:
-        """Set one tag; a failure is a warning."""
-        self._try(f"tag {key}", partial(self._client.set_tag, self.run_id, key, redact_text(value)))
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """The same for a table that MLflow's pages show; `name` ends in .json, `rows` hold JSON values."""
+        self.log_artifact(name, json.dumps({"columns": list(columns), "data": list(map(list, rows))}).encode())
+        entry = {"path": name, "type": "table"}
+        with self._lock:
+            if entry not in self._tables:
+                self._tables = [*self._tables, entry]
 
     def close(self, status: Status = "FINISHED") -> None:
         """Flush, end the run with `status` and stop; an MLflow that is away is waited for, by a stopped run not long.
 
-        Metrics that are not written then are in the run's commits still: resuming the run writes them. Repeats do
-        nothing.
+        What is not written then is in the run's objects still: resuming the run writes it. Repeats do nothing.
         """
         if self._is_closing:
             return
@@ -167,34 +189,30 @@ class MlflowTracker:
         self._is_closing = True
         self._wake.set()
         self._writer.join(_CLOSE_RETRY_SECONDS)
-        if self._writer.is_alive() and self._buffer:
-            logger.warning(
-                "MLflow is away: waiting %.0f s for it to take %d metrics", limit_seconds, len(self._buffer)
-            )
+        if self._writer.is_alive() and self._left:
+            logger.warning("MLflow is away: waiting %.0f s for it to take %s", limit_seconds, self._left)
         self._writer.join(limit_seconds)
-        if self._writer.is_alive() or self._buffer:
+        if self._writer.is_alive() or self._left:
             self.num_lost += len(self._buffer)
             logger.warning(
-                "MLflow was away at the end: %d metrics were not written; `pipelinerl resume` of the run writes them",
-                self.num_lost,
+                "MLflow was away at the end: %s were not written; `pipelinerl resume` of the run writes them",
+                self._left or "some metrics",
             )
             return
-        for name, data in list(self._late_artifacts.items()):
-            self.log_artifact(name, data)
         self._try("end of run", partial(self._client.set_terminated, self.run_id, status))
+
+    @property
+    def _left(self) -> str:
+        """What is still to be written, for people; empty: nothing."""
+        counts = {"metrics": len(self._buffer) + self.num_lost, "files": len(self._files)}
+        return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
     # ---- start -----------------------------------------------------------------------------------------------
 
     def _connect(
-        self,
-        uri: str,
-        experiment: str,
-        run_name: str,
-        run_id: str | None,
-        tags: Mapping[str, str],
-        params: Mapping[str, str],
-    ) -> tuple[str, dict[str, set[int]]]:
-        """(run_id, key -> steps the run already has)."""
+        self, uri: str, experiment: str, run_name: str, run_id: str | None
+    ) -> tuple[Run, dict[str, set[int]]]:
+        """The run, and key -> steps it already has."""
         self._client = client = MlflowClient(tracking_uri=uri)
         experiment_id = _experiment_id(client, uri, experiment)
         found = _find_run(client, experiment_id, run_name, run_id)
@@ -202,12 +220,19 @@ class MlflowTracker:
             found = client.create_run(experiment_id, run_name=run_name).info.run_id
         run = client.get_run(found)
         client.update_run(found, status="RUNNING")
-        new = [Param(key, value[:_MAX_PARAM_CHARS]) for key, value in params.items() if key not in run.data.params]
-        client.log_batch(found, tags=[RunTag(key, value) for key, value in tags.items()])
+        tags = [RunTag(key, value[:_MAX_TAG_CHARS]) for key, value in self._tags.items()]
+        client.log_batch(found, tags=tags)
+        new = [
+            Param(key, value[:_MAX_PARAM_CHARS]) for key, value in self._params.items() if key not in run.data.params
+        ]
         for start in range(0, len(new), _MAX_BATCH_PARAMS):
             client.log_batch(found, params=new[start : start + _MAX_BATCH_PARAMS])
+        known = {one.dataset.digest for one in run.inputs.dataset_inputs} if run.inputs else set()
+        inputs = [_input(note) for note in self._datasets if note.digest not in known]
+        if inputs:
+            client.log_inputs(found, inputs)
         logged = {key: {one.step for one in client.get_metric_history(found, key)} for key in run.data.metrics}
-        return found, logged
+        return run, logged
 
     # ---- writer thread ---------------------------------------------------------------------------------------
 
@@ -217,6 +242,8 @@ class MlflowTracker:
             self._wake.wait(_RETRY_SECONDS if is_away else _FLUSH_SECONDS)
             self._wake.clear()
             is_closing = self._is_closing
+            if not is_closing:
+                self._sample()
             is_away = not self._flush()
             while is_closing and is_away and time.monotonic() < self._close_at:
                 time.sleep(_CLOSE_RETRY_SECONDS)
@@ -224,17 +251,54 @@ class MlflowTracker:
             if is_closing:
                 return
 
+    def _sample(self) -> None:
+        """What the machine does now, as metrics."""
+        if self._machine is None or time.monotonic() - self._sampled_at < SAMPLE_SECONDS:
+            return
+        self._sampled_at = time.monotonic()
+        try:
+            self.log(max(0, round(time.time() - self._began)), self._machine())
+        except Exception as error:  # noqa: BLE001 - whatever the system says must not end the writer
+            logger.warning("no system metrics: %s", _reason(error))
+            self._machine = None
+
     def _flush(self) -> bool:
         """Write everything buffered; False when MLflow refused, and the rest stays buffered."""
-        while True:
-            with self._lock:
-                batch = [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
-            if not batch:
-                return True
+        while batch := self._next_batch():
             if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=batch)):
                 with self._lock:
                     self._buffer.extendleft(reversed(batch))
                 return False
+        return all(self._upload(name) for name in list(self._files))
+
+    def _next_batch(self) -> list[Metric]:
+        with self._lock:
+            return [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
+
+    def _upload(self, name: str) -> bool:
+        """Write one file, and that it is a table if it is; it is forgotten unless a newer one has come meanwhile."""
+        data, entry = self._files[name], {"path": name, "type": "table"}
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / Path(name).name
+            path.write_bytes(data)
+            is_written = self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path)))
+        if is_written and entry in self._tables:
+            tag = RunTag(_TABLES_TAG, json.dumps(self._tables))
+            is_written = self._try(f"tag {_TABLES_TAG}", partial(self._client.log_batch, self.run_id, tags=[tag]))
+        is_refused = not is_written and self._is_refused(name)
+        with self._lock:
+            if (is_written or is_refused) and self._files[name] is data:
+                del self._files[name]
+        return is_written or is_refused
+
+    def _is_refused(self, name: str) -> bool:
+        """Whether a file is given up: MLflow answers, but has not taken it three times."""
+        if self._try("a question", partial(self._client.get_run, self.run_id)):
+            self._refusals[name] = self._refusals.get(name, 0) + 1
+        if self._refusals.get(name, 0) < _MAX_REFUSALS:
+            return False
+        logger.warning("MLflow answers but does not take the artifact %s: it is left out", name)
+        return True
 
     def _try(self, what: str, call: Callable[[], object]) -> bool:
         try:
@@ -245,6 +309,14 @@ class MlflowTracker:
             logger.log(level, "MLflow did not take %s (%s); the run goes on without", what, _reason(error))
             return False
         return True
+
+
+def _input(note: DatasetNote) -> DatasetInput:
+    source, profile = redact_text(json.dumps(note.source)), json.dumps({"num_prompts": note.num_prompts})
+    columns = [{"name": name, "type": "string", "required": True} for name in note.columns]
+    schema = json.dumps({"mlflow_colspec": columns})
+    dataset = Dataset(note.name, note.digest, note.source_type, source, schema, profile if note.num_prompts else None)
+    return DatasetInput(dataset, [InputTag(_CONTEXT_TAG, note.context)])
 
 
 def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:

@@ -39,8 +39,8 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
     batches = {step: read_batch(store, facts.commits[step]) for step in {first, last, mixed}}
     most_versions = sorted(batches[mixed], key=lambda row: -len(row.weight_spans))[:_PER_GROUP]
     parts = [
-        _block(f"Before: the first groups of step {first}", _one_per_group(batches[first]), decode),
-        _block(f"After: the first groups of step {last}", _one_per_group(batches[last]), decode)
+        _block(f"Before: the first groups of step {first}", one_per_group(batches[first], _PER_GROUP), decode),
+        _block(f"After: the first groups of step {last}", one_per_group(batches[last], _PER_GROUP), decode)
         if last > first
         else "",
         _block(f"Most weight versions in one rollout: step {mixed}", most_versions, decode),
@@ -72,11 +72,12 @@ def _answer(sample: dict[str, object]) -> str:
     )
 
 
-def _one_per_group(rows: Sequence[TrainedRollout]) -> list[TrainedRollout]:
+def one_per_group(rows: Sequence[TrainedRollout], limit: int) -> list[TrainedRollout]:
+    """The first rollout of each of the first `limit` groups."""
     firsts: dict[int, TrainedRollout] = {}
     for row in rows:
         firsts.setdefault(row.group_id, row)
-    return list(firsts.values())[:_PER_GROUP]
+    return list(firsts.values())[:limit]
 
 
 def _block(title: str, rows: Sequence[TrainedRollout], decode: Decode | None) -> str:
@@ -113,9 +114,15 @@ def _runs(mask: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _text(token_ids: np.ndarray, decode: Decode | None) -> str:
+    text = plain_text(token_ids, decode)
+    return text if decode is None else _visible(text)
+
+
+def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
+    """The text of tokens; their numbers where there is no tokenizer."""
     if decode is None:
         return "".join(f"{token_id} " for token_id in token_ids.tolist())
-    return _visible("".join(decode(token_id) for token_id in token_ids.tolist()))
+    return "".join(decode(token_id) for token_id in token_ids.tolist())
 
 
 def _visible(text: str) -> str:

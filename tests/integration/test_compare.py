@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import RunFollower
@@ -31,6 +32,27 @@ FIGURES = {
 def finished(process: "subprocess.Popen[str]", root: Path) -> dict:
     assert process.wait(600) == 0, (root / "stderr.txt").read_text()[-3000:]
     return json.loads((root / "stdout.txt").read_text())
+
+
+def assert_mlflow_shows(root: Path, document: dict) -> None:
+    """The runs lie below the comparison, with what people group them by and the axes that they are drawn over."""
+    client = MlflowClient(tracking_uri=f"sqlite:///{root}/mlflow.db")
+    experiment = client.get_experiment_by_name("pipelinerl").experiment_id
+    (parent,) = client.search_runs([experiment], "tags.`pipelinerl.run_id` LIKE 'quickstart-%'")
+    runs = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    tags = ("arm", "seed", "schedule", "engine", "preset", "comparison")
+    found = sorted(tuple(run.data.tags[name] for name in tags) for run in runs)
+    assert found == [(arm, "0", "pipeline", "embedded", "quickstart", "quickstart") for arm in ("drain", "keep")]
+    assert "keep/time_to_target_seconds" in parent.data.metrics
+    assert {"comparison.json", "comparison.svg"} <= {file.path for file in client.list_artifacts(parent.info.run_id)}
+    for run in runs:
+        steps = {one.step for one in client.get_metric_history(run.info.run_id, "eval/accuracy")}
+        for axis in ("samples", "tokens", "seconds"):
+            assert steps <= {one.step for one in client.get_metric_history(run.info.run_id, f"progress/{axis}")}
+        assert {one.dataset.name for one in run.inputs.dataset_inputs} == {"sums", "sums-held-out"}
+        table = client.download_artifacts(run.info.run_id, "rollouts.json", str(root))
+        rows = json.loads(Path(table).read_text())["data"]
+        assert len({(row[0], row[-3]) for row in rows}) == len(rows) > 8, "no row comes twice"
 
 
 def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_path):
@@ -58,6 +80,8 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
     for arm in ("keep", "drain"):
         assert document["arms"][arm].keys() == FIGURES
         assert document["arms"][arm]["time_to_target_seconds"]["mean"] == 0
+
+    assert_mlflow_shows(tmp_path, document)
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")}
     again = finished(start(tmp_path, *COMPARE), tmp_path)

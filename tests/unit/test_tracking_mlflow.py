@@ -1,14 +1,18 @@
 """The MLflow tracker against a real SQLite store (creating one takes seconds)."""
 
+import json
 import logging
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.tracking import mlflow as tracking
+from pipelinerl_core.tracking.datasets import run_datasets
 from pipelinerl_core.tracking.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri
 
 pytestmark = pytest.mark.slow
@@ -182,3 +186,63 @@ def test_the_default_is_a_database_under_a_local_root():
     assert tracking_uri("none", "/data/runs") is None
     assert tracking_uri("http://h:5000", "/data/runs") == "http://h:5000"
     assert run_page("sqlite:////data/runs/mlflow.db", "x") is None
+
+
+def test_tables_are_shown_by_mlflow_and_a_newer_one_takes_the_place_of_an_older_one(uri, monkeypatch, tmp_path):
+    monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
+    tracker = MlflowTracker(uri, "e", "table")
+    come_back = be_away(tracker, monkeypatch, "log_batch", "log_artifact", "get_run")
+    tracker.log_table("rollouts.json", ["step", "text"], [[1, "a"]])
+    tracker.log_table("rollouts.json", ["step", "text"], [[1, "a"], [2, "b"]])
+    timer = threading.Timer(0.5, come_back)
+    timer.start()
+    tracker.close()
+    timer.join()
+    tracker.log_table("rollouts.json", ["step", "text"], [])  # after its end: nothing happens
+    resumed = MlflowTracker(uri, "e", "table", run_id=tracker.run_id)
+    resumed.log_table("rollouts.json", ["step", "text"], [[1, "a"], [2, "b"], [3, "c"]])
+    resumed.close()
+    tags = run_of(resumed).data.tags
+    assert json.loads(tags["mlflow.loggedArtifacts"]) == [{"path": "rollouts.json", "type": "table"}]
+    path = resumed._client.download_artifacts(resumed.run_id, "rollouts.json", str(tmp_path))
+    assert json.loads(Path(path).read_text()) == {
+        "columns": ["step", "text"],
+        "data": [[1, "a"], [2, "b"], [3, "c"]],
+    }
+
+
+def test_an_artifact_that_mlflow_does_not_take_is_given_up_soon(uri, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
+    tracker = MlflowTracker(uri, "e", "refused")
+    be_away(tracker, monkeypatch, "log_artifact")
+    tracker.log(1, {"x": 1.0})
+    tracker.log_artifact("report.json", b"{}")
+    begun = time.monotonic()
+    tracker.close()
+    assert time.monotonic() - begun < 20
+    assert "does not take the artifact report.json" in caplog.text
+    assert (run_of(tracker).info.status, history(tracker, "x")) == ("FINISHED", [(1, 1.0)])
+
+
+def test_datasets_are_recorded_once(uri):
+    datasets = run_datasets(load_config("quickstart"))
+    for _ in range(2):
+        tracker = MlflowTracker(uri, "e", "data", datasets=datasets)
+        tracker.close()
+    inputs = run_of(tracker).inputs.dataset_inputs
+    found = sorted((one.tags[0].value, one.dataset.name, one.dataset.digest) for one in inputs)
+    assert found == sorted((note.context, note.name, note.digest) for note in datasets)
+
+
+def test_the_machine_is_asked_now_and_then_and_may_fail(uri, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "_FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(tracking, "SAMPLE_SECONDS", 0.3)
+    answers = iter([{"system/x": 1.0}])
+    tracker = MlflowTracker(uri, "e", "machine", machine=lambda: next(answers))
+    deadline = time.monotonic() + 20
+    while "no system metrics" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert [value for _, value in history(tracker, "system/x")] == [1.0]
+    assert history(tracker, "x") == [(1, 1.0)], "the writer goes on"

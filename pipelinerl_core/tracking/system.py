@@ -1,0 +1,143 @@
+"""What the machine does while a run goes on: CPU and memory of it all and of each role, and its NVIDIA GPUs.
+
+Names and units are those of MLflow's own system metrics, which it shows on a page of their own; MLflow's monitor is
+not used because it ends for good when the server is away once, and does not know roles.
+"""
+
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "system"
+
+_MODULE = "pipelinerl_core.roles."
+_MEGABYTE = 1e6
+_MEBIBYTE = 2.0**20
+_SMI_SECONDS = 5.0
+_SMI_FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "power.draw")
+
+
+class SystemSampler:
+    """Samples this host: `sample()` now and then, from one thread."""
+
+    def __init__(self, run_url: str) -> None:
+        """`run_url`: roles below this process that belong to other runs are left out."""
+        self._run_url = run_url
+        self._flow = psutil.Process()
+        self._cpu: dict[tuple[int, float], float] = {}
+        self._read_gpus = gpu_reader()
+        psutil.cpu_percent(None)  # the first call starts the measurement
+        self._sampled_at = time.monotonic()
+        self._roles()
+
+    def __call__(self) -> dict[str, float]:
+        """Metric -> value, of CPU the mean since the call before."""
+        memory = psutil.virtual_memory()
+        return {
+            f"{PREFIX}/cpu_utilization_percentage": psutil.cpu_percent(None),
+            f"{PREFIX}/system_memory_usage_megabytes": memory.used / _MEGABYTE,
+            f"{PREFIX}/system_memory_usage_percentage": 100.0 * memory.used / memory.total,
+            **self._roles(),
+            **{f"{PREFIX}/{key}": value for key, value in self._read_gpus().items()},
+        }
+
+    def _roles(self) -> dict[str, float]:
+        """CPU (100 is one core) and resident memory of the flow and of each role with everything below it."""
+        now = time.monotonic()
+        seconds = max(now - self._sampled_at, 1e-3)
+        self._sampled_at = now
+        values: dict[str, float] = {}
+        cpu: dict[tuple[int, float], float] = {}
+        for process, role in self._processes():
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    key = (process.pid, process.create_time())
+                    memory = process.memory_info().rss / _MEGABYTE
+            except psutil.Error:  # it has just ended
+                continue
+            cpu[key] = times.user + times.system
+            # A process not seen before has started since, with all that it has used.
+            share = 100.0 * (cpu[key] - self._cpu.get(key, 0.0)) / seconds
+            _add(values, f"{PREFIX}/{role}/cpu_utilization_percentage", share)
+            _add(values, f"{PREFIX}/{role}/memory_usage_megabytes", memory)
+        self._cpu = cpu
+        return values
+
+    def _processes(self) -> list[tuple[psutil.Process, str]]:
+        """(process, role) of this process and of all below it; what a role has started belongs to the role."""
+        found = [(self._flow, "flow")]
+        roles = {self._flow.pid: "flow"}
+        for process in self._flow.children(recursive=True):  # parents first
+            try:
+                role = self._role_of(process.cmdline()) or roles.get(process.ppid(), "flow")
+            except psutil.Error:
+                continue
+            roles[process.pid] = role
+            found.append((process, role))
+        return found
+
+    def _role_of(self, command: list[str]) -> str | None:
+        """Role, or name of an actor, of a command line; None for what is no role of this run."""
+        role = next((word.removeprefix(_MODULE) for word in command if word.startswith(_MODULE)), None)
+        if role is None or self._run_url not in command:
+            return None
+        options = dict(pairwise(command))
+        return options.get("--name", role)
+
+
+def gpu_reader() -> Callable[[], dict[str, float]]:
+    """What nvidia-smi says of each GPU of this host; nothing where there is no such command."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return dict
+    query = [command, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+
+    def read() -> dict[str, float]:
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.debug("nvidia-smi: %s", error)
+            return {}
+        return parse_gpus(answer.stdout)
+
+    return read
+
+
+def parse_gpus(text: str) -> dict[str, float]:
+    """Metrics of lines "index, percent, MiB used, MiB in all, watts"; what a GPU does not tell ("[N/A]") is left out.
+
+    Example: "0, 42, 1024, 4096, 70.5" has gpu_0_memory_usage_percentage 25.
+    """
+    values: dict[str, float] = {}
+    for line in text.strip().splitlines():
+        index, *cells = (cell.strip() for cell in line.split(","))
+        busy, used, total, watts = (_number(cell) for cell in cells)
+        megabytes = used * _MEBIBYTE / _MEGABYTE if used is not None else None
+        percentage = 100.0 * used / total if used is not None and total else None
+        found = {
+            "utilization_percentage": busy,
+            "memory_usage_megabytes": megabytes,
+            "memory_usage_percentage": percentage,
+            "power_usage_watts": watts,
+        }
+        values |= {f"gpu_{index}_{name}": value for name, value in found.items() if value is not None}
+    return values
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _add(values: dict[str, float], key: str, value: float) -> None:
+    values[key] = values.get(key, 0.0) + value
