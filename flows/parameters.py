@@ -28,10 +28,21 @@ KEYS: Mapping[str, str] = MappingProxyType(
 """Field -> key of the configuration."""
 
 
+def _as_plain_fields(schema: dict[str, Any]) -> None:
+    """A field that may be empty as its own type alone: for "integer or null" Prefect's form asks which one first.
+
+    The server takes null for what has no default all the same.
+    """
+    for field in schema["properties"].values():
+        (given,) = (one for one in field.pop("anyOf") if one.get("type") != "null")
+        field.update(given)
+        field.pop("default")
+
+
 class Settings(BaseModel):
     """The settings that differ between experiments; what is left empty is as in the preset."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, title="Settings")
+    model_config = ConfigDict(extra="forbid", frozen=True, title="Settings", json_schema_extra=_as_plain_fields)
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps of the run.")
     seed: int | None = Field(None, ge=0, description="Of prompts, sampling and initial order.")

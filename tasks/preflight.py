@@ -7,7 +7,7 @@ from pipelinerl_core.config import RunConfig
 from tasks.checks import check_all
 
 
-@task(name="preflight", persist_result=False, cache_policy=NO_CACHE)
+@task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
 def preflight(config: RunConfig, root: str) -> None:
     """Raise ConfigError with one line if a run of this configuration cannot work."""
     check_all(config, root)

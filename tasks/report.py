@@ -13,14 +13,14 @@ from tasks.comparison import PlannedRun
 from tasks.comparison_results import Results
 
 
-@task(name="report", persist_result=False, cache_policy=NO_CACHE)
+@task(name="report", task_run_name="report", persist_result=False, cache_policy=NO_CACHE)
 def write_reports(run: RunContext) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet, from the run's objects alone; returns the report."""
     model = resolve_model_path(run.config.model.path)
     return write_report(run.store, decode=token_decoder(str(model)) if model else None)
 
 
-@task(name="comparison", persist_result=False, cache_policy=NO_CACHE)
+@task(name="comparison", task_run_name="comparison", persist_result=False, cache_policy=NO_CACHE)
 def write_comparison(results: Results, dropped: list[PlannedRun]) -> dict[str, Any]:
     """Compare the runs that are done and write the result; `dropped` are those that the budget left out."""
     return results.write(dropped)

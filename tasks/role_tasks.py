@@ -11,13 +11,13 @@ from tasks.roles import evaluate, supervise
 from tasks.supervise import RoleReport
 
 
-@task(name="hub", persist_result=False, cache_policy=NO_CACHE, retries=0)
+@task(name="hub", task_run_name="hub", persist_result=False, cache_policy=NO_CACHE, retries=0)
 def run_hub(run: RunContext, stop: Event) -> RoleReport:
     """Supervise the hub of a run."""
     return supervise(run, "hub", "hub", {}, stop)
 
 
-@task(name="trainer", persist_result=False, cache_policy=NO_CACHE, retries=0)
+@task(name="trainer", task_run_name="trainer", persist_result=False, cache_policy=NO_CACHE, retries=0)
 def run_trainer(run: RunContext, stop: Event) -> RoleReport:
     """Supervise the trainer of a run until its last step."""
     return supervise(run, "trainer", "trainer", {}, stop)

@@ -1,0 +1,161 @@
+"""Chromium through the DevTools protocol, for tests of pages: go somewhere, wait for what a user must see, look.
+
+A failure says what the page said. It needs Debian's chromium and the websockets package, which Prefect brings.
+"""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import psutil
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+ANSWER_SECONDS = 30.0
+"""Deadline of one command of the protocol."""
+SEE_SECONDS = 40.0
+"""Deadline of what a page is to show."""
+WIDTH, HEIGHT = 1280, 900
+_START_SECONDS = 60.0
+_POLL_SECONDS = 0.2
+_SAID_CHARS = 3000
+
+
+def find_chromium() -> str:
+    """The browser of Debian's package, which is installed if it is missing."""
+    if shutil.which("chromium") is None:
+        for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "chromium"]):
+            subprocess.run(command, check=True, timeout=400, stdout=subprocess.DEVNULL)
+    found = shutil.which("chromium")
+    assert found is not None
+    return found
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._number = 0
+        self.errors: list[str] = []
+        """Exceptions of the pages' scripts."""
+        for domain in ("Page", "Runtime"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command; fails with the answer when the browser refuses it."""
+        self._number += 1
+        self._connection.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            message = json.loads(self._connection.recv(timeout=max(0.1, deadline - time.monotonic())))
+            if message.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(str(message["params"]["exceptionDetails"].get("exception", {}).get("description")))
+            if message.get("id") == self._number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return dict(message["result"])
+
+    def go(self, url: str, width: int = WIDTH, height: int = HEIGHT) -> None:
+        """Open a URL in a window of this size; what it shows comes later."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Page.navigate", url="about:blank")  # a URL that differs after the # alone is no navigation
+        self.call("Page.navigate", url=url)
+
+    def value(self, expression: str) -> Any:
+        """What a JavaScript expression gives, as JSON; None when it throws."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return answer["result"].get("value") if "exceptionDetails" not in answer else None
+
+    @property
+    def text(self) -> str:
+        """What the page says, values of its fields included."""
+        fields = "[...document.querySelectorAll('input, textarea')].map(one => one.value).join('\\n')"
+        return str(self.value(f"document.body.innerText + '\\n' + {fields}") or "")
+
+    def until(self, what: str, expression: str, seconds: float = SEE_SECONDS) -> Any:
+        """The value of an expression once it is true; fails naming `what`, with the text of the page."""
+        deadline = time.monotonic() + seconds
+        while not (value := self.value(expression)):
+            if time.monotonic() > deadline:
+                self._fail(f"show {what}", seconds)
+            time.sleep(_POLL_SECONDS)
+        return value
+
+    def sees(self, *texts: str, seconds: float = SEE_SECONDS) -> None:
+        """Wait until the page says all of these, whatever their case."""
+        deadline = time.monotonic() + seconds
+        while missing := [text for text in texts if text.lower() not in self.text.lower()]:
+            if time.monotonic() > deadline:
+                place = self.value("location.href")
+                pytest.fail(
+                    f"{place} did not say {missing} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def click(self, text: str, selector: str = "a, button, [role=tab], [role=treeitem], label") -> None:
+        """Click the first visible element whose whole text, or label, is this."""
+        script = f"""(() => {{
+            const found = [...document.querySelectorAll({json.dumps(selector)})].find(one => one.getClientRects().length
+                && [one.innerText?.trim(), one.getAttribute("aria-label")].includes({json.dumps(text)}));
+            found?.scrollIntoView({{block: "center"}});
+            found?.click();
+            return !!found;
+        }})()"""
+        self.until(f"something to click that says {text!r}", script)
+
+    def picture(self, path: Path, *, selector: str = "", height: int = 0) -> None:
+        """Write what the window shows as a PNG: all of it, or from the top of an element, or so many pixels high."""
+        time.sleep(0.7)  # pages move things into place
+        size = self.value("({width: innerWidth, height: innerHeight})")
+        clip = {"x": 0, "y": 0, **size, "scale": 1}
+        if selector:
+            box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+            clip |= self.value(f"(box => ({{x: box.x, y: box.y, width: box.width, height: box.height}}))({box})")
+        if height:
+            clip["height"] = height
+        data = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=bool(height))[
+            "data"
+        ]
+        path.write_bytes(base64.b64decode(data))
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    """A browser with one empty page, without a window; gone at the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as home:
+        command = [find_chromium(), "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={home}"]
+        command += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
+        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "about:blank"]
+        environment = {**os.environ, "HOME": home}
+        with (Path(home) / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            port = _port(Path(home), process)
+            with urlopen(Request(f"http://127.0.0.1:{port}/json/new", method="PUT"), timeout=10) as answer:
+                address = json.load(answer)["webSocketDebuggerUrl"]
+            with connect(address, max_size=None, compression=None, open_timeout=10) as connection:
+                yield Page(connection)
+        finally:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.wait(timeout=10)
+
+
+def _port(home: Path, process: subprocess.Popen[bytes]) -> int:
+    """The port that it listens on, which it writes into its home."""
+    deadline = time.monotonic() + _START_SECONDS
+    path = home / "DevToolsActivePort"
+    while not path.exists() or "\n" not in path.read_text():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"chromium did not start: {(home / 'log').read_text(errors='replace')[-2000:]}")
+        time.sleep(0.1)
+    return int(path.read_text().split("\n")[0])
