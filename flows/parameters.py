@@ -31,12 +31,14 @@ KEYS: Mapping[str, str] = MappingProxyType(
 def _as_plain_fields(schema: dict[str, Any]) -> None:
     """A field that may be empty as its own type alone: for "integer or null" Prefect's form asks which one first.
 
-    The server takes null for what has no default all the same.
+    The form sends null for what is empty; the server takes that where there is no default, if the choices have it.
     """
     for field in schema["properties"].values():
         (given,) = (one for one in field.pop("anyOf") if one.get("type") != "null")
         field.update(given)
         field.pop("default")
+        if "enum" in field:
+            field["enum"] = [*field["enum"], None]
 
 
 class Settings(BaseModel):

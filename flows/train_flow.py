@@ -106,6 +106,7 @@ def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[Run
 
     labels: tags of its MLflow run.
     """
+    show_supervision()
     flow_run_id = str(flow_run.id)
     run = find_run(url)
     config = run.config if run else config
@@ -118,6 +119,12 @@ def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[Run
     forget_wishes(run.store)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
+
+
+def show_supervision() -> None:
+    """What the supervision says belongs to the flow run: Prefect sends it there, but not below the root's level."""
+    for name in ("flows", "tasks"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def refuse_resume(config: RunConfig) -> None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RunRecord
 from pipelinerl_core.tracking.datasets import run_datasets
-from pipelinerl_core.tracking.mlflow import MlflowTracker, Status, tracking_uri
+from pipelinerl_core.tracking.mlflow import MlflowTracker, Status, run_page, tracking_uri
 from pipelinerl_core.tracking.system import SystemSampler
 from tasks.comparison_results import HTML_KEY, JSON_KEY, SVG_KEY
 from tasks.runs import MlflowRef, code_version, git_commit
@@ -145,8 +144,4 @@ def _source_tags(flow_run_id: str) -> dict[str, str]:
 
 def mlflow_link(ref: MlflowRef) -> str | None:
     """Page of the run on an MLflow server; None for a database file, which has no page."""
-    if not ref.uri.startswith(("http://", "https://")):
-        return None
-    # Not at the top: pipelinerl_core.tracking.mlflow sets what mlflow reads when it is first imported.
-    experiment = import_module("mlflow").MlflowClient(tracking_uri=ref.uri).get_run(ref.run_id).info.experiment_id
-    return f"{ref.uri.rstrip('/')}/#/experiments/{experiment}/runs/{ref.run_id}"
+    return run_page(ref.uri, ref.run_id)

@@ -63,6 +63,9 @@ _MAX_TAG_CHARS = 8000
 # Which artifacts MLflow's pages show as tables.
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _CONTEXT_TAG = "mlflow.data.context"
+# MLflow's pages are for applications of language models unless they are told that this is training.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+_TRAINING_VIEW = "workflowType=machine_learning"
 # While the server is away; beyond it the oldest are given up.
 _MAX_BUFFERED = 200_000
 # Between two attempts while the server is away.
@@ -93,7 +96,7 @@ def run_page(uri: str, run_id: str) -> str | None:
     if not uri.startswith(("http://", "https://")):
         return None
     experiment = MlflowClient(tracking_uri=uri).get_run(run_id).info.experiment_id
-    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}"
+    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?{_TRAINING_VIEW}"
 
 
 class MlflowTracker:
@@ -327,7 +330,7 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     database = uri.removeprefix("sqlite:///")
     location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
     try:
-        return str(client.create_experiment(name, artifact_location=location))
+        return str(client.create_experiment(name, location, _EXPERIMENT_TAGS))
     except MlflowException:
         found = client.get_experiment_by_name(name)  # another run has just created it
         if found is None:

@@ -95,22 +95,33 @@ class Page:
         deadline = time.monotonic() + seconds
         while missing := [text for text in texts if text.lower() not in self.text.lower()]:
             if time.monotonic() > deadline:
-                place = self.value("location.href")
-                pytest.fail(
-                    f"{place} did not say {missing} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}"
-                )
+                self._fail(f"say {missing}", seconds)
             time.sleep(_POLL_SECONDS)
+
+    def _fail(self, what: str, seconds: float) -> None:
+        place = self.value("location.href")
+        errors = "".join(f"\nscript error: {error}" for error in self.errors)
+        pytest.fail(f"{place} did not {what} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}{errors}")
+
+    def fill(self, find: str, text: str) -> None:
+        """Type into the field that a JavaScript expression finds, in place of what it holds."""
+        self.until("a field to type into", f"(one => one && (one.focus(), one.select(), true))({find})")
+        self.call("Input.insertText", text=text)
 
     def click(self, text: str, selector: str = "a, button, [role=tab], [role=treeitem], label") -> None:
         """Click the first visible element whose whole text, or label, is this."""
         script = f"""(() => {{
-            const found = [...document.querySelectorAll({json.dumps(selector)})].find(one => one.getClientRects().length
+            const all = [...document.querySelectorAll({json.dumps(selector)})];
+            const found = all.find(one => one.getClientRects().length
                 && [one.innerText?.trim(), one.getAttribute("aria-label")].includes({json.dumps(text)}));
-            found?.scrollIntoView({{block: "center"}});
-            found?.click();
-            return !!found;
+            if (!found) return null;
+            found.scrollIntoView({{block: "center"}});
+            const box = found.getBoundingClientRect();
+            return {{x: box.x + box.width / 2, y: box.y + box.height / 2}};
         }})()"""
-        self.until(f"something to click that says {text!r}", script)
+        place = self.until(f"something to click that says {text!r}", script)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, **place, button="left", clickCount=1)
 
     def picture(self, path: Path, *, selector: str = "", height: int = 0) -> None:
         """Write what the window shows as a PNG: all of it, or from the top of an element, or so many pixels high."""

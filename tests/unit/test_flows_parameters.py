@@ -72,5 +72,5 @@ def test_the_form_shows_each_field_as_what_it_takes():
         "title": "Steps",
         "description": "Optimizer steps of the run.",
     }
-    assert schema["schedule"]["enum"] == ["pipeline", "conventional", "april"]
+    assert schema["schedule"]["enum"] == ["pipeline", "conventional", "april", None]
     assert not [name for name, field in schema.items() if "anyOf" in field or "default" in field]
