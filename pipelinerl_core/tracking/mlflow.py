@@ -195,11 +195,12 @@ class MlflowTracker:
         if self._writer.is_alive() and self._left:
             logger.warning("MLflow is away: waiting %.0f s for it to take %s", limit_seconds, self._left)
         self._writer.join(limit_seconds)
-        if self._writer.is_alive() or self._left:
+        left = self._left
+        if self._writer.is_alive() or left:
             self.num_lost += len(self._buffer)
             logger.warning(
                 "MLflow was away at the end: %s were not written; `pipelinerl resume` of the run writes them",
-                self._left or "some metrics",
+                left or "some metrics",
             )
             return
         self._try("end of run", partial(self._client.set_terminated, self.run_id, status))

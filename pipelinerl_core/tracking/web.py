@@ -38,7 +38,8 @@ PAGE_SHARE = 0.1
 """Largest share of the time spent on making the page again."""
 _TIMEOUT_SECONDS = 30
 _LIVE = """<p id="live" style="position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
-border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);font-variant-numeric:tabular-nums">@LINE@</p>
+border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
+font-variant-numeric:tabular-nums;white-space:pre-wrap">@LINE@</p>
 <script>
 let step = @STEP@;
 setInterval(async () => {

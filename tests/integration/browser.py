@@ -68,7 +68,8 @@ class Page:
         """Open a URL in a window of this size; what it shows comes later."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url="about:blank")  # a URL that differs after the # alone is no navigation
-        self.call("Page.navigate", url=url)
+        # Page.navigate would wait for the server's answer.
+        self.call("Runtime.evaluate", expression=f"location.href = {json.dumps(url)}")
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives, as JSON; None when it throws."""
@@ -108,12 +109,12 @@ class Page:
         self.until("a field to type into", f"(one => one && (one.focus(), one.select(), true))({find})")
         self.call("Input.insertText", text=text)
 
-    def click(self, text: str, selector: str = "a, button, [role=tab], [role=treeitem], label") -> None:
-        """Click the first visible element whose whole text, or label, is this."""
+    def click(self, text: str) -> None:
+        """Click the innermost visible element whose whole text, or label, is this."""
         script = f"""(() => {{
-            const all = [...document.querySelectorAll({json.dumps(selector)})];
-            const found = all.find(one => one.getClientRects().length
-                && [one.innerText?.trim(), one.getAttribute("aria-label")].includes({json.dumps(text)}));
+            const says = one => [one.innerText?.trim(), one.getAttribute("aria-label")].includes({json.dumps(text)});
+            const found = [...document.body.querySelectorAll("*")].find(one => one.getClientRects().length
+                && says(one) && ![...one.children].some(says));
             if (!found) return null;
             found.scrollIntoView({{block: "center"}});
             const box = found.getBoundingClientRect();

@@ -1,0 +1,219 @@
+"""What people see: the pages of Prefect, of MLflow and of a run, in a real browser, of one short run.
+
+PIPELINERL_UPDATE_SCREENSHOTS=1 makes the run longer and writes the pictures of docs/images.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from tests.integration.browser import Page, browser
+from tests.integration.pipeline import ROOT
+from tests.integration.test_work_pools import Prefect
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+UPDATES = bool(os.environ.get("PIPELINERL_UPDATE_SCREENSHOTS"))
+IMAGES = ROOT / "docs" / "images"
+STEPS = 50 if UPDATES else 5
+SMALL = ("trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=0")
+SETTINGS = (f"trainer.steps={STEPS}", *(("eval.num_prompts=200",) if UPDATES else SMALL))
+START_SECONDS = 120.0
+RUN_SECONDS = 400.0
+
+
+@dataclass(frozen=True)
+class World:
+    """Servers that answer, and a run that has finished."""
+
+    prefect: Prefect
+    mlflow: str
+    live: str
+    report: dict
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def start_mlflow(home: Path, port: int) -> "subprocess.Popen[bytes]":
+    command = [str(Path(sys.executable).parent / "mlflow"), "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--backend-store-uri", f"sqlite:///{home}/mlflow.db", "--artifacts-destination", str(home / "files")]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (home / "mlflow.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, "--workers", "1"], env=environment, cwd=home, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path) -> Iterator[World]:
+    home = tmp_path_factory.mktemp("browser")
+    prefect = Prefect(home)
+    mlflow, live = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    try:
+        prefect.processes.append(start_mlflow(home, int(mlflow.rpartition(":")[2])))
+        deadline = time.monotonic() + START_SECONDS
+        while not (prefect.is_healthy() and answers(f"{mlflow}/health")):
+            assert time.monotonic() < deadline, "".join(path.read_text()[-2000:] for path in home.glob("*log"))
+            time.sleep(0.2)
+        train = start(prefect, "train", "quickstart", "--json", *SETTINGS, f"tracking.mlflow_uri={mlflow}")
+        prefect.deploy()
+        assert train.wait(RUN_SECONDS) == 0, (home / "log").read_text()[-3000:]
+        report = json.loads((home / "train.out").read_text())
+        start(prefect, "status", "latest", "--web", "--port", live.rpartition(":")[2])
+        yield World(prefect, mlflow, live, report)
+    finally:
+        prefect.stop()
+
+
+def start(prefect: Prefect, *arguments: str) -> "subprocess.Popen[bytes]":
+    """A pipelinerl command with the server, its root and its output beside it."""
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(prefect.home / "runs")]
+    with (prefect.home / "log").open("ab") as log, (prefect.home / f"{arguments[0]}.out").open("wb") as output:
+        prefect.processes.append(
+            subprocess.Popen(command, env=prefect.environment, cwd=ROOT, stdout=output, stderr=log)
+        )
+    return prefect.processes[-1]
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as page:
+        yield page
+
+
+@pytest.fixture
+def picture(page: Page, tmp_path: Path):
+    """A function that makes a picture, for docs/images when these are to be written."""
+
+    def take(name: str, **how) -> None:
+        page.picture(tmp_path / name, **how)
+        assert (tmp_path / name).stat().st_size > 10_000, "an empty page"
+        if UPDATES:
+            shutil.copy(tmp_path / name, IMAGES / name)
+
+    return take
+
+
+def field_of(label: str) -> str:
+    """JavaScript that finds the input of a form's field."""
+    return f"""(() => {{
+        let one = [...document.querySelectorAll("label")].find(one => one.innerText.startsWith({json.dumps(label)}));
+        while (one && !one.querySelector("input, textarea")) one = one.parentElement;
+        return one?.querySelector("input, textarea");
+    }})()"""
+
+
+def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_out_of_bounds(world, page, picture):
+    found = world.prefect.post("/deployments/filter", {})
+    deployment = next(one["id"] for one in found if one["name"] == "quickstart")
+    url = f"{world.prefect.url.removesuffix('/api')}/deployments/deployment/{deployment}/run"
+    page.go(url, height=1300)
+    page.until("its defaults", f"{field_of('preset')}?.value === 'quickstart'")
+    page.sees("Steps (Optional)", "Optimizer steps of the run.", "Max Lag (Optional)", "Learning Rate (Optional)")
+    page.sees("What differs from the preset", "conventional", "april", "pipelinerl config --keys")
+    assert "Property is type" not in page.text, "every field can be typed into"
+    picture("form.png")
+    page.fill(field_of("Steps"), "0")
+    page.click("Submit")
+    page.sees("settings.steps", "0 is less than the minimum of 1")
+    page.go(url)
+    page.until("its defaults", f"{field_of('preset')}?.value === 'quickstart'")
+    page.fill(field_of("Steps"), "3")
+    page.click("Submit")
+    page.sees("train", "Scheduled")
+    runs = world.prefect.post("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
+    (settings,) = (run["parameters"]["settings"] for run in runs)
+    assert settings["steps"] == 3
+    assert settings["schedule"] is None
+
+
+def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, picture):
+    flow_run = next(run for run in world.prefect.post("/flow_runs/filter", {}) if run["state_name"] == "Completed")
+    page.go(f"{world.prefect.url.removesuffix('/api')}/runs/flow-run/{flow_run['id']}")
+    run_id = world.report["run_id"]
+    page.sees("Completed", "train", f"{run_id}", "actor-0: started, pid", "trainer: started, pid")
+    picture("prefect.png", height=780)  # above what names directories of this machine
+    page.click("Task Runs")
+    page.sees("preflight", "hub", "trainer", "actor-0", "report")
+    page.click("Artifacts")
+    page.sees(f"{run_id}-progress", f"{run_id}-versions", f"{run_id}-report", f"{run_id}-mlflow")
+
+
+def mlflow_page(world: World) -> str:
+    artifacts = world.prefect.post("/artifacts/filter", {})
+    link = next(one["data"] for one in artifacts if one["key"] == f"{world.report['run_id']}-mlflow")
+    return str(link.partition("(")[2].rstrip(")"))
+
+
+def test_mlflow_shows_metrics_parameters_tags_datasets_and_a_table_of_rollouts(world, page, picture):
+    url = mlflow_page(world)
+    assert url.startswith(world.mlflow)
+    page.go(url)
+    page.sees(world.report["run_id"], "Finished", "Model training", "sums (", "Train")
+    page.sees("schedule", "pipeline", "engine", "embedded", "preset", "quickstart")
+    page.sees("reward/mean", "progress/samples", "schedule.max_lag", "learner.lr")
+    close_assistant(page)
+    place, _, query = url.partition("?")
+    page.go(f"{place}/model-metrics?{query}", width=1600, height=1000)
+    close_assistant(page)
+    page.until("a chart", "!!document.querySelector('.js-plotly-plot')")
+    page.sees("actor", "eval", "lag", "progress", "reward", "tokens", "weights")
+    page.fill("document.querySelector('input[placeholder*=metric]')", "^lag/|^reward/")
+    page.until("the charts of this search", "document.querySelectorAll('.js-plotly-plot').length === 5")
+    hide = "{innerText: '.modebar { display: none }'}"  # it lies over the curves where there is no mouse
+    page.value(f"document.head.append(Object.assign(document.createElement('style'), {hide}))")
+    picture("mlflow.png")
+    page.go(f"{place}/artifacts/rollouts.json?{query}", width=1600, height=800)
+    close_assistant(page)
+    page.sees("rollouts.json", "View as table", "completion", "versions", "outcome", "scored", "actor-0", "<eos>")
+    picture("mlflow-rollouts.png")
+
+
+def close_assistant(page: Page) -> None:
+    """MLflow's assistant takes a quarter of the window the first time."""
+    page.value("[...document.querySelectorAll('button[aria-label=Close]')].forEach(one => one.click())")
+
+
+def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world, page, picture):
+    page.go(f"{world.live}/")
+    page.sees(f"{world.report['run_id']}: finished, step {STEPS}/{STEPS}")
+    page.sees("Reward against rollouts trained", "Lag of trained tokens", "Where every token went", "masked_stale")
+    page.sees("Roles over time", "actor-0", "trainer", "Share of the tokens generated so far", "The classes add up.")
+    drawn = page.value(
+        "[...document.querySelectorAll('svg')].filter(one => one.getBoundingClientRect().width > 100).length"
+    )
+    assert drawn >= 7, "figures of reward, lanes, lag, ess, pauses, lengths, ledger"
+    colours = page.value(
+        "[...document.querySelectorAll('.rollout pre span[title^=version]')]"
+        ".map(one => [one.title, getComputedStyle(one).backgroundColor])"
+    )
+    by_version = dict(colours)
+    assert len(by_version) >= 2, f"tokens of several versions: {by_version}"
+    assert len(set(by_version.values())) >= 2, f"each with its own tint: {by_version}"
+    assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at 1280 pixels"
+    assert page.errors == []
+    page.value("document.querySelector('#live').style.position = 'static'")
+    picture("live.png", height=1900)
