@@ -6,7 +6,6 @@ PIPELINERL_UPDATE_SCREENSHOTS=1 makes the run longer and writes the pictures of 
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import pytest
 
 from tests.integration.browser import Page, browser
 from tests.integration.pipeline import ROOT
-from tests.integration.test_work_pools import Prefect
+from tests.integration.prefect_server import Prefect, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,12 +40,6 @@ class World:
     mlflow: str
     live: str
     report: dict
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
@@ -127,7 +120,7 @@ def field_of(label: str) -> str:
 
 
 def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_out_of_bounds(world, page, picture):
-    found = world.prefect.post("/deployments/filter", {})
+    found = world.prefect.ask("/deployments/filter", {})
     deployment = next(one["id"] for one in found if one["name"] == "quickstart")
     url = f"{world.prefect.url.removesuffix('/api')}/deployments/deployment/{deployment}/run"
     page.go(url, height=1300)
@@ -144,14 +137,14 @@ def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_ou
     page.fill(field_of("Steps"), "3")
     page.click("Submit")
     page.sees("train", "Scheduled")
-    runs = world.prefect.post("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
+    runs = world.prefect.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
     (settings,) = (run["parameters"]["settings"] for run in runs)
     assert settings["steps"] == 3
     assert settings["schedule"] is None
 
 
 def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, picture):
-    flow_run = next(run for run in world.prefect.post("/flow_runs/filter", {}) if run["state_name"] == "Completed")
+    flow_run = next(run for run in world.prefect.ask("/flow_runs/filter", {}) if run["state_name"] == "Completed")
     page.go(f"{world.prefect.url.removesuffix('/api')}/runs/flow-run/{flow_run['id']}")
     run_id = world.report["run_id"]
     page.sees("Completed", "train", f"{run_id}", "actor-0: started, pid", "trainer: started, pid")
@@ -163,7 +156,7 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
 
 
 def mlflow_page(world: World) -> str:
-    artifacts = world.prefect.post("/artifacts/filter", {})
+    artifacts = world.prefect.ask("/artifacts/filter", {})
     link = next(one["data"] for one in artifacts if one["key"] == f"{world.report['run_id']}-mlflow")
     return str(link.partition("(")[2].rstrip(")"))
 
