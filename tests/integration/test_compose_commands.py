@@ -6,20 +6,18 @@ No Docker: PostgreSQL and Redis are Debian's, rclone stands in for the S3 store,
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
+from tests.integration.prefect_server import free_port, kill_tree, postgres, postgres_programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -29,6 +27,8 @@ BIN = Path(sys.executable).parent
 SERVICES = yaml.safe_load((INFRA / "compose.yaml").read_text())["services"]
 PORTS = {"postgres": 5432, "redis": 6379, "s3": 7070, "prefect-server": 4200, "mlflow": 5000, "status": 9464}
 SECRETS = {"POSTGRES_PASSWORD": "p" * 24, "S3_ACCESS_KEY": ACCESS_KEY, "S3_SECRET_KEY": SECRET_KEY}
+STORES = ("redis", "s3")
+"""Which Debian and rclone stand in for."""
 START_SECONDS = 120
 
 
@@ -67,19 +67,12 @@ class Stack:
             "PREFECT_WORKER_WEBSERVER_PORT": str(self.ports["control"]),
         }
 
-    def start(self, name: str, command: list[str] | None = None, **options: object) -> None:
+    def start(self, name: str, command: list[str] | None = None) -> None:
+        environment = None if command else self.environment(name)
+        command = command or self.command(name)
         with (self.home / f"{name}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
-                command or self.command(name),
-                **{
-                    "env": self.environment(name),
-                    "cwd": ROOT,
-                    "stdout": log,
-                    "stderr": log,
-                    "start_new_session": True,
-                    **options,
-                },
-            )
+            cwd = self.home if name in STORES else ROOT
+            self.processes[name] = subprocess.Popen(command, env=environment, cwd=cwd, stdout=log, stderr=log)
 
     def wait(self, name: str) -> None:
         """Until the health check of compose.yaml passes."""
@@ -89,60 +82,39 @@ class Stack:
         await_success([sys.executable, str(INFRA / "docker" / "healthcheck"), here], self.processes[name])
 
     def stop(self) -> None:
-        """Last started, first stopped; with whatever they started."""
         for process in reversed(self.processes.values()):
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=3)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
             process.wait(timeout=10)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def postgres_bin() -> Path:
-    """Where Debian's PostgreSQL is; it and Redis are installed if they are missing."""
-    if not list(Path("/usr/lib/postgresql").glob("*/bin/postgres")) or shutil.which("redis-server") is None:
-        install = ["apt-get", "install", "-qy", "--no-install-recommends", "postgresql", "redis-server"]
-        for command in (["apt-get", "update", "-q"], install):
-            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
-    return max(Path("/usr/lib/postgresql").glob("*/bin"))
-
-
-def start_postgres(stack: Stack, directory: Path) -> None:
-    """An empty server with the user and the databases of compose.yaml; it refuses to be root."""
-    port, user = str(stack.ports["postgres"]), SERVICES["postgres"]["environment"]["POSTGRES_USER"]
-    as_owner: dict[str, str] = {"cwd": "/"}
-    if os.geteuid() == 0:
-        as_owner["user"] = "postgres"
-        shutil.chown(directory, "postgres")
-    password = directory / "password"
-    password.write_text(SECRETS["POSTGRES_PASSWORD"])
-    binaries, data = postgres_bin(), str(directory / "data")
-    initdb = [str(binaries / "initdb"), "-D", data, "-U", user, "-A", "scram-sha-256", f"--pwfile={password}"]
-    subprocess.run(initdb, check=True, stdout=subprocess.DEVNULL, timeout=60, **as_owner)
-    server = [str(binaries / "postgres"), "-D", data, "-p", port, "-k", str(directory), "-h", "127.0.0.1"]
-    stack.start("postgres", server, env=None, **as_owner)
+def prepare_databases(port: str) -> None:
+    """What the image does on an empty volume: the user and the databases of compose.yaml."""
+    asked = SERVICES["postgres"]["environment"]
+    psql = [str(postgres_programs() / "psql"), "-q", "-h", "127.0.0.1", "-p", port]
+    role = f"CREATE ROLE {asked['POSTGRES_USER']} SUPERUSER LOGIN PASSWORD '{SECRETS['POSTGRES_PASSWORD']}'"
+    database = f"CREATE DATABASE {asked['POSTGRES_DB']}"
+    mine = ["-U", asked["POSTGRES_USER"], "-d", asked["POSTGRES_DB"]]
+    for arguments in (
+        ["-U", "postgres", "-c", role, "-c", database],
+        [*mine, "-f", str(INFRA / "postgres" / "mlflow.sql")],
+    ):
+        subprocess.run([*psql, *arguments], check=True, timeout=30)
     _, *ready = SERVICES["postgres"]["healthcheck"]["test"]
     await_success([*ready, f"--port={port}"])
-    psql = ["psql", "-q", "-h", "127.0.0.1", "-p", port, "-U", user, "-d", "postgres"]
-    environment = {**os.environ, "PGPASSWORD": SECRETS["POSTGRES_PASSWORD"]}
-    for statement in (["-c", "CREATE DATABASE prefect"], ["-f", str(INFRA / "postgres" / "mlflow.sql")]):
-        subprocess.run([*psql, *statement], check=True, env=environment, timeout=30)
 
 
 def start_redis_and_s3(stack: Stack) -> None:
+    """Debian's Redis, installed if it is missing; rclone in place of versitygw."""
+    if shutil.which("redis-server") is None:
+        install = ["apt-get", "install", "-qy", "--no-install-recommends", "redis-server"]
+        for command in (["apt-get", "update", "-q"], install):
+            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
     port = str(stack.ports["redis"])
-    stack.start("redis", [*SERVICES["redis"]["command"], "--port", port], env=None, cwd=stack.home)
+    stack.start("redis", [*SERVICES["redis"]["command"], "--port", port])
     address, keys = f"127.0.0.1:{stack.ports['s3']}", f"{ACCESS_KEY},{SECRET_KEY}"
     (stack.home / "s3").mkdir()
     served = [find_rclone(), "serve", "s3", str(stack.home / "s3"), "--addr", address, "--auth-key", keys]
-    stack.start("s3", [*served, "--config", "/dev/null"], env=None)
+    stack.start("s3", [*served, "--config", "/dev/null"])
     _, *ready = SERVICES["redis"]["healthcheck"]["test"]
     await_success([ready[0], "-p", port, *ready[1:]])
 
@@ -158,15 +130,15 @@ def await_success(command: list[str], process: subprocess.Popen[bytes] | None = 
 @pytest.fixture
 def stack(tmp_path: Path, server_packages: Path) -> Iterator[Stack]:
     """The stores run; the packages of the control image are beside the environment."""
-    directory = Path(tempfile.mkdtemp())  # tmp_path is closed to the user postgres
     stack = Stack(tmp_path, server_packages)
-    try:
-        start_postgres(stack, directory)
-        start_redis_and_s3(stack)
-        yield stack
-    finally:
-        stack.stop()
-        shutil.rmtree(directory)
+    with postgres(tmp_path) as url:
+        port = stack.ports["postgres"] = urlsplit(url).port
+        prepare_databases(str(port))
+        try:
+            start_redis_and_s3(stack)
+            yield stack
+        finally:
+            stack.stop()
 
 
 def test_every_service_of_ours_comes_up_and_passes_its_health_check(stack):
