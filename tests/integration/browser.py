@@ -27,6 +27,8 @@ SEE_SECONDS = 40.0
 WIDTH, HEIGHT = 1280, 900
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+_SETTLE_SECONDS = 0.7
+"""Pages move things into place."""
 _SAID_CHARS = 3000
 
 
@@ -105,9 +107,19 @@ class Page:
         pytest.fail(f"{place} did not {what} within {seconds:g} s. It said:\n{self.text[:_SAID_CHARS]}{errors}")
 
     def fill(self, find: str, text: str) -> None:
-        """Type into the field that a JavaScript expression finds, in place of what it holds."""
-        self.until("a field to type into", f"(one => one && (one.focus(), one.select(), true))({find})")
-        self.call("Input.insertText", text=text)
+        """Type into the field that a JavaScript expression finds, in place of what it holds.
+
+        Again when the page, which may still be coming together, has put something else there.
+        """
+        deadline = time.monotonic() + SEE_SECONDS
+        while True:
+            self.until("a field to type into", f"(one => one && (one.focus(), one.select(), true))({find})")
+            self.call("Input.insertText", text=text)
+            time.sleep(_SETTLE_SECONDS)
+            if self.value(f"({find})?.value") == text:
+                return
+            if time.monotonic() > deadline:
+                self._fail(f"keep {text!r}", SEE_SECONDS)
 
     def click(self, text: str) -> None:
         """Click the innermost visible element whose whole text, or label, is this."""
@@ -115,18 +127,15 @@ class Page:
             const says = one => [one.innerText?.trim(), one.getAttribute("aria-label")].includes({json.dumps(text)});
             const found = [...document.body.querySelectorAll("*")].find(one => one.getClientRects().length
                 && says(one) && ![...one.children].some(says));
-            if (!found) return null;
-            found.scrollIntoView({{block: "center"}});
-            const box = found.getBoundingClientRect();
-            return {{x: box.x + box.width / 2, y: box.y + box.height / 2}};
+            found?.scrollIntoView({{block: "center"}});
+            found?.click();
+            return !!found;
         }})()"""
-        place = self.until(f"something to click that says {text!r}", script)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, **place, button="left", clickCount=1)
+        self.until(f"something to click that says {text!r}", script)
 
     def picture(self, path: Path, *, selector: str = "", height: int = 0) -> None:
         """Write what the window shows as a PNG: all of it, or from the top of an element, or so many pixels high."""
-        time.sleep(0.7)  # pages move things into place
+        time.sleep(_SETTLE_SECONDS)
         size = self.value("({width: innerWidth, height: innerHeight})")
         clip = {"x": 0, "y": 0, **size, "scale": 1}
         if selector:
