@@ -75,7 +75,7 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
     threading.Thread(target=server.serve_forever, daemon=True).start()
     text = (PROMETHEUS / "prometheus.yml").read_text()
     for shipped, here in (
-        ("localhost:9464", f"127.0.0.1:{server.server_address[1]}"),
+        ("status:9464", f"127.0.0.1:{server.server_address[1]}"),
         ("15s", "1s"),
         ("- alerts.yml", f"- {PROMETHEUS / 'alerts.yml'}"),
     ):
