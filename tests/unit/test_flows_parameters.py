@@ -12,11 +12,13 @@ from flows.parameters import KEYS, Settings
 from flows.replay_flow import replay
 from flows.train_flow import train
 from flows.trainer_flow import trainer
+from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.config import RunConfig, load_config
 
 EXAMPLES = {
     "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,
     "schedule": "april", "max_lag": 6, "groups_per_step": 4, "group_size": 4, "max_tokens": 32, "learning_rate": 2e-4,
+    "loss": "dapo",
 }  # fmt: skip
 
 
@@ -31,7 +33,11 @@ def bounds(field):
     return {type(rule).__name__: rule for rule in field.metadata}
 
 
-@pytest.mark.parametrize("name", KEYS)
+def test_the_form_offers_every_loss():
+    assert set(get_args(get_args(Settings.model_fields["loss"].annotation)[0])) == set(LOSSES)
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if name != "loss"])  # a loss is a section of its own
 def test_a_field_has_the_bounds_and_choices_of_its_key(name):
     ours, theirs = Settings.model_fields[name], field_of(KEYS[name])
     assert bounds(ours) == bounds(theirs) or name == "seed"  # the configuration takes any
