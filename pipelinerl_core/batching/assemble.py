@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_core.algo.advantages import ADVANTAGES
+from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.config.sections import RunConfig
@@ -53,7 +54,7 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
     rows = [
         _row(rollout, advantage, weight, step=step, max_lag=config.schedule.max_lag)
         for group, group_weights in zip(scored, weights, strict=True)
-        for rollout, advantage, weight in zip(group, advantages(_rewards(group)), group_weights, strict=True)
+        for rollout, advantage, weight in zip(group, advantages(_rewards(group, config)), group_weights, strict=True)
     ]
     num_sampled = sum(_num_sampled(row.rollout) for row in rows)
     return AssembledStep(
@@ -70,8 +71,13 @@ def _row(rollout: Rollout, advantage: float, weight: float, *, step: int, max_la
     return TrainingRow(rollout=rollout, loss_mask=rollout.loss_mask & live_C, advantage=advantage, loss_weight=weight)
 
 
-def _rewards(group: Sequence[Rollout]) -> list[float]:
-    return [rollout.reward for rollout in group if rollout.reward is not None]
+def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:
+    limits = {"max_tokens": config.rollouts.max_tokens, "overlong_tokens": config.reward.overlong_tokens}
+    return [
+        rollout.reward + overlong_penalty(rollout.num_tokens, **limits)
+        for rollout in group
+        if rollout.reward is not None
+    ]
 
 
 def _num_sampled(rollout: Rollout) -> int:

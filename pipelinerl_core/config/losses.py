@@ -22,6 +22,8 @@ class _Loss(Section):
     advantage: AdvantageKind = "leave_one_out"
     """Baseline of a reward: the mean of its siblings' rewards; the mean of its group; the same, divided by the
     group's standard deviation. Default by loss.kind."""
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of the mean entropy of the trainer's distribution, which is added to the objective."""
 
 
 class ReinforceLoss(_Loss):

@@ -142,6 +142,11 @@ def _schedule_problem(config: "RunConfig") -> str | None:
 
 
 def _arithmetic_problem(config: "RunConfig") -> str | None:
+    if config.reward.overlong_tokens > config.rollouts.max_tokens:
+        return (
+            f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
+            f"{config.rollouts.max_tokens}: every completion would be overlong. Set it lower"
+        )
     if config.rollouts.top_p != 1.0:
         return (
             f"rollouts.top_p={config.rollouts.top_p} truncates the distribution, which breaks the importance "

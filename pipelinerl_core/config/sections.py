@@ -83,6 +83,9 @@ class RewardConfig(Section):
     """Child processes per actor."""
     timeout_seconds: float = Field(5.0, gt=0)
     """Limit of one scoring; the child is killed beyond it."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Soft overlong penalty: a completion that comes within so many tokens of rollouts.max_tokens loses up to 1 of
+    its reward, before the advantage is computed; 0: none."""
 
 
 class RolloutsConfig(Section):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipelinerl_core.algo.importance import ess, sequence_log_ratios
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.losses import LOSSES, LossSums, select
+from pipelinerl_core.algo.losses import LossSums, compute_loss, select
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import TrainingDiverged
@@ -104,7 +104,6 @@ class TorchLearner:
         self._model = model
         self._config = config
         self._batcher = batcher
-        self._loss = LOSSES[config.loss.kind]
         self._optimizer = MasterOptimizer(dict(model.named_parameters()), config.learner)
         # One core per pack: a small model's matrix products are too small to share one among threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
@@ -158,10 +157,11 @@ class TorchLearner:
             batch.advantages_N,
             batch.loss_weights_N,
             batch.loss_mask_N,
-            batch.sequence_N,
-            batch.layout.num_sequences,
+            entropy_N=entropy_N,
+            sequence_N=batch.sequence_N,
+            num_sequences=batch.layout.num_sequences,
         )
-        loss_sums = self._loss(tokens, self._config.loss)
+        loss_sums = compute_loss(tokens, self._config.loss)
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.algo.advantages import ADVANTAGES, group_mean, leave_one_out, standardized
+from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import deadline_step, group_deadline, live_mask, token_lags, token_versions
 from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.types import WeightSpan
@@ -40,6 +41,12 @@ def test_equal_rewards_carry_no_advantage(kind):
 def test_a_group_without_siblings_has_no_baseline(rewards, kind):
     with pytest.raises(ValueError, match=f"with {len(rewards)} scored rollouts"):
         ADVANTAGES[kind](rewards)
+
+
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(1, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1)])
+def test_the_last_tokens_before_the_limit_cost_up_to_a_reward(num_tokens, penalty):
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=20) == pytest.approx(penalty)
+    assert overlong_penalty(num_tokens, max_tokens=100, overlong_tokens=0) == 0
 
 
 # Two groups: rollouts of 2 and 6 tokens, and of 4, 3 and 0 tokens: 15 tokens, 5 rollouts.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.importance import MAX_LOG_RATIO, ess, sequence_log_ratios
-from pipelinerl_core.algo.losses import LOSSES, LossSums, select
+from pipelinerl_core.algo.losses import LOSSES, LossSums, compute_loss, select
 from pipelinerl_core.config.losses import (
     CispoLoss,
     DapoLoss,
@@ -32,8 +32,12 @@ CONFIGS = [
 ]
 
 
-def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUENCES) -> LossSums:
-    return LOSSES[config.kind](select(trainer, rollout, advantages, weights, mask, sequence, 8), config)
+def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUENCES, entropy=None) -> LossSums:
+    entropy = torch.ones_like(rollout) if entropy is None else entropy
+    tokens = select(
+        trainer, rollout, advantages, weights, mask, entropy_N=entropy, sequence_N=sequence, num_sequences=8
+    )
+    return compute_loss(tokens, config)
 
 
 def four_tokens():
@@ -201,13 +205,28 @@ def test_ratios_that_no_float_can_hold_stay_finite(config):
         (0, torch.zeros(1, 4), r"trainer_logprobs is \(1, 4\)"),
         (5, torch.zeros(4), r"sequence is \(4,\) torch.float32"),
         (5, torch.zeros(3, dtype=torch.int64), r"sequence is \(3,\)"),
+        (6, torch.zeros(3), r"entropy is \(3,\)"),
     ],
 )
 def test_wrong_shapes_and_types_are_refused(position, replacement, message):
-    arguments = [*four_tokens(), SEQUENCES]
+    arguments = [*four_tokens(), SEQUENCES, torch.ones(4)]
     arguments[position] = replacement
+    *tensors, sequence, entropy = arguments
     with pytest.raises(ValueError, match=message):
-        select(*arguments, num_sequences=2)
+        select(*tensors, entropy_N=entropy, sequence_N=sequence, num_sequences=2)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_entropy_of_trained_tokens_is_a_bonus_by_their_weight(kind):
+    config, value, gradient, _ = BY_HAND[kind]
+    config = config.model_copy(update={"entropy_bonus": 0.1})
+    trainer, *rest = four_tokens()
+    entropy = torch.tensor([math.nan, 2.0, 1.0, 4.0], requires_grad=True)
+    sums = compute(config, trainer, *rest, entropy=entropy)
+    assert sums.loss.item() == pytest.approx(value - 0.1 * (0.5 * 2 + 0.25 * 1 + 0.125 * 4), rel=1e-5)
+    sums.loss.backward()
+    torch.testing.assert_close(entropy.grad, torch.tensor([0.0, -0.05, -0.025, -0.0125]))
+    torch.testing.assert_close(trainer.grad, torch.tensor(gradient, dtype=torch.float32))
 
 
 def test_ess_matches_the_fractions_done_by_hand():

@@ -8,6 +8,7 @@ import pytest
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RunConfig, ScheduleConfig
 from pipelinerl_core.testing.rollout_rows import build_rollout
@@ -71,6 +72,14 @@ def test_normalization_comes_from_the_configuration():
     assert weights == pytest.approx([1 / 4, 1 / 12])
     weights = [row.loss_weight for row in assemble_rows(1, groups, config(normalization="constant")).rows]
     assert weights == pytest.approx([1 / 128] * 2)  # 2 rollouts, rollouts.max_tokens = 64
+
+
+def test_advantage_and_length_penalty_come_from_the_configuration():
+    group = [rollout(0, 0, reward=1.0, num_tokens=2), rollout(0, 1, reward=1.0, num_tokens=6), rollout(0, 2)]
+    for kind, wanted in (("group_mean", [0.5, 0.0, -0.5]), ("leave_one_out", [0.75, 0.0, -0.75])):
+        values = {"rollouts": {"max_tokens": 8}, "reward": {"overlong_tokens": 4}, "loss": {"advantage": kind}}
+        rows = assemble_rows(1, [group], build_config(values)).rows  # rewards 1, 1 - 2/4 and 0
+        assert [row.advantage for row in rows] == pytest.approx(wanted)
 
 
 def test_packs_go_from_long_to_short_within_the_budget():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.losses import LOSSES, select
+from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.sections import LearnerConfig
@@ -64,7 +64,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypa
         for _ in range(3)
     ]
     (batch,) = (pack.to(ELSEWHERE) for pack in PackBatcher(2048).rows(rows))
-    logprobs_N, _ = token_logprobs(
+    logprobs_N, entropy_N = token_logprobs(
         hidden_states(model, batch), head_weight(model), batch.target_ids_N, temperature=1.0
     )
     tokens = select(
@@ -73,12 +73,13 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypa
         batch.advantages_N,
         batch.loss_weights_N,
         batch.loss_mask_N,
-        batch.sequence_N,
-        batch.layout.num_sequences,
+        entropy_N=entropy_N,
+        sequence_N=batch.sequence_N,
+        num_sequences=batch.layout.num_sequences,
     )
     optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig())
-    for kind, loss in LOSSES.items():
-        sums = loss(tokens, build_config({"loss": {"kind": kind}}).loss)
+    for kind in LOSSES:
+        sums = compute_loss(tokens, build_config({"loss": {"kind": kind, "entropy_bonus": 0.1}}).loss)
         gradients = torch.autograd.grad(sums.loss, optimizer.parameters, allow_unused=True, retain_graph=True)
         optimizer.add_grads(gradients)
         assert {sums.ratio.device, sums.clipped.device, sums.num_tokens.device} == {ELSEWHERE}

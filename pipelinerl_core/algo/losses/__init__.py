@@ -1,6 +1,7 @@
 """Policy-gradient losses for asynchronous rollouts, by `loss.kind`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,9 @@ from pipelinerl_core.algo.losses.icepop import icepop
 from pipelinerl_core.algo.losses.ppo import ppo
 from pipelinerl_core.algo.losses.reinforce import reinforce
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens, select
+from pipelinerl_core.config.losses import LossConfig
 
-__all__ = ["LOSSES", "LossSums", "TrainedTokens", "select"]
+__all__ = ["LOSSES", "LossSums", "TrainedTokens", "compute_loss", "select"]
 
 LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyType(
     {
@@ -26,3 +28,12 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
     }
 )
 """Each takes the trained tokens of a pack and the section `loss` of its kind."""
+
+
+def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
+    """The loss of `config.kind`, less the bonus: entropy_bonus * sum(loss_weight * entropy)."""
+    sums = LOSSES[config.kind](tokens, config)
+    if not config.entropy_bonus:
+        return sums
+    bonus = config.entropy_bonus * (tokens.loss_weights_M * tokens.entropy_M).sum()
+    return replace(sums, loss=sums.loss - bonus)

@@ -44,6 +44,8 @@ class TrainedTokens:
     """Of the rollout that the token belongs to."""
     loss_weights_M: Tensor
     """Weight of each term, normalisation included."""
+    entropy_M: Tensor
+    """float32, with a gradient: of the next token's distribution under the weights being trained."""
     sequence_M: Tensor
     """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
     num_sequences: int
@@ -72,6 +74,8 @@ def select(
     advantages_N: Tensor,
     loss_weights_N: Tensor,
     loss_mask_N: Tensor,
+    *,
+    entropy_N: Tensor,
     sequence_N: Tensor,
     num_sequences: int,
 ) -> TrainedTokens:
@@ -83,7 +87,7 @@ def select(
     if loss_mask_N.dtype != torch.bool:
         raise ValueError(f"loss_mask is {loss_mask_N.dtype}: it must be torch.bool, because it selects tokens")
     named = {"trainer_logprobs": trainer_logprobs_N, "rollout_logprobs": rollout_logprobs_N}
-    named |= {"advantages": advantages_N, "loss_weights": loss_weights_N}
+    named |= {"advantages": advantages_N, "loss_weights": loss_weights_N, "entropy": entropy_N}
     for name, tensor in named.items():
         if tensor.ndim != 1 or tensor.shape != loss_mask_N.shape or not tensor.is_floating_point():
             raise ValueError(
@@ -100,6 +104,7 @@ def select(
         rollout_logprobs_M=rollout_logprobs_N[loss_mask_N].float(),
         advantages_M=advantages_N[loss_mask_N],
         loss_weights_M=loss_weights_N[loss_mask_N],
+        entropy_M=entropy_N[loss_mask_N].float(),
         sequence_M=sequence_N[loss_mask_N],
         num_sequences=num_sequences,
     )
