@@ -2,7 +2,7 @@
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, overlong_tokens: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): from 0 to -1 over the last tokens of the limit.
+    """DAPO's soft overlong punishment (arXiv:2503.14476, equation 13): 0 to -1 over the last tokens of the limit.
 
     num_tokens: length of the completion, at most max_tokens. overlong_tokens: how long before the limit it begins; 0
     switches it off.
