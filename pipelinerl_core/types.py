@@ -240,6 +240,8 @@ class StepStats:
     ratio_clipped_fraction: float
     kl: float
     """Mean of rollout_logprob - trainer_logprob over trained tokens (k1 estimate of KL(behaviour | current))."""
+    kl_ref: float | None = None
+    """Mean divergence from the reference model over trained tokens, if there is one."""
     entropy: float
     num_tokens: int
     """Tokens of the forward pass, prompts included."""

@@ -72,6 +72,30 @@ def check_model(config: RunConfig) -> None:
         )
     elif not (directory / "config.json").is_file():
         raise ConfigError(f"model.path={path}: has no config.json, so it is not a Hugging Face model directory")
+    check_reference(config)
+
+
+def check_reference(config: RunConfig) -> None:
+    """The reference model is there and has the vocabulary of the one that learns."""
+    reference = config.loss.ref_model
+    if not reference:
+        return
+    sizes = [_vocabulary(path) for path in (Path(reference), resolve_model_path(config.model.path))]
+    if sizes[0] is None:
+        raise ConfigError(f"loss.ref_model={reference}: no Hugging Face model there. Set it to a downloaded one")
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"loss.ref_model={reference}: its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}. "
+            "Take a reference with the same tokenizer"
+        )
+
+
+def _vocabulary(directory: Path | None) -> int | None:
+    """Tokens of the vocabulary of a model; None if there is none."""
+    try:
+        return None if directory is None else int(json.loads((directory / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def prepare_model(path: str) -> None:

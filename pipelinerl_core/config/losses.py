@@ -24,6 +24,10 @@ class _Loss(Section):
     group's standard deviation. Default by loss.kind."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of the mean entropy of the trainer's distribution, which is added to the objective."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the mean divergence from a reference model, which is taken from the objective; 0: there is none."""
+    ref_model: str = ""
+    """Directory of the reference model, with the vocabulary of the one that learns; empty: what that began with."""
 
 
 class ReinforceLoss(_Loss):

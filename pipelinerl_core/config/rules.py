@@ -142,6 +142,11 @@ def _schedule_problem(config: "RunConfig") -> str | None:
 
 
 def _arithmetic_problem(config: "RunConfig") -> str | None:
+    if config.loss.ref_model and not config.loss.kl_coefficient:
+        return (
+            f"loss.ref_model={config.loss.ref_model} is not read with loss.kl_coefficient=0. Set loss.kl_coefficient "
+            "too, or leave it out"
+        )
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="

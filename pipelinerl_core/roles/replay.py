@@ -29,7 +29,7 @@ from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_t
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.model import load_model
+from pipelinerl_core.training.model import load_model, load_reference
 from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
 from pipelinerl_core.weights.files import serialize
 
@@ -59,7 +59,8 @@ def build_learner(config: RunConfig, *, version: int = 0) -> TorchLearner:
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
     threads = threads if device.type == "cpu" else 1
     batcher = PackBatcher(config.trainer.pack_tokens)
-    return TorchLearner(model, config, batcher=batcher, version=version, threads=threads)
+    reference = load_reference(config.loss.ref_model or path, model) if config.loss.kl_coefficient else None
+    return TorchLearner(model, config, batcher=batcher, version=version, threads=threads, reference=reference)
 
 
 def weights_sha256(learner: Learner) -> str:

@@ -112,6 +112,7 @@ _DECLARED = (
         "Rollout log-probability minus trainer log-probability: how far the policy moved since sampling (k1).",
     ),
     MetricSpec("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
+    MetricSpec("policy/kl_ref", "nats", "mean over trained tokens", "Divergence from loss.ref_model, if any (k3)."),
     MetricSpec("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
     MetricSpec("train/grad_norm", "norm", "global norm", "Before clipping."),
     MetricSpec("train/learning_rate", "rate", "value", "Learning rate of the step."),
@@ -281,7 +282,7 @@ def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
 
-def _learner_metrics(stats: StepStats) -> dict[str, float]:
+def _learner_metrics(stats: StepStats) -> dict[str, float | None]:
     return {
         "importance/ess": stats.ess,
         "importance/ess_sequence": stats.ess_sequence,
@@ -289,6 +290,7 @@ def _learner_metrics(stats: StepStats) -> dict[str, float]:
         "importance/ratio_clipped_fraction": stats.ratio_clipped_fraction,
         "importance/kl": stats.kl,
         "policy/entropy": stats.entropy,
+        "policy/kl_ref": stats.kl_ref,
         "train/loss": stats.loss,
         "train/grad_norm": stats.grad_norm,
         "train/learning_rate": stats.learning_rate,

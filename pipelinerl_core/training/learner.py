@@ -53,6 +53,7 @@ class _StepSums:
     ratio: float = 0.0
     clipped: int = 0
     kl: float = 0.0
+    kl_ref: float | None = None
     entropy: float = 0.0
     log_ratios: list[Tensor] = field(default_factory=list)
     sequence_log_ratios: list[Tensor] = field(default_factory=list)
@@ -64,6 +65,8 @@ class _StepSums:
         self.ratio += sums.ratio.item()
         self.clipped += int(sums.clipped.item())
         self.kl += sums.kl.item()
+        if sums.kl_ref is not None:
+            self.kl_ref = (self.kl_ref or 0.0) + sums.kl_ref.item()
         self.entropy += entropy_N.detach().sum().item()
         # Neither truncated nor masked: ess tells what the lag did to the data, before the rules against it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
@@ -94,14 +97,24 @@ class TorchLearner:
     """The Learner of one process in plain PyTorch."""
 
     def __init__(
-        self, model: Any, config: RunConfig, *, batcher: Batcher, version: int = 0, threads: int = 1
+        self,
+        model: Any,
+        config: RunConfig,
+        *,
+        batcher: Batcher,
+        version: int = 0,
+        threads: int = 1,
+        reference: Any = None,
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
+
+        reference: a model of `load_reference` for loss.kl_coefficient; it needs as much memory as the weights.
 
         threads: packs computed at once, each on one core; 1 leaves the number of torch's threads as it is.
         """
         self.version = version
         self._model = model
+        self._reference = reference
         self._config = config
         self._batcher = batcher
         self._optimizer = MasterOptimizer(dict(model.named_parameters()), config.learner)
@@ -141,6 +154,7 @@ class TorchLearner:
             ratio_mean=sums.ratio / max(1, sums.num_trained),
             ratio_clipped_fraction=sums.clipped / max(1, sums.num_trained),
             kl=sums.kl / max(1, sums.num_trained),
+            kl_ref=None if sums.kl_ref is None else sums.kl_ref / max(1, sums.num_trained),
             entropy=sums.entropy / max(1, sums.num_sampled),
             num_tokens=num_tokens,
             num_trained_tokens=sums.num_trained,
@@ -160,18 +174,24 @@ class TorchLearner:
             entropy_N=entropy_N,
             sequence_N=batch.sequence_N,
             num_sequences=batch.layout.num_sequences,
+            ref_logprobs_N=self._ref_logprobs(batch),
         )
         loss_sums = compute_loss(tokens, self._config.loss)
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
 
-    def _logprobs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, batch: PackedBatch, model: Any = None) -> tuple[Tensor, Tensor]:
+        model = self._model if model is None else model
         return token_logprobs(
-            hidden_states(self._model, batch),
-            head_weight(self._model),
+            hidden_states(model, batch),
+            head_weight(model),
             batch.target_ids_N,
             temperature=self._config.rollouts.temperature,
         )
+
+    @torch.no_grad()
+    def _ref_logprobs(self, batch: PackedBatch) -> Tensor | None:
+        return None if self._reference is None else self._logprobs(batch, self._reference)[0]
 
     @torch.no_grad()
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:

@@ -51,6 +51,22 @@ def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"], device: 
     return prepare_model(model.to(device))
 
 
+def load_reference(path: Path | str, model: Any) -> Any:
+    """The frozen model in a directory that `model` is held against, of its type and on its device.
+
+    Raises ConfigError when there is none, or when its vocabulary is another.
+    """
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype is torch.bfloat16 else "float32"
+    reference = load_model(path, dtype, model.device).requires_grad_(False)
+    sizes = reference.config.vocab_size, model.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"loss.ref_model={path}: its vocabulary has {sizes[0]} tokens, that of the model that learns {sizes[1]}. "
+            "Take a reference with the same tokenizer"
+        )
+    return reference
+
+
 def prepare_model(model: Any) -> Any:
     """Switch a transformers model to packed attention, in place, and check that it computes the same."""
     model.eval()

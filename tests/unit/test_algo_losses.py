@@ -217,6 +217,25 @@ def test_wrong_shapes_and_types_are_refused(position, replacement, message):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
+def test_the_divergence_from_a_reference_is_a_penalty_by_the_weight_of_each_token(kind):
+    config, value, gradient, _ = BY_HAND[kind]
+    config = config.model_copy(update={"kl_coefficient": 0.1})
+    trainer, *rest = four_tokens()
+    reference = torch.log(torch.tensor([math.nan, 0.5, 0.3, 0.4]))  # ratios 1, 1/2 and 1/2 to the trainer's
+    others = {"entropy_N": torch.ones(4), "sequence_N": SEQUENCES, "num_sequences": 2}
+    sums = compute_loss(select(trainer, *rest, ref_logprobs_N=reference, **others), config)
+    half = 0.5 + math.log(2) - 1
+    assert sums.kl_ref.item() == pytest.approx(2 * half, rel=1e-5)
+    assert sums.loss.item() == pytest.approx(value + 0.1 * (0.25 + 0.125) * half, rel=1e-5)
+    sums.loss.backward()
+    # d (r - log r - 1) / d trainer logprob = 1 - r, r = reference / trainer
+    wanted = torch.tensor(gradient, dtype=torch.float32) + torch.tensor([0.0, 0.0, 0.1 * 0.25 / 2, 0.1 * 0.125 / 2])
+    torch.testing.assert_close(trainer.grad, wanted)
+    with pytest.raises(ValueError, match="needs the log-probabilities of a reference"):
+        compute_loss(select(trainer, *rest, **others), config)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_the_entropy_of_trained_tokens_is_a_bonus_by_their_weight(kind):
     config, value, gradient, _ = BY_HAND[kind]
     config = config.model_copy(update={"entropy_bonus": 0.1})

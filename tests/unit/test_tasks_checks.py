@@ -1,5 +1,6 @@
 """What is refused before a run starts, and the line that says so."""
 
+import json
 import os
 import socket
 import time
@@ -67,6 +68,21 @@ def test_a_directory_without_config_json_is_no_model(tmp_path):
         checks.check_model(config(f"model.path={tmp_path}"))
     (tmp_path / "config.json").write_text("{}")
     checks.check_model(config(f"model.path={tmp_path}"))
+
+
+def test_a_reference_that_is_missing_unread_or_of_another_vocabulary_is_one_line(tmp_path):
+    model, other = tmp_path / "model", tmp_path / "other"
+    for directory, size in ((model, 17), (other, 18)):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"vocab_size": size}))
+    given = (f"model.path={model}", "loss.kl_coefficient=0.1")
+    checks.check_model(config(*given, f"loss.ref_model={model}"))
+    with pytest.raises(ConfigError, match=r"its vocabulary has 18 tokens, that of model\.path 17"):
+        checks.check_model(config(*given, f"loss.ref_model={other}"))
+    with pytest.raises(ConfigError, match="no Hugging Face model there"):
+        checks.check_model(config(*given, f"loss.ref_model={tmp_path}"))
+    with pytest.raises(ConfigError, match=r"is not read with loss\.kl_coefficient=0"):
+        config(f"loss.ref_model={model}")
 
 
 def test_an_mlflow_server_that_does_not_answer_is_refused_without_its_password():

@@ -31,11 +31,11 @@ STATS = StepStats(
 )
 
 
-def metrics_of(rows, **changes):
+def metrics_of(rows, stats=STATS, **changes):
     values = dict(
         masked_stale=3, num_errors=1, reserve_wait_seconds=0.2, samples=30, tokens=900, seconds=12.5, **changes
     )
-    return step_metrics(STATS, rows, **values)
+    return step_metrics(stats, rows, **values)
 
 
 def three_rows():
@@ -71,8 +71,15 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
 def test_every_metric_of_a_step_is_declared():
     assert set(metrics_of(three_rows())) <= set(METRICS)
     missing = {spec.key for spec in METRICS.values() if spec.writer == "trainer"} - set(metrics_of(three_rows()))
-    # Known at the commit, and to the process.
-    assert missing == {"time/commit_seconds", "time/cpu_seconds", "weights/published_seconds", "weights/bytes"}
+    # Known at the commit, and to the process; the last one only where there is a reference.
+    assert missing == {
+        "time/commit_seconds",
+        "time/cpu_seconds",
+        "weights/published_seconds",
+        "weights/bytes",
+        "policy/kl_ref",
+    }
+    assert metrics_of(three_rows(), stats=replace(STATS, kl_ref=0.5))["policy/kl_ref"] == 0.5
 
 
 def test_what_is_not_a_number_is_left_out():

@@ -18,7 +18,14 @@ from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.model import head_weight, hidden_states, load_model, model_dimensions, prepare_model
+from pipelinerl_core.training.model import (
+    head_weight,
+    hidden_states,
+    load_model,
+    load_reference,
+    model_dimensions,
+    prepare_model,
+)
 from pipelinerl_core.types import WeightSpan
 
 TEMPERATURE = 0.8
@@ -228,6 +235,30 @@ def test_cutting_the_step_into_more_packs_changes_no_gradient(pack_tokens, kind)
     assert_close(found, wanted)
     assert cut.ess == pytest.approx(whole.ess)
     assert cut.ess_sequence == pytest.approx(whole.ess_sequence)
+
+
+def test_a_policy_is_drawn_to_its_reference_and_starts_at_no_distance():
+    model, reference = tiny_model(), prepare_model(tiny_model()).requires_grad_(False)
+    run_config = config(loss=ReinforceLoss(kl_coefficient=1e3), lr=1e-3)
+    run_config = run_config.model_copy(update={"learner": LearnerConfig(lr=1e-3, warmup_steps=0)})
+    learner = learner_of(model, run_config, reference=reference)
+    free = learner_of(tiny_model(), config(lr=1e-3, warmup_steps=0))
+    rows = rows_of(run_config)
+    found = [learner.step(rows).kl_ref for _ in range(8)]
+    assert found[0] == 0.0
+    assert all(tensor.grad is None for tensor in reference.parameters())
+    for _ in range(8):
+        assert free.step(rows).kl_ref is None
+    logprobs = [one.logprobs_of([row.rollout for row in rows]) for one in (learner, free)]
+    start = learner_of(tiny_model(), run_config).logprobs_of([row.rollout for row in rows])
+    moved = [max(np.abs(a - b).max() for a, b in zip(one, start, strict=True)) for one in logprobs]
+    assert moved[0] < moved[1] / 2
+
+
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
+    tiny_model(vocab_size=64).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="its vocabulary has 64 tokens, that of the model that learns 100"):
+        load_reference(tmp_path, tiny_model())
 
 
 @pytest.mark.parametrize("kind", LOSSES)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.algo.losses.cispo import cispo
+from pipelinerl_core.algo.losses.divergence import divergence
 from pipelinerl_core.algo.losses.gspo import gspo
 from pipelinerl_core.algo.losses.icepop import icepop
 from pipelinerl_core.algo.losses.ppo import ppo
@@ -31,9 +32,20 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
 
 
 def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
-    """The loss of `config.kind`, less the bonus: entropy_bonus * sum(loss_weight * entropy)."""
+    """The loss of `config.kind`, with what all losses may have beside it:
+
+        - entropy_bonus * sum(loss_weight * entropy) + kl_coefficient * sum(loss_weight * divergence)
+
+    Raises ValueError for a kl_coefficient without the reference's log-probabilities.
+    """
     sums = LOSSES[config.kind](tokens, config)
-    if not config.entropy_bonus:
-        return sums
-    bonus = config.entropy_bonus * (tokens.loss_weights_M * tokens.entropy_M).sum()
-    return replace(sums, loss=sums.loss - bonus)
+    if config.entropy_bonus:
+        bonus = (tokens.loss_weights_M * tokens.entropy_M).sum()
+        sums = replace(sums, loss=sums.loss - config.entropy_bonus * bonus)
+    if config.kl_coefficient:
+        if tokens.ref_logprobs_M is None:
+            raise ValueError(f"kl_coefficient={config.kl_coefficient:g} needs the log-probabilities of a reference")
+        kl_M = divergence(tokens.trainer_logprobs_M, tokens.ref_logprobs_M)
+        penalty = (tokens.loss_weights_M * kl_M).sum()
+        sums = replace(sums, loss=sums.loss + config.kl_coefficient * penalty, kl_ref=kl_M.detach().sum())
+    return sums

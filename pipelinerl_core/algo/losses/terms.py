@@ -30,6 +30,8 @@ class LossSums:
     """Tokens whose ratio the loss has clipped, truncated or refused."""
     kl: Tensor
     """Sum of rollout_logprob - trainer_logprob."""
+    kl_ref: Tensor | None = None
+    """Sum of the estimates of the divergence from the reference model, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +48,8 @@ class TrainedTokens:
     """Weight of each term, normalisation included."""
     entropy_M: Tensor
     """float32, with a gradient: of the next token's distribution under the weights being trained."""
+    ref_logprobs_M: Tensor | None
+    """float32: under the reference model, if there is one."""
     sequence_M: Tensor
     """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
     num_sequences: int
@@ -78,6 +82,7 @@ def select(
     entropy_N: Tensor,
     sequence_N: Tensor,
     num_sequences: int,
+    ref_logprobs_N: Tensor | None = None,
 ) -> TrainedTokens:
     """The trained tokens of a pack; the arguments are those of TrainedTokens before loss_mask (bool) chooses.
 
@@ -88,6 +93,8 @@ def select(
         raise ValueError(f"loss_mask is {loss_mask_N.dtype}: it must be torch.bool, because it selects tokens")
     named = {"trainer_logprobs": trainer_logprobs_N, "rollout_logprobs": rollout_logprobs_N}
     named |= {"advantages": advantages_N, "loss_weights": loss_weights_N, "entropy": entropy_N}
+    if ref_logprobs_N is not None:
+        named["ref_logprobs"] = ref_logprobs_N
     for name, tensor in named.items():
         if tensor.ndim != 1 or tensor.shape != loss_mask_N.shape or not tensor.is_floating_point():
             raise ValueError(
@@ -105,6 +112,7 @@ def select(
         advantages_M=advantages_N[loss_mask_N],
         loss_weights_M=loss_weights_N[loss_mask_N],
         entropy_M=entropy_N[loss_mask_N].float(),
+        ref_logprobs_M=None if ref_logprobs_N is None else ref_logprobs_N[loss_mask_N].float(),
         sequence_M=sequence_N[loss_mask_N],
         num_sequences=num_sequences,
     )
