@@ -24,6 +24,9 @@ class _Loss(Section):
     group's standard deviation. Default by loss.kind."""
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of the mean entropy of the trainer's distribution, which is added to the objective."""
+    sequence_ratio_max: float = Field(0.0, ge=0)
+    """Leave out rollouts whose ratio, the geometric mean over their tokens, is above this or below its inverse; 0:
+    none."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean divergence from a reference model, which is taken from the objective; 0: there is none."""
     ref_model: str = ""

@@ -47,7 +47,11 @@ def explain_schedule(config: "RunConfig") -> list[str]:
 def first_problem(config: "RunConfig") -> str | None:
     """The first rule that a configuration breaks: what, why, what to set; None when it breaks none."""
     return (
-        _window_problem(config) or _schedule_problem(config) or _engine_problem(config) or _arithmetic_problem(config)
+        _window_problem(config)
+        or _schedule_problem(config)
+        or _engine_problem(config)
+        or _loss_problem(config)
+        or _arithmetic_problem(config)
     )
 
 
@@ -141,7 +145,12 @@ def _schedule_problem(config: "RunConfig") -> str | None:
     return None
 
 
-def _arithmetic_problem(config: "RunConfig") -> str | None:
+def _loss_problem(config: "RunConfig") -> str | None:
+    if 0 < config.loss.sequence_ratio_max <= 1:
+        return (
+            f"loss.sequence_ratio_max={config.loss.sequence_ratio_max:g} would leave out every rollout: on policy "
+            "their ratio is 1. Set it above 1, or to 0"
+        )
     if config.loss.ref_model and not config.loss.kl_coefficient:
         return (
             f"loss.ref_model={config.loss.ref_model} is not read with loss.kl_coefficient=0. Set loss.kl_coefficient "
@@ -152,6 +161,10 @@ def _arithmetic_problem(config: "RunConfig") -> str | None:
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
             f"{config.rollouts.max_tokens}: every completion would be overlong. Set it lower"
         )
+    return None
+
+
+def _arithmetic_problem(config: "RunConfig") -> str | None:
     if config.rollouts.top_p != 1.0:
         return (
             f"rollouts.top_p={config.rollouts.top_p} truncates the distribution, which breaks the importance "

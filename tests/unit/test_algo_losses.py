@@ -217,6 +217,22 @@ def test_wrong_shapes_and_types_are_refused(position, replacement, message):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("ratio_max", "is_left_out"), [(2.4, True), (2.5, False)])  # the second rollout has 2.449
+def test_a_rollout_that_is_too_far_from_its_weights_is_left_out_whole(kind, ratio_max, is_left_out):
+    config, *_ = BY_HAND[kind]
+    limited = config.model_copy(update={"sequence_ratio_max": ratio_max})
+    trainer, rollout, advantages, weights, mask = four_tokens()
+    found = compute(limited, trainer, rollout, advantages, weights, mask)
+    if is_left_out:
+        weights = weights * torch.tensor([1.0, 1.0, 0.0, 0.0])
+    wanted = compute(config, trainer, rollout, advantages, weights, mask)
+    assert found.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-6)
+    assert found.clipped.item() == (2 if is_left_out else wanted.clipped.item())
+    (gradient,), (other,) = (torch.autograd.grad(sums.loss, [trainer]) for sums in (found, wanted))
+    torch.testing.assert_close(gradient, other)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
 def test_the_divergence_from_a_reference_is_a_penalty_by_the_weight_of_each_token(kind):
     config, value, gradient, _ = BY_HAND[kind]
     config = config.model_copy(update={"kl_coefficient": 0.1})

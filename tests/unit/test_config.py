@@ -165,7 +165,9 @@ def test_a_loss_without_a_kind_is_the_default_one():
         (["loss.kind=ppo", "loss.ratio_max=2"], "loss.ratio_max: no such key"),
         (["loss.clip_low=0.1"], "loss.clip_low: no such key"),
         (["loss.kind=gspo", "loss.clip_high=0"], "loss.clip_high=0: input should be greater than 0"),
-        (["loss.kind=pop"], "loss"),
+        (["loss.kind=pop"], "no such loss.kind: there are reinforce"),
+        (["loss.sequence_ratio_max=1"], "would leave out every rollout"),
+        (["reward.overlong_tokens=1000"], "every completion would be overlong"),
     ],
 )
 def test_an_option_that_a_loss_does_not_read_is_one_line(overrides, message):

@@ -38,6 +38,8 @@ def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
 
     Raises ValueError for a kl_coefficient without the reference's log-probabilities.
     """
+    if config.sequence_ratio_max:
+        tokens = tokens.without_far_sequences(config.sequence_ratio_max)
     sums = LOSSES[config.kind](tokens, config)
     if config.entropy_bonus:
         bonus = (tokens.loss_weights_M * tokens.entropy_M).sum()

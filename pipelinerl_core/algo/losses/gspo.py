@@ -1,7 +1,6 @@
 """GSPO: one ratio for a whole rollout (arXiv:2507.18071)."""
 
 import torch
-from torch import Tensor
 
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
 from pipelinerl_core.config.losses import GspoLoss
@@ -13,15 +12,7 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
     """
-    ratio_M = _sequence_means(tokens.log_ratio_M, tokens).exp()
+    ratio_M = tokens.sequence_means(tokens.log_ratio_M).exp()
     clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
     return tokens.sums(-torch.minimum(free_M, bounded_M), bounded_M < free_M)
-
-
-def _sequence_means(values_M: Tensor, tokens: TrainedTokens) -> Tensor:
-    """[M] mean over the tokens of the same sequence, of which all are in one pack."""
-    zeros_S = values_M.new_zeros(tokens.num_sequences)
-    sums_S = zeros_S.index_add(0, tokens.sequence_M, values_M)
-    counts_S = zeros_S.index_add(0, tokens.sequence_M, torch.ones_like(values_M))
-    return (sums_S / counts_S.clamp(min=1.0))[tokens.sequence_M]

@@ -8,7 +8,8 @@ of the whole step.
 Shapes: N = tokens offered to the loss, M = those of them where loss_mask is True.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,15 +55,31 @@ class TrainedTokens:
     """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
     num_sequences: int
     """Of the pack."""
+    refused_M: Tensor | None = None
+    """bool: left out whatever the loss says of them; their weight is 0."""
 
     @property
     def log_ratio_M(self) -> Tensor:
         """log(trainer / rollout probability) with a gradient, clamped so that its exponential stays finite."""
         return (self.trainer_logprobs_M - self.rollout_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
+    def sequence_means(self, values_M: Tensor) -> Tensor:
+        """[M] mean over the trained tokens of the same sequence, of which all are in one pack."""
+        zeros_S = values_M.new_zeros(self.num_sequences)
+        sums_S = zeros_S.index_add(0, self.sequence_M, values_M)
+        counts_S = zeros_S.index_add(0, self.sequence_M, torch.ones_like(values_M))
+        return (sums_S / counts_S.clamp(min=1.0))[self.sequence_M]
+
+    def without_far_sequences(self, ratio_max: float) -> "TrainedTokens":
+        """The same, without the sequences whose geometric mean ratio is outside of [1 / ratio_max, ratio_max]."""
+        refused_M = self.sequence_means(self.log_ratio_M.detach()).abs() > math.log(ratio_max)
+        return replace(self, refused_M=refused_M, loss_weights_M=torch.where(refused_M, 0.0, self.loss_weights_M))
+
     def sums(self, terms_M: Tensor, clipped_M: Tensor) -> LossSums:
         """What a loss returns, from the loss of each token and whether its ratio was cut."""
         ratio_M = self.log_ratio_M.detach().exp()
+        if self.refused_M is not None:
+            clipped_M = clipped_M | self.refused_M
         return LossSums(
             loss=(self.loss_weights_M * terms_M).sum(),
             num_tokens=torch.tensor(len(terms_M), device=terms_M.device),
