@@ -27,9 +27,11 @@ HEARTBEAT_SECONDS = 30
 TAG = "pipelinerl"
 """On every deployment of ours, and so on its flow runs."""
 
-_LONGEST_RUN_DAYS = 400  # between a start and a crash
-
 _FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
+# A process that ends before it is Running, for want of a package say, never comes to count its resumes.
+_HAVE_RUN = ResourceSpecification(
+    {"prefect.resource.id": ["prefect.flow-run.*"], "prefect.run-count": [str(count) for count in range(1, 1000)]}
+)
 _OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
 _TRAIN = ResourceSpecification({"prefect.resource.name": ["train"], "prefect.resource.role": ["flow"]})
 
@@ -64,15 +66,14 @@ def _resume() -> Automation:
         name="pipelinerl-resume",
         description="A crashed train run goes on where its last commit is. placement.max_resumes bounds how often.",
         trigger=EventTrigger(
-            # A process that ends before it is Running, for want of a package say, never comes to count its resumes.
-            after={"prefect.flow-run.Running", "prefect.flow-run.Retrying"},
             expect={"prefect.flow-run.Crashed"},
-            match=_FLOW_RUNS,
+            # Runner and worker both report a crash, one perhaps after it was scheduled again: each report counts.
+            match=_HAVE_RUN,
             match_related=[_OURS, _TRAIN],
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,
             threshold=1,
-            within=timedelta(days=_LONGEST_RUN_DAYS),
+            within=timedelta(0),
         ),
         actions=[
             ChangeFlowRunState(

@@ -18,6 +18,7 @@ _LEVELS = (
     re.compile(r'\{"time": "[^"]*", "level": "(?P<level>[A-Z]+)"'),  # ours, as JSON
     re.compile(r"(?:\([^)]*\) )?(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ "),  # vLLM's
 )
+_MIN_SECRET = 8  # characters
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -32,12 +33,12 @@ class RoleFormatter(logging.Formatter):
         facts: Mapping[str, int] | None = None,
         secrets: tuple[str, ...] = (),
     ) -> None:
-        """`facts` is read anew for each line. Empty secrets are ignored."""
+        """`facts` is read anew for each line. Secrets of less than 8 characters are in any word: they are left."""
         super().__init__(_TEXT)
         self._as_json = as_json
         self._identity = identity or {}
         self._facts = facts if facts is not None else {}
-        self._secrets = tuple(secret for secret in secrets if secret)
+        self._secrets = tuple(secret for secret in secrets if len(secret) >= _MIN_SECRET)
 
     def format(self, record: logging.LogRecord) -> str:
         """One line; as text with the traceback below it, if there is one."""
