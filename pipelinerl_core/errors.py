@@ -15,6 +15,7 @@ PipelineRLError
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the weights are untouched
+ +-- RankLost               a rank of the trainer is gone; the step was not committed
  +-- Fenced                 a newer epoch of this role has taken over
  +-- DeadlineExceeded       a named wait ran out of time
 """
@@ -82,6 +83,10 @@ class ParityError(PipelineRLError):
 
 class TrainingDiverged(PipelineRLError):
     """A number of an optimizer step is not finite; the weights are still those before the step."""
+
+
+class RankLost(PipelineRLError):
+    """A rank of the trainer is gone or does not answer; the step in the making was not committed."""
 
 
 class Fenced(PipelineRLError):

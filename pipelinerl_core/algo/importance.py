@@ -4,6 +4,8 @@ Shapes: N = sampled tokens, S = sequences.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +14,43 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 
 
+class EssTerms(NamedTuple):
+    """What a part of the weights contributes to their effective sample size, in float64."""
+
+    log_sum: float
+    """log sum w; -inf for no weights."""
+    log_sum_of_squares: float
+    """log sum w^2."""
+    num: float
+    """n"""
+
+
 def ess(log_weights_N: Tensor) -> float:
     """Effective sample size over sample size, (sum w)^2 / (n * sum w^2), of weights given by their logarithms.
 
     1 when all weights are equal, 1/n when one outweighs all others; 1 for no weights at all. Computed from
     log-sum-exp in float64, so that products of ratios over long sequences can neither overflow nor vanish.
     """
-    if log_weights_N.numel() == 0:
-        return 1.0
-    log_weights_N = log_weights_N.detach().double()
+    return total_ess([ess_terms([log_weights_N])])
+
+
+def ess_terms(log_weights: Sequence[Tensor]) -> EssTerms:
+    """Of the weights in all of these tensors together."""
+    if not any(tensor.numel() for tensor in log_weights):
+        return EssTerms(-math.inf, -math.inf, 0.0)
+    log_weights_N = torch.cat([tensor.detach() for tensor in log_weights]).double()
     log_sum = torch.logsumexp(log_weights_N, 0).item()
-    log_sum_of_squares = torch.logsumexp(2.0 * log_weights_N, 0).item()
+    return EssTerms(log_sum, torch.logsumexp(2.0 * log_weights_N, 0).item(), log_weights_N.numel())
+
+
+def total_ess(parts: Sequence[EssTerms]) -> float:
+    """`ess` of the weights of all parts, each of which may be on another rank."""
+    num = sum(part.num for part in parts)
+    if num == 0:
+        return 1.0
+    log_sum, log_sum_of_squares, _ = torch.tensor(parts, dtype=torch.float64).logsumexp(0).tolist()
     # Rounding may leave the quotient a hair above its bound. A nan stays a nan: min keeps its first argument.
-    return min(math.exp(2.0 * log_sum - math.log(log_weights_N.numel()) - log_sum_of_squares), 1.0)
+    return min(math.exp(2.0 * log_sum - math.log(num) - log_sum_of_squares), 1.0)
 
 
 def sequence_log_ratios(log_ratios_N: Tensor, sequence_N: Tensor, num_sequences: int) -> Tensor:

@@ -55,6 +55,11 @@ class PackedBatch:
     """bool, False on sampled tokens that are too old to be trained."""
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it holds no row: one masked token, so that a rank without work does what the others do."""
+        return self.row_S.numel() == 0
+
+    @property
     def num_tokens(self) -> int:
         """T."""
         return self.input_ids_T.numel()

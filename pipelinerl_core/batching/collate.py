@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.algo.packed import PackedBatch, PackLayout
 from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.batching.share import share
 from pipelinerl_core.types import Rollout, TrainingRow
 
 Int64Array = NDArray[np.int64]
@@ -32,9 +33,43 @@ class PackBatcher:
         packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens)
         return [collate(rows, [kept[position] for position in positions]) for positions in packs]
 
+    def plan(self, rows: Sequence[TrainingRow], ranks: int) -> list[list[list[int]]]:
+        """For each rank its packs, each a list of indices into `rows`: equally many packs on every rank.
+
+        A pack that is missing is an empty list.
+        """
+        kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
+        lengths = [num_forward_tokens(rows[index].rollout) for index in kept]
+        return [
+            [[kept[position] for position in positions] for positions in packs]
+            for packs in share(lengths, self._pack_tokens, ranks)
+        ]
+
+    def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> list[PackedBatch]:
+        """The packs of one rank of a plan; `rows` may be those of the rank alone, with indices into them."""
+        return [collate(rows, indices) if indices else empty_pack() for indices in packs]
+
     def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
         """Packs that hold every completion token of the rollouts once, for scoring: weights and advantages are 0."""
         return self.rows([_unweighted(rollout) for rollout in rollouts])
+
+
+def empty_pack() -> PackedBatch:
+    """A pack without a row: one token, masked, of weight 0."""
+    zero_1 = torch.zeros(1, dtype=torch.int64)
+    return PackedBatch(
+        input_ids_T=zero_1,
+        position_ids_T=zero_1,
+        layout=PackLayout(slots_T=zero_1, num_sequences=1, longest=1),
+        row_S=torch.zeros(0, dtype=torch.int64),
+        source_N=zero_1,
+        target_ids_N=zero_1,
+        sequence_N=zero_1,
+        rollout_logprobs_N=torch.zeros(1),
+        advantages_N=torch.zeros(1),
+        loss_weights_N=torch.zeros(1),
+        loss_mask_N=torch.zeros(1, dtype=torch.bool),
+    )
 
 
 def num_forward_tokens(rollout: Rollout) -> int:

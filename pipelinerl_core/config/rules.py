@@ -51,6 +51,7 @@ def first_problem(config: "RunConfig") -> str | None:
         or _schedule_problem(config)
         or _engine_problem(config)
         or _loss_problem(config)
+        or _learner_problem(config)
         or _arithmetic_problem(config)
     )
 
@@ -161,6 +162,25 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
             f"{config.rollouts.max_tokens}: every completion would be overlong. Set it lower"
         )
+    return None
+
+
+def _learner_problem(config: "RunConfig") -> str | None:
+    learner = config.learner
+    if learner.kind == "torch" and (learner.zero_stage or learner.offload != "none"):
+        return (
+            f"learner.zero_stage={learner.zero_stage}, learner.offload={learner.offload} are for "
+            "learner.kind=deepspeed. Set learner.kind=deepspeed, or leave them out"
+        )
+    if learner.kind == "deepspeed" and not learner.zero_stage and config.model.dtype == "bfloat16":
+        return (
+            "model.dtype=bfloat16 needs float32 masters, which learner.zero_stage=0 does not keep. "
+            "Set learner.zero_stage to at least 1"
+        )
+    if learner.offload == "optimizer" and not learner.zero_stage:
+        return "learner.offload=optimizer needs learner.zero_stage of at least 1. Set learner.zero_stage=1"
+    if learner.offload == "parameters" and learner.zero_stage < 3:
+        return "learner.offload=parameters needs learner.zero_stage=3. Set learner.zero_stage=3"
     return None
 
 

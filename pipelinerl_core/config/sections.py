@@ -154,8 +154,10 @@ class TrainerConfig(Section):
 
     steps: int = Field(100, ge=1)
     """Optimizer steps of the run."""
-    ranks: Literal[1] = 1
-    """Trainer processes."""
+    ranks: int = Field(1, ge=1)
+    """Trainer processes, each with a share of the packs, and a GPU of its own where there are some."""
+    collective_seconds: float = Field(600.0, gt=0)
+    """Longest time that ranks wait for one another inside a step; beyond it the trainer is started again."""
     groups_per_step: int = Field(16, ge=1)
     """Groups of one optimizer step."""
     pack_tokens: int = Field(2048, ge=16)
@@ -167,8 +169,14 @@ class TrainerConfig(Section):
 class LearnerConfig(Section):
     """Optimizer and its schedule."""
 
-    kind: Literal["torch"] = "torch"
-    """torch: plain PyTorch on one rank."""
+    kind: Literal["torch", "deepspeed"] = "torch"
+    """torch: plain PyTorch, all weights on every rank; deepspeed: ZeRO."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """deepspeed: what is shared out among ranks: 1 moments and masters, 2 gradients too, 3 weights too."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """deepspeed: what is kept in the memory of the host: moments and masters (from stage 1 on), weights too (3)."""
+    activation_checkpointing: bool = False
+    """Compute the activations of each layer a second time in the backward pass instead of keeping them."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate (AdamW)."""
     warmup_steps: int = Field(10, ge=0)

@@ -9,27 +9,20 @@ import argparse
 import hashlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-from pipelinerl_core.batching.collate import PackBatcher
-from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
-from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit
 from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.roles.learners import open_learners
 from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.training.checkpoint import load_checkpoint
-from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.model import load_model, load_reference
 from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
 from pipelinerl_core.weights.files import serialize
 
@@ -47,20 +40,6 @@ class ReplayedStep:
     recorded_loss: float
     weights_match: bool
     """Whether the weights after it have the sha256 of the commit."""
-
-
-def build_learner(config: RunConfig, *, version: int = 0) -> TorchLearner:
-    """The learner on the run's starting model."""
-    path = resolve_model_path(config.model.path)
-    if path is None:
-        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
-    device = model_device(config)
-    model = load_model(Path(path), config.model.dtype, device)
-    threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
-    threads = threads if device.type == "cpu" else 1
-    batcher = PackBatcher(config.trainer.pack_tokens)
-    reference = load_reference(config.loss.ref_model or path, model) if config.loss.kl_coefficient else None
-    return TorchLearner(model, config, batcher=batcher, version=version, threads=threads, reference=reference)
 
 
 def weights_sha256(learner: Learner) -> str:
@@ -127,17 +106,18 @@ def replay_run(
     if begin > end:
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
     studied = override_config(context.config, overrides)
-    learner = build_learner(context.config)
-    restore(context.store, learner, commits, begin - 1)
-    if overrides:  # up to the first step it is the run itself
-        for _ in replay_steps(context.store, learner, commits, begin - 1):
-            pass
-        state = learner.state()
-        learner = build_learner(studied)
-        learner.load_state(*state)
-    for replayed in replay_steps(context.store, learner, commits, end):
-        if replayed.stats.step >= begin:
-            yield replayed
+    with open_learners(context.config.trainer.ranks) as learners:
+        learner = learners.build(context.config)
+        restore(context.store, learner, commits, begin - 1)
+        if overrides:  # up to the first step it is the run itself
+            for _ in replay_steps(context.store, learner, commits, begin - 1):
+                pass
+            state = learner.state()
+            learner = learners.build(studied)
+            learner.load_state(*state)
+        for replayed in replay_steps(context.store, learner, commits, end):
+            if replayed.stats.step >= begin:
+                yield replayed
 
 
 @exit_codes

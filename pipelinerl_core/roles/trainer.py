@@ -41,6 +41,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.learners import open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
@@ -51,7 +52,7 @@ from pipelinerl_core.roles.process import (
     keep_to_cores,
     limit_threads,
 )
-from pipelinerl_core.roles.replay import build_learner, replay_steps, restore
+from pipelinerl_core.roles.replay import replay_steps, restore
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
@@ -370,11 +371,12 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     """Load, or train again, what was committed, and go on from there."""
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
-    learner = emulated_learner(build_learner(context.config), context.config)
-    trainer = Trainer(context, learner, epoch, monitor=monitor)
-    freeze_startup_objects()
-    stop_when_drained(context.store, stop)
-    trainer.run(commits, stop)
+    with open_learners(context.config.trainer.ranks) as learners:
+        learner = emulated_learner(learners.build(context.config), context.config)
+        trainer = Trainer(context, learner, epoch, monitor=monitor)
+        freeze_startup_objects()
+        stop_when_drained(context.store, stop)
+        trainer.run(commits, stop)
 
 
 if __name__ == "__main__":

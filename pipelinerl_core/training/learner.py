@@ -1,33 +1,31 @@
 """One optimizer step on exactly the rows it is given.
 
-rows -> packs -> [forward, log-probabilities, loss, backward] per pack -> clip -> AdamW -> version + 1
+rows -> packs -> [forward, log-probabilities, loss, backward] per pack -> sum over ranks -> clip -> AdamW
 
 Gradients of packs are added and never divided: loss_weight carries the normalisation, so cutting the step into other
-packs changes nothing but rounding. On a CPU several packs are computed at once, one per thread, and added in their
-order: the sum is the same to the last bit, however many threads there are.
+packs, or sharing them out among ranks, changes nothing but rounding. On a CPU several packs are computed at once, one
+per thread, and added in their order: the sum is the same to the last bit, however many threads there are.
 
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipelinerl_core.algo.importance import ess, sequence_log_ratios
-from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.losses import LossSums, compute_loss, select
+from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.errors import TrainingDiverged
-from pipelinerl_core.training.model import head_weight, hidden_states
 from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
+from pipelinerl_core.training.policy import Policy, pack_loss
+from pipelinerl_core.training.ranks import ALONE, Ranks
+from pipelinerl_core.training.step_sums import StepSums
 from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
 
 
@@ -43,45 +41,6 @@ class Batcher(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _StepSums:
-    """What the packs of a step add up to."""
-
-    loss: float = 0.0
-    num_sampled: int = 0
-    num_trained: int = 0
-    ratio: float = 0.0
-    clipped: int = 0
-    kl: float = 0.0
-    kl_ref: float | None = None
-    entropy: float = 0.0
-    log_ratios: list[Tensor] = field(default_factory=list)
-    sequence_log_ratios: list[Tensor] = field(default_factory=list)
-
-    def add(self, batch: PackedBatch, sums: LossSums, trainer_logprobs_N: Tensor, entropy_N: Tensor) -> None:
-        self.loss += sums.loss.item()
-        self.num_sampled += len(entropy_N)
-        self.num_trained += int(sums.num_tokens.item())
-        self.ratio += sums.ratio.item()
-        self.clipped += int(sums.clipped.item())
-        self.kl += sums.kl.item()
-        if sums.kl_ref is not None:
-            self.kl_ref = (self.kl_ref or 0.0) + sums.kl_ref.item()
-        self.entropy += entropy_N.detach().sum().item()
-        # Neither truncated nor masked: ess tells what the lag did to the data, before the rules against it.
-        log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
-        self.log_ratios.append(log_ratios_N)
-        self.sequence_log_ratios.append(
-            sequence_log_ratios(log_ratios_N, batch.sequence_N, batch.layout.num_sequences)
-        )
-
-    def ess(self) -> tuple[float, float]:
-        """Over tokens, and over sequences."""
-        if not self.log_ratios:
-            return 1.0, 1.0
-        return ess(torch.cat(self.log_ratios)), ess(torch.cat(self.sequence_log_ratios))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _PackResult:
     """What the forward and backward pass of one pack gives."""
@@ -94,7 +53,10 @@ class _PackResult:
 
 
 class TorchLearner:
-    """The Learner of one process in plain PyTorch."""
+    """The Learner in plain PyTorch: every rank has all weights, gradients are summed over the ranks."""
+
+    is_sharded = False
+    """Whether `weights` and `state` need all ranks at once."""
 
     def __init__(
         self,
@@ -105,6 +67,7 @@ class TorchLearner:
         version: int = 0,
         threads: int = 1,
         reference: Any = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
 
@@ -113,11 +76,13 @@ class TorchLearner:
         threads: packs computed at once, each on one core; 1 leaves the number of torch's threads as it is.
         """
         self.version = version
-        self._model = model
-        self._reference = reference
         self._config = config
+        self._model = model
+        self._policy = Policy(model, temperature=config.rollouts.temperature)
+        self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._batcher = batcher
-        self._optimizer = MasterOptimizer(dict(model.named_parameters()), config.learner)
+        self._ranks = ranks
+        self._optimizer = MasterOptimizer(self._policy.parameter_names(), config.learner)
         # One core per pack: a small model's matrix products are too small to share one among threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
@@ -126,90 +91,51 @@ class TorchLearner:
 
         Raises TrainingDiverged, with the weights untouched, when loss, gradient or ratios are not finite.
         """
+        return self.step_packs(self._batcher.rows(rows))
+
+    def step_packs(self, packs: Sequence[PackedBatch]) -> StepStats:
+        """`step` on packs of rows; with several ranks on this rank's share, at the same time as the others."""
         started = time.perf_counter()
         step = self.version + 1
-        packs = [batch.to(self._model.device) for batch in self._batcher.rows(rows)]
+        packs = [batch.to(self._model.device) for batch in packs if not batch.is_empty]
         self._optimizer.zero_grad()
-        sums = _StepSums()
+        sums = StepSums(self._config.trainer.pack_tokens)
         for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
             self._optimizer.add_grads(result.gradients)
             sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
+        if self._ranks.size > 1:
+            self._ranks.sum_(self._optimizer.gradients())
         grad_norm = self._optimizer.grad_norm()
-        ratios = sums.ess()
-        _check_finite(
-            step, loss=sums.loss, grad_norm=grad_norm.item(), kl=sums.kl, ess=ratios[0], ess_sequence=ratios[1]
-        )
+        totals = sums.over_ranks(self._ranks, self._model.device)
+        totals.check_finite(step, grad_norm.item())
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         self._optimizer.step(grad_norm, learning_rate=lr)
         self.version = step
-        budget = sum(max(batch.num_tokens, self._config.trainer.pack_tokens) for batch in packs)
-        num_tokens = sum(batch.num_tokens for batch in packs)
-        return StepStats(
-            step=step,
-            loss=sums.loss,
+        return totals.stats(
+            step,
             grad_norm=grad_norm.item(),
             learning_rate=lr,
-            ess=ratios[0],
-            ess_sequence=ratios[1],
-            ratio_mean=sums.ratio / max(1, sums.num_trained),
-            ratio_clipped_fraction=sums.clipped / max(1, sums.num_trained),
-            kl=sums.kl / max(1, sums.num_trained),
-            kl_ref=None if sums.kl_ref is None else sums.kl_ref / max(1, sums.num_trained),
-            entropy=sums.entropy / max(1, sums.num_sampled),
-            num_tokens=num_tokens,
-            num_trained_tokens=sums.num_trained,
-            num_packs=len(packs),
-            pack_fill=num_tokens / max(1, budget),
+            has_reference=self._reference is not None,
             compute_seconds=time.perf_counter() - started,
         )
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
-        trainer_logprobs_N, entropy_N = self._logprobs(batch)
-        tokens = select(
-            trainer_logprobs_N,
-            batch.rollout_logprobs_N,
-            batch.advantages_N,
-            batch.loss_weights_N,
-            batch.loss_mask_N,
-            entropy_N=entropy_N,
-            sequence_N=batch.sequence_N,
-            num_sequences=batch.layout.num_sequences,
-            ref_logprobs_N=self._ref_logprobs(batch),
+        trainer_logprobs_N, entropy_N = self._policy(batch)
+        loss_sums = pack_loss(
+            batch, trainer_logprobs_N, entropy_N, self._config.loss, reference_logprobs(self._reference, batch)
         )
-        loss_sums = compute_loss(tokens, self._config.loss)
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
 
-    def _logprobs(self, batch: PackedBatch, model: Any = None) -> tuple[Tensor, Tensor]:
-        model = self._model if model is None else model
-        return token_logprobs(
-            hidden_states(model, batch),
-            head_weight(model),
-            batch.target_ids_N,
-            temperature=self._config.rollouts.temperature,
-        )
-
-    @torch.no_grad()
-    def _ref_logprobs(self, batch: PackedBatch) -> Tensor | None:
-        return None if self._reference is None else self._logprobs(batch, self._reference)[0]
-
-    @torch.no_grad()
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
-        found = [np.zeros(0, dtype=np.float32) for _ in rollouts]
-        for batch in self._batcher.rollouts(rollouts):
-            logprobs_N = self._logprobs(batch.to(self._model.device))[0].cpu().numpy()
-            counts_S = np.bincount(batch.sequence_N.numpy(), minlength=len(batch.row_S))
-            parts = np.split(logprobs_N, np.cumsum(counts_S)[:-1])
-            for row, part in zip(batch.row_S.tolist(), parts, strict=True):
-                found[row] = part
-        return found
+        return score_rollouts(self._policy, self._batcher.rollouts(rollouts), len(rollouts), self._model.device)
 
     def weights(self) -> dict[str, Tensor]:
         """Snapshot of the weights by parameter name, in the model's type; tied weights appear once."""
         return {
             name: parameter.detach().to("cpu", copy=True).contiguous()
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._policy.parameter_names().items()
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -225,12 +151,22 @@ class TorchLearner:
         self.version = int(values["version"])
 
 
-def _check_finite(step: int, **numbers: float) -> None:
-    if all(math.isfinite(number) for number in numbers.values()):
-        return
-    found = ", ".join(f"{name}={number:g}" for name, number in numbers.items())
-    raise TrainingDiverged(
-        f"step {step}: {found}; all of them must be finite. The weights are still version {step - 1}. Lower "
-        "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
-        "engine recorded bad log-probabilities"
-    )
+@torch.no_grad()
+def reference_logprobs(reference: Policy | None, batch: PackedBatch) -> Tensor | None:
+    """[N] log-probabilities of a pack under the reference, if there is one."""
+    return None if reference is None else reference(batch)[0]
+
+
+@torch.no_grad()
+def score_rollouts(
+    policy: Any, packs: Sequence[PackedBatch], num_rollouts: int, device: torch.device
+) -> list[Float32Array]:
+    """[C] log-probabilities of every completion token of each rollout that the packs were made of."""
+    found = [np.zeros(0, dtype=np.float32) for _ in range(num_rollouts)]
+    for batch in packs:
+        logprobs_N = policy(batch.to(device))[0].cpu().numpy()
+        counts_S = np.bincount(batch.sequence_N.numpy(), minlength=len(batch.row_S))
+        parts = np.split(logprobs_N, np.cumsum(counts_S)[:-1])
+        for row, part in zip(batch.row_S.tolist(), parts, strict=True):
+            found[row] = part
+    return found

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pipelinerl_core.algo.packed import PackedBatch, PackLayout
 from pipelinerl_core.errors import ConfigError
@@ -86,6 +87,18 @@ def prepare_model(model: Any) -> Any:
             "way that is not supported. Take a decoder with full causal attention and a plain linear head"
         )
     return model
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep only the input of each layer for the backward pass, which computes the rest again: less memory, more time.
+
+    transformers does so while a layer is in training mode; the mode of a layer alone, not of what is in it, says
+    that and nothing else, so dropout stays off.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
 
 
 def model_dimensions(model: Any) -> ModelDimensions:

@@ -22,7 +22,7 @@ from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import build_codec, build_engine
-from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.learners import build_alone
 from pipelinerl_core.roles.trainer import Trainer
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.publish import shm_directory
@@ -104,7 +104,7 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
 def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restart_hub: bool) -> None:
     torch.set_num_threads(1)
     config = make_run(url, *OVERRIDES)
-    engine, learner = build_engine(config), build_learner(config)  # transformers loads models in one thread at a time
+    engine, learner = build_engine(config), build_alone(config)  # transformers loads models in one thread at a time
     stop = threading.Event()
     failures: list[BaseException] = []
 

@@ -19,7 +19,8 @@ from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.replay import build_learner, replay_run
+from pipelinerl_core.roles.learners import build_alone
+from pipelinerl_core.roles.replay import replay_run
 from pipelinerl_core.roles.trainer import Trainer
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
@@ -121,7 +122,7 @@ def train(url, fate, stop):
     """One trainer, until its end or the end of the run; a new one each time, as after a restart."""
     context = open_run(url)
     store = MortalStore(context.store, fate)
-    learner = build_learner(context.config)
+    learner = build_alone(context.config)
     commits = counted_commit_keys(store, read_epochs(store))
     epoch = take_epoch(store, "trainer", max(commits, default=-1))
 

@@ -11,7 +11,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.inference import build_codec, build_engine, open_engine
-from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.learners import build_alone
 from pipelinerl_core.roles.trainer import check_parity
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import EngineRequest, Rollout, Sampler
@@ -72,7 +72,7 @@ def as_rollout(prompt, completion) -> Rollout:
 
 def test_the_gate_prints_both_figures_and_refuses_a_perturbed_head(prepared_model, caplog):
     config = load_config("quickstart", [f"rollouts.temperature={TEMPERATURE}"])
-    learner = build_learner(config)
+    learner = build_alone(config)
     with caplog.at_level("INFO"):
         report = check_parity(learner, sample(config, lambda: perturbed(config, 0.0)), config)
     assert report.num_tokens > 100
@@ -94,7 +94,7 @@ def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path
     overrides = [f"engine.kind={kind}", f"model.dtype={dtype}", f"rollouts.temperature={TEMPERATURE}"]
     config = load_config("quickstart", [*overrides, "engine.kv_gigabytes=0.25"])
     rollouts = sample(config, lambda: open_engine(config, run_id=tmp_path.name, name="actor-0"))
-    report = check_parity(build_learner(config), rollouts, config)
+    report = check_parity(build_alone(config), rollouts, config)
     print(f"{kind} {dtype}: mean {report.mean:.2g} max {report.max:.2g} over {report.num_tokens} tokens")  # noqa: T201
     mean, largest = EXPECTED[dtype]
     assert 0 < report.mean <= mean
@@ -103,4 +103,4 @@ def test_every_engine_passes_with_every_type_of_weights(prepared_model, tmp_path
 
 def test_equal_learners_publish_equal_bytes(prepared_model):
     config = load_config("quickstart")
-    assert serialize(build_learner(config).weights()) == serialize(build_learner(config).weights())
+    assert serialize(build_alone(config).weights()) == serialize(build_alone(config).weights())

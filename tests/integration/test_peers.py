@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.roles.replay import build_learner
+from pipelinerl_core.roles.learners import build_alone
 from pipelinerl_core.testing.peers import sequential
 from pipelinerl_core.testing.peers.record import read_points
 from pipelinerl_core.testing.peers.task import open_task, peer_parser
@@ -56,7 +56,7 @@ def rollout_of(index, prompt_ids, completion_ids, reward, group_size):
 
 def our_gradient(config, rollouts):
     """Of our learner's loss on rollouts that its own weights sampled."""
-    learner = build_learner(config)
+    learner = build_alone(config)
     for rollout, logprobs in zip(rollouts, learner.logprobs_of(rollouts), strict=True):
         rollout.rollout_logprobs[:] = logprobs
     size = config.rollouts.group_size

@@ -1,0 +1,312 @@
+"""The Learner on DeepSpeed: ZeRO 0 to 3, on one or many ranks, with the gradient and the state of the torch learner.
+
+DeepSpeed divides a loss by its accumulation steps and gradients by the number of ranks. Here nothing may divide:
+loss_weight carries the normalisation. So accumulation is bounded by hand, and the loss is multiplied by the ranks
+before it is averaged over them.
+
+Checkpoints have the names and the values of the torch learner's: any number of ranks, any stage and either learner
+can go on with them. They are gathered parameter by parameter.
+
+Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
+"""
+
+import importlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelinerl_core.algo.packed import PackedBatch
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.training.learner import Batcher, reference_logprobs, score_rollouts
+from pipelinerl_core.training.optimizer import (
+    MOMENTS,
+    check_state,
+    learning_rate,
+    make_adam,
+    snapshot,
+)
+from pipelinerl_core.training.policy import Policy, pack_loss
+from pipelinerl_core.training.ranks import Ranks
+from pipelinerl_core.training.step_sums import StepSums
+from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+
+# Weights are gathered in lots of about this many elements: few collectives, little memory.
+_GATHERED_ELEMENTS = 64 << 20
+# Where ZeRO keeps the float32 masters of this rank, by optimizer class: 1 and 2, 1 in bfloat16, 3.
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
+
+
+class DeepSpeedLearner:
+    """One rank of a DeepSpeed run; every method is called on all ranks at once."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RunConfig,
+        *,
+        batcher: Batcher,
+        ranks: Ranks,
+        version: int = 0,
+        reference: Any = None,
+    ) -> None:
+        """As TorchLearner; torch's default process group exists already, with one rank too.
+
+        Raises ConfigError when DeepSpeed is not installed.
+        """
+        self.version = version
+        self._config = config
+        self._ranks = ranks
+        self._batcher = batcher
+        self._device: torch.device = model.device
+        self._policy = Policy(model, temperature=config.rollouts.temperature)
+        self._parameters = self._policy.parameter_names()
+        self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
+        self._deepspeed = load_deepspeed(self._device, ranks)
+        self._stage = config.learner.zero_stage
+        if self._stage == 3:  # the head is used in the policy's forward, not in its own
+            self._deepspeed.zero.register_external_parameter(self._policy, self._policy.head)
+        self._engine = self._deepspeed.initialize(
+            model=self._policy,
+            optimizer=make_adam(list(self._parameters.values()), config.learner),
+            config=deepspeed_config(config),
+        )[0]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `weights` and `state` need all ranks at once."""
+        return self._stage > 0
+
+    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
+        """One optimizer step of a rank that is alone."""
+        return self.step_packs(self._batcher.rows(rows))
+
+    def step_packs(self, packs: Sequence[PackedBatch]) -> StepStats:
+        """One optimizer step; every rank gives as many packs, at least one, some of them perhaps without rows.
+
+        Raises TrainingDiverged when loss, gradient or ratios are not finite. The weights of this process may be
+        spoilt then; nothing of the step is committed.
+        """
+        started = time.perf_counter()
+        step = self.version + 1
+        sums = StepSums(self._config.trainer.pack_tokens)
+        for index, batch in enumerate(packs):
+            self._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
+            self._backward(batch.to(self._device), sums)
+        totals = sums.over_ranks(self._ranks, self._device)
+        totals.check_finite(step, 0.0)
+        lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
+        grad_norm = self._apply(lr)
+        totals.check_finite(step, grad_norm)
+        self.version = step
+        return totals.stats(
+            step,
+            grad_norm=grad_norm,
+            learning_rate=lr,
+            has_reference=self._reference is not None,
+            compute_seconds=time.perf_counter() - started,
+        )
+
+    def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
+        trainer_logprobs_N, entropy_N = self._engine(batch)
+        loss_sums = pack_loss(
+            batch, trainer_logprobs_N, entropy_N, self._config.loss, reference_logprobs(self._reference, batch)
+        )
+        sums.add(batch, loss_sums, trainer_logprobs_N, entropy_N)
+        self._engine.backward(loss_sums.loss * self._ranks.size, scale_wrt_gas=False)
+
+    def _apply(self, lr: float) -> float:
+        """Clip and step; returns the global norm before clipping."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        norm = None
+        if self._stage == 0:  # gradients are whole on every rank, and DeepSpeed does not tell their norm
+            norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+
+    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
+        """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
+        return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Snapshot of the weights by parameter name, in the model's type; empty on ranks other than 0."""
+        found: dict[str, Tensor] = {}
+        for lot in self._lots():
+            with self._gathered(lot):
+                if self._ranks.rank == 0:
+                    found |= {name: snapshot(parameter) for name, parameter in lot.items()}
+        return found
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """As the torch learner's, whatever the stage and the number of ranks; tensors are empty on ranks but 0."""
+        tensors = {"rng.torch": torch.get_rng_state()}
+        for name, parameter in self._parameters.items():
+            master = self._full(parameter, None)
+            if self._ranks.rank == 0:
+                tensors[f"weights.{name}"] = snapshot(master)
+            for moment in MOMENTS if self._num_updates else ():
+                value = self._full(parameter, moment)
+                if self._ranks.rank == 0:
+                    tensors[f"optimizer.{name}.{moment}"] = snapshot(value)
+            if self._num_updates and self._ranks.rank == 0:
+                tensors[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
+        return (tensors if self._ranks.rank == 0 else {}), {"version": self.version}
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """The inverse of `state`, given the same tensors on every rank."""
+        shapes = {
+            name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()
+        }
+        check_state(tensors, shapes)
+        steps = [float(tensor) for key, tensor in tensors.items() if key.endswith(".step")]
+        self._make_states(max(steps, default=0.0))
+        for name, parameter in self._parameters.items():
+            master = tensors[f"weights.{name}"].to(self._device)
+            with self._gathered({name: parameter}, is_changed=True):
+                parameter.copy_(master)
+            self._set_full(parameter, None, master)
+            for moment in MOMENTS if steps else ():
+                self._set_full(parameter, moment, tensors[f"optimizer.{name}.{moment}"].to(self._device))
+        torch.set_rng_state(tensors["rng.torch"])
+        self.version = int(values["version"])
+
+    # ---- where DeepSpeed keeps what ----------------------------------------------------------------------------
+
+    def _lots(self) -> Iterator[dict[str, Tensor]]:
+        lot: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            lot[name] = parameter
+            if sum(getattr(one, "ds_numel", one.numel()) for one in lot.values()) >= _GATHERED_ELEMENTS:
+                yield lot
+                lot = {}
+        if lot:
+            yield lot
+
+    def _gathered(self, lot: Mapping[str, Tensor], *, is_changed: bool = False) -> AbstractContextManager[Any]:
+        if self._stage < 3:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(
+            list(lot.values()), modifier_rank=0 if is_changed else None
+        )
+        return context
+
+    @property
+    def _adam(self) -> torch.optim.Optimizer:
+        wrapper: Any = self._engine.optimizer
+        adam: torch.optim.Optimizer = wrapper if self._stage == 0 else wrapper.optimizer
+        return adam
+
+    @property
+    def _num_updates(self) -> int:
+        return int(next((float(state["step"]) for state in self._adam.state.values()), 0.0))
+
+    def _masters(self) -> list[Tensor]:
+        """What the optimizer keeps its moments for."""
+        if self._stage == 0:
+            return list(self._parameters.values())
+        found = next(
+            getattr(self._engine.optimizer, name) for name in _MASTERS if hasattr(self._engine.optimizer, name)
+        )
+        return list(found)
+
+    def _make_states(self, num_updates: float) -> None:
+        """Moments as after a step; AdamW itself makes them at its first one."""
+        self._adam.state.clear()
+        if not num_updates:
+            return
+        for master in self._masters():
+            moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
+            self._adam.state[master] = {
+                "step": torch.tensor(num_updates, device=_step_device(self._adam, master)),
+                **moments,
+            }
+        link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:
+            self._engine.optimizer._hp_optimizer_states_linked = False
+            link()
+
+    def _full(self, parameter: Tensor, moment: str | None) -> Tensor:
+        """The float32 master of a parameter, or a moment of it, put together from all ranks."""
+        utils = self._deepspeed.utils
+        if self._stage == 0:
+            return parameter if moment is None else self._adam.state[parameter][moment]
+        if moment is None:
+            found: Tensor = utils.safe_get_full_fp32_param(parameter)
+        else:
+            found = utils.safe_get_full_optimizer_state(parameter, moment)
+        return found.view(getattr(parameter, "ds_shape", parameter.shape))
+
+    def _set_full(self, parameter: Any, moment: str | None, value: Tensor) -> None:
+        if self._stage == 0:
+            if moment is not None:
+                self._adam.state[parameter][moment].copy_(value)
+            return
+        if self._stage == 3:  # its setter takes no parameter that the ranks do not divide evenly
+            own, _ = self._engine.optimizer._get_fp32_opt_state_partition(
+                parameter, release_swap_buffers=False, optim_state_key=moment
+            )
+            padded = torch.zeros(own.numel() * self._ranks.size, dtype=torch.float32, device=value.device)
+            padded[: value.numel()] = value.reshape(-1)
+            own.copy_(padded.chunk(self._ranks.size)[self._ranks.rank])
+            return
+        utils = self._deepspeed.utils
+        if moment is None:
+            utils.safe_set_full_fp32_param(parameter, value)
+        else:
+            utils.safe_set_full_optimizer_state(parameter, value, moment)
+
+
+def deepspeed_config(config: RunConfig) -> dict[str, Any]:
+    """What `deepspeed.initialize` is given; one place for all of it."""
+    learner = config.learner
+    zero: dict[str, Any] = {"stage": learner.zero_stage, "overlap_comm": False}
+    if learner.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if learner.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu"}
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": None,
+        "gradient_clipping": learner.clip_norm if learner.zero_stage else 0.0,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    if config.model.dtype == "bfloat16":
+        found["bf16"] = {"enabled": True}
+    return found
+
+
+def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
+    """The package, told which accelerator it has; ConfigError when it is not installed.
+
+    On a CPU it would compile an extension of its own for ranks that share memory; gloo serves without a compiler.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ["LOCAL_RANK"] = str(ranks.rank if device.index is None else device.index)  # it asks for it
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(
+            f"learner.kind=deepspeed: DeepSpeed cannot be imported ({error}). Install it with `make install "
+            "LEARNER=deepspeed`, or set learner.kind=torch"
+        ) from None
+    importlib.import_module("deepspeed.utils")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
+    return deepspeed
+
+
+def _step_device(adam: torch.optim.Optimizer, master: Tensor) -> torch.device:
+    """Where AdamW counts its steps: beside the moments when it is fused, else on the CPU."""
+    return master.device if adam.defaults.get("fused") else torch.device("cpu")

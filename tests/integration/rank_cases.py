@@ -1,0 +1,70 @@
+"""Steps of a learner on several ranks, in a process of its own: a process group is for life.
+
+    python -m tests.integration.rank_cases RANKS CASES.json OUT
+
+CASES.json: [{"name": ..., "overrides": [...], "steps": [...], "load": name or null}]. For each case a learner is
+built, perhaps given the state that an earlier case ended with, and takes the steps. OUT/<name>.safetensors has its state
+and, as "published.<name>", its weights; OUT/stats.json what each step said.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import save_file
+
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.config import load_config
+from pipelinerl_core.roles.learners import open_learners
+from pipelinerl_core.testing.rollout_rows import build_rollout
+
+GROUPS, GROUP_SIZE = 5, 4
+
+
+def groups(seed):
+    rng = np.random.default_rng(seed)
+    return [
+        [
+            build_rollout(
+                rng,
+                group_id=group_id,
+                rollout_index=index,
+                num_tokens=int(rng.integers(1, 12)),
+                prompt_tokens=int(rng.integers(1, 7)),
+                reward=float(rng.random()),
+            )
+            for index in range(GROUP_SIZE)
+        ]
+        for group_id in range(GROUPS)
+    ]
+
+
+def rows_of(config, step):
+    return assemble_rows(1, groups(seed=step), config).rows
+
+
+def run_case(learners, case, states):
+    config = load_config("quickstart", case["overrides"])
+    learner = learners.build(config)
+    if case.get("load"):
+        learner.load_state(*states[case["load"]])
+    stats = [asdict(learner.step(rows_of(config, step))) for step in case["steps"]]
+    scored = learner.logprobs_of([row.rollout for row in rows_of(config, 1)])
+    states[case["name"]] = tensors, values = learner.state()
+    published = {f"published.{name}": tensor for name, tensor in learner.weights().items()}
+    return tensors | published, {"steps": stats, "values": values, "scored": float(np.concatenate(scored).sum())}
+
+
+def main(ranks, cases, out):
+    states, told = {}, {}
+    with open_learners(ranks) as learners:
+        for case in cases:
+            tensors, told[case["name"]] = run_case(learners, case, states)
+            save_file(tensors, out / f"{case['name']}.safetensors")
+    (out / "stats.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
