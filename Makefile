@@ -6,7 +6,10 @@ STAMP := $(VENV)/.installed
 PEERS := .bench-packages
 # embedded or vllm
 ENGINE ?= embedded
+# torch or deepspeed
+LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
+DEEPSPEED := $(VENV)/.installed-deepspeed
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -24,7 +27,11 @@ install: $(VLLM)
 quickstart: override ARGS += engine.kind=vllm
 endif
 
-install: $(STAMP) ## create .venv with the locked packages (ENGINE=vllm: vLLM for CPUs too)
+ifeq ($(LEARNER),deepspeed)
+install: $(DEEPSPEED)
+endif
+
+install: $(STAMP) ## create .venv with the locked packages (ENGINE=vllm: vLLM for CPUs; LEARNER=deepspeed: DeepSpeed)
 
 $(STAMP): requirements.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or set PYTHON=..." >&2; exit 2; }
@@ -37,13 +44,18 @@ $(VLLM): $(STAMP) requirements-vllm.lock
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.lock
 	@touch $@
 
+$(DEEPSPEED): $(STAMP) requirements-deepspeed.lock
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
+		-r requirements-deepspeed.lock
+	@touch $@
+
 quickstart: install ## train the quickstart model and print where its report is
 	$(BIN)/pipelinerl train quickstart $(ARGS)
 
 test: install ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-slow: install $(VLLM) ## whole runs, with real vLLM, Prefect workers, S3, crashes
+test-slow: install $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
 	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
 
 chaos: install ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")

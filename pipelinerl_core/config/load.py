@@ -15,6 +15,8 @@ from pydantic_core import ErrorDetails
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 
+# Sections with other keys for every kind.
+_UNIONS = ("prompts", "loss")
 PRESETS = resources.files("pipelinerl_core.config") / "presets"
 
 
@@ -81,7 +83,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{override}: {part} is a value, not a section")
-    if path and last == "kind" and table.get("kind") not in (None, value):
+    if path and path[0] in _UNIONS and last == "kind" and table.get("kind") not in (None, value):
         table.clear()  # another variant: keys of the old one would not be known to it
     table[last] = value
 
@@ -105,7 +107,7 @@ def _printable(text: str) -> str:
 
 def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
     """Drop the union tags that pydantic puts into a location (prompts.sums.lengths -> prompts.lengths)."""
-    if len(location) > 1 and location[0] in ("prompts", "loss") and location[1] not in values.get(location[0], {}):
+    if len(location) > 1 and location[0] in _UNIONS and location[1] not in values.get(location[0], {}):
         return [location[0], *location[2:]]
     return location
 

@@ -3,8 +3,8 @@
     python -m tests.integration.rank_cases RANKS CASES.json OUT
 
 CASES.json: [{"name": ..., "overrides": [...], "steps": [...], "load": name or null}]. For each case a learner is
-built, perhaps given the state that an earlier case ended with, and takes the steps. OUT/<name>.safetensors has its state
-and, as "published.<name>", its weights; OUT/stats.json what each step said.
+built, perhaps given the state that an earlier case ended with, and takes the steps. OUT/<name>.safetensors has its
+state and, as "published.<name>", its weights; OUT/stats.json what each step said.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import load_config
@@ -45,11 +45,18 @@ def rows_of(config, step):
     return assemble_rows(1, groups(seed=step), config).rows
 
 
-def run_case(learners, case, states):
+def saved(out, name):
+    """State that an earlier process ended with, on another number of ranks perhaps."""
+    tensors = load_file(out / f"{name}.safetensors")
+    values = json.loads((out / "stats.json").read_text())[name]["values"]
+    return {key: tensor for key, tensor in tensors.items() if not key.startswith("published.")}, values
+
+
+def run_case(learners, case, states, out):
     config = load_config("quickstart", case["overrides"])
     learner = learners.build(config)
     if case.get("load"):
-        learner.load_state(*states[case["load"]])
+        learner.load_state(*(states.get(case["load"]) or saved(out, case["load"])))
     stats = [asdict(learner.step(rows_of(config, step))) for step in case["steps"]]
     scored = learner.logprobs_of([row.rollout for row in rows_of(config, 1)])
     states[case["name"]] = tensors, values = learner.state()
@@ -61,7 +68,7 @@ def main(ranks, cases, out):
     states, told = {}, {}
     with open_learners(ranks) as learners:
         for case in cases:
-            tensors, told[case["name"]] = run_case(learners, case, states)
+            tensors, told[case["name"]] = run_case(learners, case, states, out)
             save_file(tensors, out / f"{case['name']}.safetensors")
     (out / "stats.json").write_text(json.dumps(told))
 
