@@ -81,17 +81,24 @@ def train(
 
 
 @app.command()
-def resume(run: Run, root: Root = "", as_json: Json = False) -> None:
+def resume(run: Run, overrides: Overrides = None, root: Root = "", as_json: Json = False) -> None:
     """Go on with a run where its last commit is, after a stop, a crash or a kill. Nothing is lost or trained twice.
 
-    Example: `pipelinerl resume latest`. Refused while the run is live.
+    Settings may change what it runs on, for good: ranks and kind of the learner, device, placement.
+
+    Examples: `pipelinerl resume latest`, `pipelinerl resume latest trainer.ranks=1`. Refused while the run is live.
     """
     runs = _module("tasks.runs")
     url = runs.locate_run(run, root)
     runs.refuse_if_live(url)
-    record = runs.find_run(url).record
-    arguments = {"preset": record.run_id, "resume": url, "root": url.rpartition("/")[0]}
-    config = _module("pipelinerl_core.config").build_config(record.config)
+    found = runs.find_run(url)
+    config = _module("pipelinerl_core.config").resume_config(found.config, overrides or ())
+    arguments = {
+        "preset": found.run_id,
+        "resume": url,
+        "root": url.rpartition("/")[0],
+        "overrides": tuple(overrides or ()),
+    }
     _run(config, arguments, as_json)
 
 

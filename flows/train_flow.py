@@ -17,7 +17,7 @@ from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
-from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.context import RunContext, change_for_resume, open_run
 from pipelinerl_core.roles.control import forget_wishes, wants_drain
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew, hub_token
@@ -59,7 +59,7 @@ Resume = Annotated[
     str,
     Field(
         description="Go on with this run instead (id under the root, `latest`, path or URL); its own configuration "
-        "holds, preset and overrides are not read."
+        "holds, preset and settings are not read; overrides may change what it runs on, such as trainer.ranks."
     ),
 ]
 
@@ -96,7 +96,9 @@ def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: s
     """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
     if resume:
         url = locate_run(resume, root)
-        return open_at(url, open_run(url).config, {})
+        refuse_if_live(url)
+        run = open_run(url)
+        return open_at(url, change_for_resume(run.store, run.config, overrides), {})
     url = run_url(root, new_run_id(preset, str(flow_run.id)))
     return open_at(url, load_config(preset, overrides), {"preset": preset})
 

@@ -27,6 +27,7 @@ from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
+RESUME_KEY = "resume.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
@@ -128,6 +129,8 @@ class EpochRecord(Record):
     started_at: float
     host: str
     pid: int
+    arithmetic: dict[str, Any] = {}
+    """Trainer: what its rounding depends on (see `RunConfig.arithmetic`)."""
 
 
 class SwapRecord(Record):
@@ -158,6 +161,15 @@ class RoleRecord(Record):
     started_at: float
     """Unix seconds."""
     beat: float
+    """Unix seconds."""
+
+
+class ResumeRecord(Record):
+    """resume.json: settings that the newest resume has changed."""
+
+    overrides: tuple[str, ...]
+    """`section.key=value`, of RESUMABLE keys only."""
+    at: float
     """Unix seconds."""
 
 

@@ -43,12 +43,36 @@ def check_engine(config: RunConfig) -> None:
         )
 
 
+def check_learner(config: RunConfig) -> None:
+    """DeepSpeed must be installed where the trainer starts; on work pools that is elsewhere."""
+    needed = config.learner.kind == "deepspeed" and config.placement.kind == "local"
+    if needed and find_spec("deepspeed") is None:
+        raise ConfigError(
+            "learner.kind=deepspeed: DeepSpeed is not installed. Run `make install LEARNER=deepspeed`, or set "
+            "learner.kind=torch (one rank or several, all weights on each)"
+        )
+
+
+def check_context(config: RunConfig, directory: Path) -> None:
+    """The model must be made for sequences as long as the completions, and a prompt of at least one token."""
+    try:
+        limit = json.loads((directory / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from None
+    if isinstance(limit, int) and config.rollouts.max_tokens >= limit:
+        raise ConfigError(
+            f"rollouts.max_tokens={config.rollouts.max_tokens}: the model was made for sequences of {limit} tokens, "
+            f"prompt included. Set rollouts.max_tokens below {limit}"
+        )
+
+
 def check_all(config: RunConfig, root: str) -> None:
     """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
     check_engine(config)
+    check_learner(config)
     check_mlflow(config.tracking.chosen_uri)
     check_prompts(config)
     check_model(config)
@@ -72,6 +96,8 @@ def check_model(config: RunConfig) -> None:
         )
     elif not (directory / "config.json").is_file():
         raise ConfigError(f"model.path={path}: has no config.json, so it is not a Hugging Face model directory")
+    else:
+        check_context(config, directory)
     check_reference(config)
 
 

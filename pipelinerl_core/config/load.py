@@ -17,6 +17,19 @@ from pipelinerl_core.errors import ConfigError
 
 # Sections with other keys for every kind.
 _UNIONS = ("prompts", "loss")
+RESUMABLE = (
+    "trainer.ranks",
+    "trainer.threads",
+    "trainer.pack_tokens",
+    "trainer.collective_seconds",
+    "learner.kind",
+    "learner.zero_stage",
+    "learner.offload",
+    "learner.activation_checkpointing",
+    "model.device",
+    "placement.",
+)
+"""Beginnings of the keys that a resume may change: they say on what a run is computed, not what it is."""
 PRESETS = resources.files("pipelinerl_core.config") / "presets"
 
 
@@ -39,6 +52,21 @@ def override_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunCo
     for override in overrides:
         _apply(values, override)
     return build_config(values)
+
+
+def resume_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
+    """The configuration of a run that goes on: what it runs on may change, what it is may not.
+
+    Raises ConfigError for any other key.
+    """
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith(RESUMABLE):
+            raise ConfigError(
+                f"{override}: a resume goes on with the same run; it can change {', '.join(RESUMABLE)}. "
+                "Start a new run for anything else"
+            )
+    return override_config(config, overrides)
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:

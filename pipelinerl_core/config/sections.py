@@ -362,6 +362,19 @@ class RunConfig(Section):
         hands_over = self.takes_turns and self.placement.cores == "shared"
         return self.placement.threads * (1 + self.placement.actors if hands_over else 1)
 
+    @property
+    def arithmetic(self) -> dict[str, str | int]:
+        """What the trainer's rounding depends on, beside its machine: equal ones train again to the last bit."""
+        learner, trainer = self.learner, self.trainer
+        return {
+            "kind": learner.kind,
+            "zero_stage": learner.zero_stage,
+            "offload": learner.offload,
+            "ranks": trainer.ranks,
+            "pack_tokens": trainer.pack_tokens,
+            "device": self.model.device,
+        }
+
     def phase_end(self, step: int) -> int:
         """Last step of the phase of `step` (1, 2, ...): actors hear of the version that it makes, and of no other."""
         every = self.weights.publish_every

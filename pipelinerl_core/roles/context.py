@@ -2,13 +2,15 @@
 
 import os
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config import RunConfig, build_config, resume_config
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import RUN_KEY, RunRecord
+from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
@@ -46,4 +48,23 @@ def open_run(url: str) -> RunContext:
     except MissingObject:
         raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`") from None
     token = os.environ.get(TOKEN_VARIABLE, "")
-    return RunContext(store=store, record=record, config=build_config(record.config), token=token)
+    config = resume_config(build_config(record.config), resume_overrides(store))
+    return RunContext(store=store, record=record, config=config, token=token)
+
+
+def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
+    """What the newest resume has changed."""
+    try:
+        return ResumeRecord.model_validate_json(store.get(RESUME_KEY)).overrides
+    except MissingObject:
+        return ()
+
+
+def change_for_resume(store: ObjectStore, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Let every role from now on run with these settings too; those of earlier resumes stay. Raises ConfigError."""
+    changed = resume_config(config, overrides)
+    if overrides:
+        by_key = {one.partition("=")[0]: one for one in (*resume_overrides(store), *overrides)}
+        record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())
+        store.put(RESUME_KEY, record.model_dump_json().encode())
+    return changed

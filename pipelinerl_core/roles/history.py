@@ -6,6 +6,8 @@ Readers ignore anything of epoch k beyond what epoch k + 1 adopted, so a late wr
 import os
 import socket
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from pipelinerl_core.errors import Fenced
@@ -38,7 +40,12 @@ def read_commit(store: ObjectStore, key: str) -> Commit:
     return Commit.model_validate_json(store.get(key))
 
 
-def take_epoch(store: ObjectStore, role: Literal["hub", "trainer"], adopted_through: int) -> EpochRecord:
+def take_epoch(
+    store: ObjectStore,
+    role: Literal["hub", "trainer"],
+    adopted_through: int,
+    arithmetic: Mapping[str, str | int] = MappingProxyType({}),
+) -> EpochRecord:
     """Claim the next epoch number; from here on every earlier epoch of the role is fenced."""
     epochs = read_epochs(store)
     parent = max((record.epoch for record in epochs if record.role == role), default=None)
@@ -52,6 +59,7 @@ def take_epoch(store: ObjectStore, role: Literal["hub", "trainer"], adopted_thro
             started_at=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            arithmetic=dict(arithmetic),
         )
         try:
             store.put(epoch_key(candidate), record.model_dump_json().encode(), create_only=True)

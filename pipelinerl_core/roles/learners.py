@@ -55,6 +55,7 @@ class Learners:
         self._size = ranks
         self._channel: RankChannel | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._named: set[int] = set()
         self._closing = threading.Event()
 
     def build(self, config: RunConfig) -> Learner:
@@ -72,6 +73,7 @@ class Learners:
         self._closing.set()
         if self._channel is None:
             return
+        self._name_the_dead()
         if all(process.poll() is None for process in self._processes):
             with suppress(RuntimeError):  # they are on their way out already
                 self._channel.close()
@@ -98,15 +100,25 @@ class Learners:
     def _watch(self) -> None:
         """End this process soon after any of the others: without it no step can be taken."""
         while not self._closing.wait(_POLL_SECONDS):
-            for rank, process in enumerate(self._processes, start=1):
-                code = process.poll()
-                if code is None:
-                    continue
+            code = self._name_the_dead()
+            if code is not None:
+                if not self._closing.wait(_GRACE_SECONDS):
+                    leave(code)
+                return
+
+    def _name_the_dead(self) -> int | None:
+        """Log each rank that has ended, once; returns the exit code for this process, None while all live."""
+        worst = None
+        for rank, process in enumerate(self._processes, start=1):
+            code = process.poll()
+            if code is None:
+                continue
+            worst = max(code, 1)
+            if rank not in self._named:
+                self._named.add(rank)
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
                 logger.error("rank %d of %d %s; the step in the making is not committed", rank, self._size, how)
-                if not self._closing.wait(_GRACE_SECONDS):
-                    leave(max(code, 1))
-                return
+        return worst
 
 
 def _start_rank(rank: int, size: int, port: int, device: torch.device, seconds: float) -> subprocess.Popen[bytes]:

@@ -3,7 +3,8 @@
     rank 0   --{"command": ...}, rows of this rank-->   rank r       waits here, outside of any collective
     all      == collectives of the learner ==>          all          begin only when every rank has its data
 
-A rank that waits hears of rank 0 every BEAT_SECONDS, so a wait that lasts IDLE_SECONDS means that it is gone.
+A rank that waits hears of rank 0 every BEAT_SECONDS, so a long silence means that it is gone. How long is
+trainer.collective_seconds, between the two bounds below.
 """
 
 import json
@@ -23,9 +24,10 @@ from pipelinerl_core.errors import RankLost
 
 Payload = tuple[Mapping[str, Any], bytes]
 """What is for one rank: more values, and bytes."""
-IDLE_SECONDS = 120.0
-"""Without a word of rank 0 for so long, a rank ends."""
-BEAT_SECONDS = 20.0
+MAX_SILENCE_SECONDS = 120.0
+MIN_SILENCE_SECONDS = 20.0
+"""Without a word of rank 0 for so long, a rank ends, and rank 0 without a rank that listens."""
+BEAT_SECONDS = 5.0
 """Pause between two words to ranks that have nothing to do."""
 _BEAT = "beat"
 
@@ -42,16 +44,16 @@ def join_ranks(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=collective_seconds)
         )
-        return RankChannel(rank, size)
+        return RankChannel(rank, size, min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, collective_seconds)))
 
 
 class RankChannel:
     """One end of the channel; rank 0 sends, the others receive."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, silence_seconds: float) -> None:
         self.rank = rank
         self.size = size
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=IDLE_SECONDS))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=silence_seconds))
         self._lock = threading.Lock()
         self._spoken_at = time.monotonic()
         self._closed = threading.Event()
@@ -116,4 +118,6 @@ def lost_ranks(what: str) -> Iterator[None]:
         text = str(error).strip()
         if not isinstance(error, dist.DistError) and "gloo" not in text.lower() and "nccl" not in text.lower():
             raise
-        raise RankLost(f"{what}: a rank of the trainer is gone or silent ({text.splitlines()[0]})") from error
+        raise RankLost(
+            f"{what}: a rank of the trainer is gone or silent ({text.splitlines()[0].split('. ')[0]})"
+        ) from error

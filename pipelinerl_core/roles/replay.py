@@ -10,13 +10,13 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.records import Commit
+from pipelinerl_core.records import Commit, parse_commit_key
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.learners import open_learners
@@ -28,6 +28,8 @@ from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)
 
+# Losses of the same step on other hardware, relative to their size, or to this where they are nearly 0.
+_CLOSE = 1e-3
 # Sections that a replay may change.
 _STUDIED = ("loss", "learner")
 
@@ -40,6 +42,17 @@ class ReplayedStep:
     recorded_loss: float
     weights_match: bool
     """Whether the weights after it have the sha256 of the commit."""
+    is_exact: bool = True
+    """Whether they must: this step and those before it were computed as they are here (`RunConfig.arithmetic`)."""
+
+    @property
+    def verdict(self) -> str:
+        """equal: to the last bit; close: where that cannot be, the loss to the third digit; else DIFFERS."""
+        found, recorded = self.stats.loss, self.recorded_loss
+        if self.weights_match and found == recorded:
+            return "equal"
+        is_close = abs(found - recorded) <= _CLOSE * max(abs(recorded), _CLOSE)
+        return "close" if is_close and not self.is_exact else "DIFFERS"
 
 
 def weights_sha256(learner: Learner) -> str:
@@ -78,6 +91,14 @@ def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step:
     raise ConfigError(f"{store.url}: no whole checkpoint at or before step {step}; it cannot be replayed")
 
 
+def foreign_steps(store: ObjectStore, commits: dict[int, str], arithmetic: Mapping[str, str | int]) -> list[int]:
+    """Steps that were computed with another arithmetic than this; old epochs do not say, and are believed."""
+    by_epoch = {record.epoch: record.arithmetic for record in read_epochs(store)}
+    return [
+        step for step, key in commits.items() if by_epoch.get(parse_commit_key(key)[1], {}) not in ({}, arithmetic)
+    ]
+
+
 def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:
     """Train the steps after the learner's version, up to `last`, from their recorded batches."""
     for step in range(learner.version + 1, last + 1):
@@ -109,15 +130,17 @@ def replay_run(
     with open_learners(context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)
+        start = learner.version
         if overrides:  # up to the first step it is the run itself
             for _ in replay_steps(context.store, learner, commits, begin - 1):
                 pass
             state = learner.state()
             learner = learners.build(studied)
             learner.load_state(*state)
+        foreign = [step for step in foreign_steps(context.store, commits, context.config.arithmetic) if step > start]
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.stats.step >= begin:
-                yield replayed
+                yield replace(replayed, is_exact=replayed.stats.step < min(foreign, default=end + 1))
 
 
 @exit_codes
@@ -134,15 +157,15 @@ def main() -> int:
     steps = []
     limit_threads(open_run(arguments.run).config.placement.threads)
     for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):
-        is_equal = replayed.weights_match and replayed.stats.loss == replayed.recorded_loss
-        verdict = "studied" if arguments.overrides else "equal" if is_equal else "DIFFERS"
+        verdict = "studied" if arguments.overrides else replayed.verdict
         steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
         if not arguments.json:
             print(_line(replayed, verdict), flush=True)  # noqa: T201
     all_equal = all(step["verdict"] == "equal" for step in steps)
     if arguments.json:
         print(json.dumps({"steps": steps, "all_equal": all_equal, "overrides": arguments.overrides}))  # noqa: T201
-    return 0 if all_equal or arguments.overrides else 1
+    differs = any(step["verdict"] == "DIFFERS" for step in steps)
+    return 1 if differs else 0
 
 
 def _line(replayed: ReplayedStep, verdict: str) -> str:

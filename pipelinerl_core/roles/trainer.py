@@ -26,7 +26,6 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import (
-    ChecksumMismatch,
     DeadlineExceeded,
     HubUnavailable,
     MissingObject,
@@ -36,6 +35,7 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.records import EpochRecord, batch_key
+from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import stop_when_drained
@@ -52,7 +52,6 @@ from pipelinerl_core.roles.process import (
     keep_to_cores,
     limit_threads,
 )
-from pipelinerl_core.roles.replay import replay_steps, restore
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
@@ -119,7 +118,7 @@ class Trainer:
         """From the last commit to the last step, or until `stop`."""
         last = max(commits, default=-1)
         if last >= 0:
-            self._adopt(commits, last)
+            self._adopt(commits)
         self._link.connect()
         self._watch.registered()
         try:
@@ -135,21 +134,8 @@ class Trainer:
 
     # ---- start -----------------------------------------------------------------------------------------------
 
-    def _adopt(self, commits: dict[int, str], last: int) -> None:
-        commit = read_commit(self._store, commits[last])
-        restore(self._store, self._learner, commits, last)
-        begun, start = self._learner.version, time.monotonic()
-        for replayed in replay_steps(self._store, self._learner, commits, last):
-            self._watch.repeats(replayed.stats.step)
-            if not replayed.weights_match:
-                raise ChecksumMismatch(
-                    f"replay of step {replayed.stats.step} gives other weights than commit {commits[last]} recorded: "
-                    "another machine, thread count or library version. Resume where the run was started"
-                )
-        logger.info(
-            "resumed at step %d: checkpoint %d, %d steps trained again in %.1f s",
-            last, begun, last - begun, time.monotonic() - start,
-        )  # fmt: skip
+    def _adopt(self, commits: dict[int, str]) -> None:
+        commit = adopt(self._store, self._learner, commits, self._epoch, self._watch.repeats)
         self._committer.adopt(commit)
         self._committer.republish(commit, self._learner.weights())
         self._samples = int(commit.metrics.get("progress/samples", 0))
@@ -370,7 +356,7 @@ def main() -> int:
 def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Load, or train again, what was committed, and go on from there."""
     commits = counted_commit_keys(context.store, read_epochs(context.store))
-    epoch = take_epoch(context.store, "trainer", max(commits, default=-1))
+    epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     with open_learners(context.config.trainer.ranks) as learners:
         learner = emulated_learner(learners.build(context.config), context.config)
         trainer = Trainer(context, learner, epoch, monitor=monitor)

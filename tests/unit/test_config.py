@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from pipelinerl_core.algo.losses import LOSSES
-from pipelinerl_core.config import RunConfig, as_toml, build_config, known_keys, load_config, preset_names
+from pipelinerl_core.config import (
+    RunConfig,
+    as_toml,
+    build_config,
+    known_keys,
+    load_config,
+    preset_names,
+    resume_config,
+)
 from pipelinerl_core.config.load import fields, override_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.rules import lag_of_full_engines
@@ -50,6 +58,9 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("trainer.steps=0", "greater than or equal to 1"),
         ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
         ("engine.tensor_parallel=2", "Set engine.kind=vllm"),
+        ("learner.zero_stage=2", "Set learner.kind=deepspeed"),
+        ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
+        ("trainer.ranks=0", "greater than or equal to 1"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
         ("engine.kind=vlm", "'embedded'"),
@@ -63,6 +74,17 @@ def test_a_mistake_is_one_line_that_says_what_to_set(override, says):
         load_config("quickstart", [override])
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_resume_may_change_what_a_run_is_computed_on_and_nothing_else():
+    config = load_config("quickstart", ["trainer.ranks=2", "learner.lr=1e-3"])
+    changed = resume_config(config, ["trainer.ranks=1", "learner.kind=deepspeed", "placement.actors=1"])
+    assert (changed.trainer.ranks, changed.learner.kind) == (1, "deepspeed")
+    assert changed.learner.lr == 1e-3  # another kind of learner has the same keys
+    assert changed.arithmetic != config.arithmetic
+    for override in ("loss.kind=gspo", "learner.lr=1", "trainer.steps=5", "seed=3"):
+        with pytest.raises(ConfigError, match="a resume goes on with the same run"):
+            resume_config(config, [override])
 
 
 def test_an_unknown_preset_names_the_nearest():
@@ -80,6 +102,9 @@ def test_admission_window_is_the_documented_formula():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["learner.kind=deepspeed", "model.dtype=bfloat16"], r"Set learner\.zero_stage to at least 1"),
+        (["learner.kind=deepspeed", "learner.offload=optimizer"], r"Set learner\.zero_stage=1"),
+        (["learner.kind=deepspeed", "learner.zero_stage=2", "learner.offload=parameters"], r"learner\.zero_stage=3"),
         (["weights.publish_every=3", "schedule.max_lag=1"], r"schedule\.max_lag to at least 2"),
         (["engine.concurrency=1024"], r"1024 x placement\.actors=1 / rollouts\.group_size=8 = 128 groups.*admits "
          r"\(0 \+ 1\) \* trainer\.groups_per_step=64 = 64.*max_lag to at least 1, or.*to at most 512"),

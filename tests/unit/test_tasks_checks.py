@@ -44,6 +44,25 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_starts(monke
     checks.check_engine(load_config("quickstart", ["engine.kind=vllm", "placement.kind=work_pools"]))
 
 
+def test_a_learner_that_is_not_installed_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"DeepSpeed is not installed.*make install LEARNER=deepspeed"):
+        checks.check_learner(config("learner.kind=deepspeed"))
+    checks.check_learner(config())
+    checks.check_learner(config("learner.kind=deepspeed", "placement.kind=work_pools"))
+
+
+def test_completions_longer_than_the_models_context_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 8}')
+    model = f"model.path={tmp_path}"
+    with pytest.raises(ConfigError, match=r"rollouts.max_tokens=64: the model was made for sequences of 64 tokens"):
+        checks.check_model(config(model, "rollouts.max_tokens=64"))
+    checks.check_model(config(model, "rollouts.max_tokens=63"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"its config.json cannot be read"):
+        checks.check_model(config(model))
+
+
 def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1_000_000_000}))

@@ -1,0 +1,122 @@
+"""Whole runs whose trainer has two ranks: one is killed, one is stopped, and one machine less goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelinerl_core.roles.history import read_epochs
+from pipelinerl_core.storage.object_store import open_store
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = [
+    "trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=0", "trainer.steps=9",
+    "checkpoint.every_seconds=3600", "tracking.mlflow_uri=none",
+]  # fmt: skip
+RECOVERY_SECONDS = 30
+
+
+@contextmanager
+def command(root: Path, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """A `pipelinerl` command, killed at the end of the block if it still runs."""
+    with (root / "output.txt").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(10)
+
+
+def ranks_of(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child for child in children if "pipelinerl_core.roles.trainer_rank" in child.cmdline()]
+
+
+def only_run(root: Path) -> Path:
+    wait_for(lambda: bool(list(root.glob("*/run.json"))), "a run", 120)
+    return next(root.glob("*/run.json")).parent
+
+
+@pytest.mark.parametrize(
+    ("learner", "words"),
+    [
+        (["weights.durable_every=1"], "its weights are those that were committed"),
+        (["weights.durable_every=9", "learner.kind=deepspeed", "learner.zero_stage=3"], "differ from those"),
+    ],
+    ids=["torch", "zero3"],
+)
+def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path, learner: list[str], words: str) -> None:
+    with command(tmp_path, "train", "quickstart", "trainer.ranks=2", *SMALL, *learner) as train:
+        run = only_run(tmp_path)
+        wait_for(lambda: committed_steps(str(run)) >= 2, "step 2", 120)
+        (rank,) = ranks_of(train)
+        rank.kill()
+        log = run / "logs" / "trainer.log"
+        wait_for(lambda: "rank 1 of 2 was killed by signal 9" in log.read_text(), "the log's word", RECOVERY_SECONDS)
+        step = committed_steps(str(run))
+        wait_for(lambda: committed_steps(str(run)) > step, "the next step", 90)
+        ranks = ranks_of(train)
+        train.send_signal(signal.SIGINT)
+        assert train.wait(30) == 130
+    assert not [rank for rank in ranks if rank.is_running()]
+    assert "Traceback" not in log.read_text()
+
+    with command(
+        tmp_path, "resume", run.name, "trainer.ranks=1", "learner.kind=torch", "learner.zero_stage=0"
+    ) as end:
+        assert end.wait(240) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+    assert committed_steps(str(run)) == 9
+    assert_closes(str(run))
+    trainers = [epoch for epoch in read_epochs(open_store(str(run))) if epoch.role == "trainer"]
+    assert [epoch.arithmetic["ranks"] for epoch in trainers] == [2, 2, 1]
+    assert words in log.read_text()
+    assert json.loads((run / "run.json").read_text())["config"]["trainer"]["ranks"] == 2  # written once
+
+
+def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
+    settings = [*SMALL, "trainer.collective_seconds=8"]
+    with command(tmp_path, "train", "quickstart", "trainer.ranks=2", *settings) as train:
+        run = only_run(tmp_path)
+        wait_for(lambda: committed_steps(str(run)) >= 1, "step 1", 120)
+        (rank,) = ranks_of(train)
+        os.kill(rank.pid, signal.SIGSTOP)
+        log = run / "logs" / "trainer.log"
+        wait_for(lambda: "a rank of the trainer is gone or silent" in log.read_text(), "the log's word", 60)
+        wait_for(lambda: not rank.is_running(), "its end", RECOVERY_SECONDS)
+        step = committed_steps(str(run))
+        wait_for(lambda: committed_steps(str(run)) > step, "the next step", 90)
+        train.send_signal(signal.SIGINT)
+        assert train.wait(30) == 130
+    assert_closes(str(run))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("loss.kind=gspo", "a resume goes on with the same run"),
+        ("trainer.ranks=0", "trainer.ranks=0"),
+    ],
+)
+def test_a_resume_does_not_change_what_the_run_is(tmp_path: Path, override: str, words: str) -> None:
+    with command(tmp_path, "train", "quickstart", *SMALL[:4], "trainer.steps=1", "tracking.mlflow_uri=none") as train:
+        assert train.wait(240) == 0
+    run = only_run(tmp_path)
+    with command(tmp_path, "resume", run.name, override) as resumed:
+        assert resumed.wait(60) == 2
+    assert words in (tmp_path / "output.txt").read_text().splitlines()[-1]
