@@ -1,11 +1,19 @@
 """Log-probability and entropy of given tokens, from hidden states, in chunks of the vocabulary product.
 
 The logits of all tokens, [N, V] in float32, are the largest tensor of a training step by far. Here they exist only
-for one chunk of tokens at a time; the backward pass computes them again.
+for one chunk at a time; the backward pass computes them again. There are two ways to cut:
 
-Shapes: N = tokens, K = tokens of one chunk, C = hidden size, V = vocabulary.
+* by tokens: [K, V] at a time. The head is used as a whole, so it has to be float32 or small.
+* by tokens and vocabulary: [K, B] at a time, with a running log-sum-exp over the blocks of the vocabulary. Of a large
+  bfloat16 head, and of its gradient, only a block is ever held in float32, and each block is converted once.
+
+Both compute the same but for rounding. A float32 head is cut by tokens, always in the same way: a recorded run is
+replayed to the last bit.
+
+Shapes: N = tokens, K = tokens of one chunk, C = hidden size, V = vocabulary, B = words of one block.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +22,18 @@ from torch.autograd.function import once_differentiable
 
 # Logits held at once: 2^22 float32 values are 16 MiB, small beside activations and large enough for fast products.
 MAX_CHUNK_LOGITS = 1 << 22
+# Rows of a head that are held in float32 at once, where its own type is another: 14 MiB at a hidden size of 896.
+MAX_BLOCK_WORDS = 1 << 12
 
 
 def token_logprobs(
-    hidden_NC: Tensor, head_VC: Tensor, targets_N: Tensor, *, temperature: float, chunk_tokens: int | None = None
+    hidden_NC: Tensor,
+    head_VC: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    chunk_tokens: int | None = None,
+    block_words: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and entropy of its distribution, softmax(head @ hidden / temperature).
 
@@ -27,6 +43,8 @@ def token_logprobs(
         targets_N: int64 token ids.
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_tokens: K; None takes what MAX_CHUNK_LOGITS allows. It changes memory, not results.
+        block_words: B; None takes V for a float32 head and at most MAX_BLOCK_WORDS for others. It changes memory and
+            the last bits of the results.
 
     Returns:
         logprobs_N and entropy_N, float32, both differentiable in hidden_NC and head_VC.
@@ -34,10 +52,15 @@ def token_logprobs(
     Raises ValueError for shapes or types that do not fit.
     """
     _check(hidden_NC, head_VC, targets_N)
+    num_words = head_VC.shape[0]
+    if block_words is None:
+        block_words = num_words if head_VC.dtype == torch.float32 else MAX_BLOCK_WORDS
+    block_words = min(block_words, num_words)
     if chunk_tokens is None:
-        chunk_tokens = max(1, MAX_CHUNK_LOGITS // head_VC.shape[0])
-    results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NC, head_VC, targets_N, temperature, chunk_tokens
+        chunk_tokens = max(1, MAX_CHUNK_LOGITS // block_words)
+    function: Any = _TokenLogprobs if block_words == num_words else _BlockLogprobs
+    results: tuple[Tensor, Tensor] = function.apply(
+        hidden_NC, head_VC, targets_N, temperature, chunk_tokens, block_words
     )
     return results
 
@@ -54,24 +77,31 @@ def _check(hidden_NC: Tensor, head_VC: Tensor, targets_N: Tensor) -> None:
 
 
 def _log_softmax(hidden_KC: Tensor, head_VC: Tensor, temperature: float) -> Tensor:
-    logits_KV = hidden_KC.float() @ head_VC.float().T
+    logits_KV = hidden_KC.float() @ head_VC.T
     return torch.log_softmax(logits_KV.div_(temperature), dim=-1)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """d logp_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H), with z = logits / temperature."""
+    """Cut by tokens. d logp_t / dz_v = [v = t] - p_v and dH / dz_v = -p_v (log p_v + H), z = logits / temperature."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NC: Tensor, head_VC: Tensor, targets_N: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden_NC: Tensor,
+        head_VC: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        block_words: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs_N = torch.empty(len(targets_N), device=hidden_NC.device)
         entropy_N = torch.empty_like(logprobs_N)
-        for start in range(0, len(targets_N), chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
-            logprobs_KV = _log_softmax(hidden_NC[chunk], head_VC, temperature)
+        exact_VC = head_VC.float()
+        for chunk in _slices(len(targets_N), chunk_tokens):
+            logprobs_KV = _log_softmax(hidden_NC[chunk], exact_VC, temperature)
             logprobs_N[chunk] = logprobs_KV.gather(1, targets_N[chunk, None])[:, 0]
             entropy_N[chunk] = -(logprobs_KV.exp() * logprobs_KV).sum(-1)
+            del logprobs_KV
         ctx.save_for_backward(hidden_NC, head_VC, targets_N, entropy_N)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)
@@ -81,13 +111,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_NC, head_VC, targets_N, entropy_N = ctx.saved_tensors
         grad_hidden_NC = torch.empty_like(hidden_NC)
         grad_head_VC = torch.zeros_like(head_VC, dtype=torch.float32)
-        for start in range(0, len(targets_N), ctx.chunk_tokens):
-            chunk = slice(start, start + ctx.chunk_tokens)
-            logprobs_KV = _log_softmax(hidden_NC[chunk], head_VC, ctx.temperature)
+        exact_VC = head_VC.float()
+        for chunk in _slices(len(targets_N), ctx.chunk_tokens):
+            logprobs_KV = _log_softmax(hidden_NC[chunk], exact_VC, ctx.temperature)
             probs_KV = logprobs_KV.exp()
             grad_KV = torch.zeros_like(probs_KV)
             if grad_logprobs_N is not None:
@@ -98,6 +128,97 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_KV.add_(entropy_N[chunk, None]).mul_(probs_KV)
                 grad_KV.addcmul_(logprobs_KV, grad_entropy_N[chunk, None], value=-1.0)
             grad_KV.div_(ctx.temperature)
-            grad_hidden_NC[chunk] = (grad_KV @ head_VC.float()).to(hidden_NC.dtype)
+            grad_hidden_NC[chunk] = (grad_KV @ exact_VC).to(hidden_NC.dtype)
             grad_head_VC.addmm_(grad_KV.T, hidden_NC[chunk].float())
-        return grad_hidden_NC, grad_head_VC.to(head_VC.dtype), None, None, None
+            del logprobs_KV, probs_KV, grad_KV  # not beside those of the next chunk
+        return grad_hidden_NC, grad_head_VC.to(head_VC.dtype), None, None, None, None
+
+
+class _BlockLogprobs(torch.autograd.Function):
+    """Cut by tokens and vocabulary; the derivatives are those of _TokenLogprobs.
+
+    Per token it keeps m = the largest z so far, s = sum exp(z - m) and t = sum exp(z - m) (z - m), so that in the
+    end log-sum-exp = m + log s and entropy = log s - t / s, sums of small numbers whatever the size of z.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NC: Tensor,
+        head_VC: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        chunk_tokens: int,
+        block_words: int,
+    ) -> tuple[Tensor, Tensor]:
+        exact_NC = hidden_NC.float()
+        targeted_N = torch.zeros(len(targets_N), device=hidden_NC.device)
+        # The least finite number instead of -inf, for which the first rescaling would be inf * 0.
+        largest_N = torch.full_like(targeted_N, torch.finfo(torch.float32).min)
+        sum_N, moment_N = torch.zeros_like(targeted_N), torch.zeros_like(targeted_N)
+        for block in _slices(len(head_VC), block_words):
+            head_BC = head_VC[block].float()
+            for chunk in _slices(len(targets_N), chunk_tokens):
+                z_KB = (exact_NC[chunk] @ head_BC.T).div_(temperature)
+                place_KI, is_here_K = _place(targets_N[chunk], block)
+                targeted_N[chunk] += torch.where(is_here_K, z_KB.gather(1, place_KI)[:, 0], 0.0)
+                largest_K = torch.maximum(largest_N[chunk], z_KB.amax(-1))
+                _rescale(sum_N[chunk], moment_N[chunk], largest_N[chunk] - largest_K)
+                largest_N[chunk] = largest_K
+                powers_KB = z_KB.sub_(largest_K[:, None]).exp()
+                sum_N[chunk] += powers_KB.sum(-1)
+                moment_N[chunk] += powers_KB.mul_(z_KB).sum(-1)
+        log_sum_N = sum_N.log()
+        entropy_N = log_sum_N - moment_N / sum_N
+        ctx.save_for_backward(hidden_NC, head_VC, targets_N, largest_N + log_sum_N, entropy_N)
+        ctx.temperature, ctx.chunk_tokens, ctx.block_words = temperature, chunk_tokens, block_words
+        ctx.set_materialize_grads(False)
+        return (targeted_N - largest_N) - log_sum_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+        hidden_NC, head_VC, targets_N, log_sum_exp_N, entropy_N = ctx.saved_tensors
+        exact_NC = hidden_NC.float()
+        grad_hidden_NC = torch.zeros_like(exact_NC)
+        grad_head_VC = torch.empty_like(head_VC)
+        for block in _slices(len(head_VC), ctx.block_words):
+            head_BC = head_VC[block].float()
+            grad_head_BC = torch.zeros_like(head_BC)
+            for chunk in _slices(len(targets_N), ctx.chunk_tokens):
+                logprobs_KB = (exact_NC[chunk] @ head_BC.T).div_(ctx.temperature).sub_(log_sum_exp_N[chunk, None])
+                grad_KB = logprobs_KB.exp()
+                if grad_entropy_N is not None:
+                    factor_KB = logprobs_KB.add_(entropy_N[chunk, None]).mul_(grad_entropy_N[chunk, None])
+                    grad_KB.mul_(
+                        factor_KB if grad_logprobs_N is None else factor_KB.add_(grad_logprobs_N[chunk, None])
+                    )
+                elif grad_logprobs_N is not None:
+                    grad_KB.mul_(grad_logprobs_N[chunk, None])
+                grad_KB.neg_()
+                if grad_logprobs_N is not None:
+                    place_KI, is_here_K = _place(targets_N[chunk], block)
+                    grad_KB.scatter_add_(1, place_KI, torch.where(is_here_K, grad_logprobs_N[chunk], 0.0)[:, None])
+                grad_KB.div_(ctx.temperature)
+                grad_hidden_NC[chunk].addmm_(grad_KB, head_BC)
+                grad_head_BC.addmm_(grad_KB.T, exact_NC[chunk])
+            grad_head_VC[block] = grad_head_BC
+        return grad_hidden_NC.to(hidden_NC.dtype), grad_head_VC, None, None, None, None
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _place(targets_K: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """[K, 1] column of each target in a block, and [K] whether it is in it; 0 where it is not."""
+    is_here_K = (targets_K >= block.start) & (targets_K < block.stop)
+    return torch.where(is_here_K, targets_K - block.start, 0)[:, None], is_here_K
+
+
+def _rescale(sum_K: Tensor, moment_K: Tensor, shift_K: Tensor) -> None:
+    """From sums relative to the old largest value to sums relative to the new one, in place; shift = old - new."""
+    moment_K.addcmul_(sum_K, shift_K).mul_(shift_K.exp())
+    sum_K.mul_(shift_K.exp())
