@@ -364,7 +364,8 @@ def bench(
         str,
         typer.Argument(
             help="engine: tokens per second against its peers; vllm: what the adapter costs vLLM; "
-            "gpu: engines on a GPU; stream: the channel and the hub; learning: schedules against each other."
+            "gpu: engines on a GPU; learner: its step against a bare loop and TRL; "
+            "stream: the channel and the hub; learning: schedules against each other."
         ),
     ],
 ) -> None:
@@ -374,10 +375,10 @@ def bench(
     """
     if name == "learning":
         _module("flows.bench_learning").main(context.args)
-    elif name in ("engine", "gpu", "stream", "vllm"):
+    elif name in ("engine", "gpu", "learner", "stream", "vllm"):
         _run_role(f"bench_{name}", {}, context.args)
     else:
-        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, gpu, learning, stream, vllm")
+        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, gpu, learner, learning, stream, vllm")
 
 
 def _run_role(role: str, arguments: dict[str, str], flags: list[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelinerl_core.algo.packed import PackedBatch, PackLayout
-from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.batching.pack import Packing, pack
 from pipelinerl_core.batching.share import share
 from pipelinerl_core.types import Rollout, TrainingRow
 
@@ -23,14 +23,15 @@ Int64Array = NDArray[np.int64]
 class PackBatcher:
     """Packs rows by a token budget, deterministically: equal rows give equal packs."""
 
-    def __init__(self, pack_tokens: int) -> None:
-        """`pack_tokens` is the budget of one pack, in tokens of its forward pass."""
+    def __init__(self, pack_tokens: int, packing: Packing = "sorted") -> None:
+        """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`."""
         self._pack_tokens = pack_tokens
+        self._packing: Packing = packing
 
     def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
         """Packs that hold every sampled token of the rows once; rows without one have nothing to compute."""
         kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
-        packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens)
+        packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens, self._packing)
         return [collate(rows, [kept[position] for position in positions]) for positions in packs]
 
     def plan(self, rows: Sequence[TrainingRow], ranks: int) -> list[list[list[int]]]:
@@ -42,7 +43,7 @@ class PackBatcher:
         lengths = [num_forward_tokens(rows[index].rollout) for index in kept]
         return [
             [[kept[position] for position in positions] for positions in packs]
-            for packs in share(lengths, self._pack_tokens, ranks)
+            for packs in share(lengths, self._pack_tokens, ranks, self._packing)
         ]
 
     def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> list[PackedBatch]:

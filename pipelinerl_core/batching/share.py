@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.batching.pack import Packing, pack
 
 
-def share(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[list[int]]]:
+def share(lengths: Sequence[int], pack_tokens: int, ranks: int, packing: Packing = "sorted") -> list[list[list[int]]]:
     """Cut sequences into packs for several ranks, equally many on each, with about equally many tokens.
 
     Returns for each rank its packs of indices into `lengths`; a missing pack is empty. As many packs as `pack` would
@@ -15,12 +15,14 @@ def share(lengths: Sequence[int], pack_tokens: int, ranks: int) -> list[list[lis
 
     Example: lengths [4, 4, 4, 4, 4, 4], 20 tokens, 2 ranks -> [[[0, 1, 2]], [[3, 4, 5]]].
     """
-    num_packs = max(1, -(-len(pack(lengths, pack_tokens)) // ranks)) * ranks
+    num_packs = max(1, -(-len(pack(lengths, pack_tokens, packing)) // ranks)) * ranks
     low, high = 1, pack_tokens
     while low < high:  # the smallest budget that still needs no more packs
         middle = (low + high) // 2
-        low, high = (low, middle) if len(pack(lengths, middle)) <= num_packs else (middle + 1, high)
-    packs = pack(lengths, high)
+        low, high = (low, middle) if len(pack(lengths, middle, packing)) <= num_packs else (middle + 1, high)
+    packs = pack(lengths, high, packing)
+    if len(packs) > num_packs:  # packing=filled may need a pack more with a larger budget
+        packs = pack(lengths, pack_tokens, packing)
     packs += [[] for _ in range(num_packs - len(packs))]
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     for start in range(0, num_packs, ranks):

@@ -162,6 +162,9 @@ class TrainerConfig(Section):
     """Groups of one optimizer step."""
     pack_tokens: int = Field(2048, ge=16)
     """Token budget of one forward pass."""
+    packing: Literal["sorted", "filled"] = "sorted"
+    """sorted: sequences of similar length share a pass, least padding in attention; filled: passes are then filled up
+    with shorter ones, fewer passes for more padding. Runs from before this setting were sorted."""
     threads: int = Field(0, ge=0)
     """Packs computed at once on a CPU, one per core; 0: placement.threads, and those of engines that stand still."""
 
@@ -372,6 +375,7 @@ class RunConfig(Section):
             "offload": learner.offload,
             "ranks": trainer.ranks,
             "pack_tokens": trainer.pack_tokens,
+            "packing": trainer.packing,
             "device": self.model.device,
         }
 

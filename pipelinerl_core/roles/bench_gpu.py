@@ -38,10 +38,11 @@ from pipelinerl_core.roles.bench_load import (
     count_tokens,
     random_model,
     random_prompts,
+    random_rollout,
     update_of,
 )
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
-from pipelinerl_core.types import Completion, FinishReason, Int32Array, Outcome, Rollout, Sampler
+from pipelinerl_core.types import Completion, Int32Array
 
 PROMPT_TOKENS = 64
 ROUNDS = 3
@@ -218,7 +219,10 @@ async def _pause_ms(engine: Engine, prompts: Int32Array, update: WeightUpdate, m
 def _parity(prompts: Int32Array, completions: list[Completion], options: argparse.Namespace) -> ParityReport:
     """Log-probabilities of the engine against those of the trainer's packed forward on the same device."""
     model = prepare_model(random_model(options.size, dtype=getattr(torch, options.dtype)).to(options.device))
-    rollouts = [_rollout(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    rollouts = [
+        random_rollout(prompt, completion.token_ids, completion.rollout_logprobs)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
     ours: list[np.ndarray[Any, Any]] = []
     trainers: list[np.ndarray[Any, Any]] = []
     for pack in PackBatcher(4096).rollouts(rollouts):
@@ -229,35 +233,6 @@ def _parity(prompts: Int32Array, completions: list[Completion], options: argpars
         trainers.append(logprobs_N.cpu().numpy())
         ours += [completions[row].rollout_logprobs for row in pack.row_S.tolist()]
     return logprob_parity(np.concatenate(ours), np.concatenate(trainers), options.dtype)
-
-
-def _rollout(prompt: Int32Array, completion: Completion) -> Rollout:
-    num_tokens = len(completion.token_ids)
-    return Rollout(
-        group_id=0,
-        rollout_index=0,
-        attempt=0,
-        lease_id="",
-        prompt_id="",
-        source="bench",
-        env="bench",
-        actor="bench",
-        group_size=1,
-        prompt_token_ids=prompt,
-        completion_token_ids=completion.token_ids,
-        rollout_logprobs=completion.rollout_logprobs,
-        weight_spans=completion.weight_spans,
-        loss_mask=np.ones(num_tokens, np.bool_),
-        reward=0.0,
-        outcome=Outcome.SCORED,
-        finish_reason=FinishReason.LENGTH,
-        error=None,
-        sampler=Sampler(),
-        max_tokens=num_tokens,
-        started_at=0.0,
-        finished_at=0.0,
-        scored_at=0.0,
-    )
 
 
 def _copy_seconds(update: WeightUpdate, device: str) -> float:

@@ -7,11 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.interfaces import Engine, WeightUpdate
-from pipelinerl_core.types import Completion, EngineRequest, Int32Array, Sampler
+from pipelinerl_core.types import (
+    Completion,
+    EngineRequest,
+    FinishReason,
+    Int32Array,
+    Outcome,
+    Rollout,
+    Sampler,
+    WeightSpan,
+)
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -23,6 +33,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 384,
         "max_position_embeddings": 512,
     },
+    "small": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 768,
+        "max_position_embeddings": 1024,
+    },
     "0.5b": {
         "vocab_size": 151_936,
         "hidden_size": 896,
@@ -33,7 +52,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""Shapes of random Qwen2 models with tied embeddings: the quickstart's (0.8 M parameters), and Qwen2.5-0.5B's."""
+"""Shapes of random Qwen2 models with tied embeddings: the quickstart's (0.8 M parameters), one of some millions, and
+Qwen2.5-0.5B's."""
 
 
 def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -47,6 +67,36 @@ def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
 def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
     """[num, num_tokens], always the same ones."""
     return np.random.default_rng(0).integers(0, vocab_size, (num, num_tokens), dtype=np.int32)
+
+
+def random_rollout(prompt: Int32Array, completion: Int32Array, logprobs: NDArray[Any]) -> Rollout:
+    """A scored rollout, sampled by version 0."""
+    num_tokens = len(completion)
+    return Rollout(
+        group_id=0,
+        rollout_index=0,
+        attempt=0,
+        lease_id="",
+        prompt_id="",
+        source="bench",
+        env="bench",
+        actor="bench",
+        group_size=1,
+        prompt_token_ids=prompt,
+        completion_token_ids=completion,
+        rollout_logprobs=logprobs.astype(np.float32),
+        weight_spans=(WeightSpan(0, 0, num_tokens),),
+        loss_mask=np.ones(num_tokens, np.bool_),
+        reward=0.0,
+        outcome=Outcome.SCORED,
+        finish_reason=FinishReason.LENGTH,
+        error=None,
+        sampler=Sampler(),
+        max_tokens=num_tokens,
+        started_at=0.0,
+        finished_at=0.0,
+        scored_at=0.0,
+    )
 
 
 async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> list[Completion]:

@@ -154,7 +154,7 @@ def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatche
     if config.learner.kind == "torch":
         return _build_torch(config, device, ranks)
     model, reference = _load(config, device)
-    batcher = PackBatcher(config.trainer.pack_tokens)
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
     return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference), batcher
 
 
@@ -162,7 +162,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
     model, reference = _load(config, device)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
     threads = threads if device.type == "cpu" else 1
-    batcher = PackBatcher(config.trainer.pack_tokens)
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
     return TorchLearner(model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks), batcher
 
 

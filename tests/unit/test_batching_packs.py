@@ -86,12 +86,30 @@ def test_packs_go_from_long_to_short_within_the_budget():
     assert pack([3, 9, 4, 4], 8) == [[1], [2, 3], [0]]
     assert pack([2, 2, 2], 4) == [[0, 1], [2]]
     assert pack([], 8) == []
+    assert pack([4, 2, 4, 4, 2], 8) == [[0, 2], [3, 1, 4]]
 
 
-def test_every_sequence_is_packed_once_and_only_a_lone_one_may_exceed_the_budget():
+def test_filled_packs_take_the_longest_that_still_fit():
+    assert pack([7, 6, 3, 2], 10) == [[0], [1, 2], [3]]
+    assert pack([7, 6, 3, 2], 10, "filled") == [[0, 2], [1, 3]]
+    assert pack([6, 6, 2, 2], 10, "filled") == [[0, 2, 3], [1]]  # ties by position
+    assert pack([90, 20, 10], 100, "filled") == [[0], [1, 2]]  # nine tenths are enough
+
+
+@pytest.mark.parametrize("multiple", [4, 8, 16])
+def test_packs_of_a_long_tail_are_full(multiple):
+    """Eight rollouts of 64 prompts whose lengths spread as those of reasoning do; the budget is some mean lengths."""
+    lengths = np.random.default_rng(multiple).lognormal(np.log(200), 0.75, 512).astype(int).clip(1, 4000).tolist()
+    pack_tokens = multiple * sum(lengths) // len(lengths)
+    packs = pack(lengths, pack_tokens, "filled")
+    assert sum(lengths) / sum(max(pack_tokens, sum(lengths[i] for i in one)) for one in packs) >= 0.95
+
+
+@pytest.mark.parametrize("packing", ["sorted", "filled"])
+def test_every_sequence_is_packed_once_and_only_a_lone_one_may_exceed_the_budget(packing):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 70, 200).tolist()
-    packs = pack(lengths, 64)
+    packs = pack(lengths, 64, packing)
     assert sorted(index for one in packs for index in one) == list(range(200))
     assert all(len(one) == 1 or sum(lengths[index] for index in one) <= 64 for one in packs)
 

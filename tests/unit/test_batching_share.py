@@ -21,9 +21,10 @@ def test_a_rank_without_work_gets_an_empty_pack():
     st.lists(st.integers(1, 60), max_size=60),
     st.integers(1, 50),
     st.integers(1, 5),
+    st.sampled_from(["sorted", "filled"]),
 )
-def test_every_sequence_once_and_equally_many_packs(lengths, pack_tokens, ranks):
-    shares = share(lengths, pack_tokens, ranks)
+def test_every_sequence_once_and_equally_many_packs(lengths, pack_tokens, ranks, packing):
+    shares = share(lengths, pack_tokens, ranks, packing)
     assert len(shares) == ranks
     assert len({len(packs) for packs in shares}) == 1
     assert sorted(index for packs in shares for chosen in packs for index in chosen) == list(range(len(lengths)))
@@ -31,7 +32,7 @@ def test_every_sequence_once_and_equally_many_packs(lengths, pack_tokens, ranks)
         for chosen in packs:
             assert sum(lengths[index] for index in chosen) <= pack_tokens or len(chosen) == 1
     # No rank computes more packs than its part of the fewest, rounded up.
-    assert len(shares[0]) == max(1, -(-len(pack(lengths, pack_tokens)) // ranks))
+    assert len(shares[0]) == max(1, -(-len(pack(lengths, pack_tokens, packing)) // ranks))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

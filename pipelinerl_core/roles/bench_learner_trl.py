@@ -1,0 +1,132 @@
+"""The optimization part of TRL's GRPOTrainer, on given rollouts, for `bench learner`.
+
+What its training loop does with a batch that is generated and scored: the padded tensors of all rollouts (prompts on
+the left, completions on the right, to the longest of the batch), in passes of `ROWS_PER_PASS` rows its own loss and a
+backward pass, then clipping and AdamW. Its loop, data loader and callbacks are left out, in its favour.
+
+Shapes: B = rollouts, P = longest prompt, C = longest completion.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from pipelinerl_core.config.losses import ReinforceLoss
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.types import TrainingRow
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from trl import GRPOConfig, GRPOTrainer
+
+# The fastest on two cores for the quickstart's rollouts (testing/peers/trl_grpo.py has the others).
+ROWS_PER_PASS = 128
+
+
+class TRLStep:
+    """One optimizer step on all rows."""
+
+    def __init__(self, model: Any, rows: Sequence[TrainingRow], config: RunConfig) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="pipelinerl-bench-")
+        self._model = model
+        self._clip_norm = config.learner.clip_norm
+        learner = config.learner
+        self._adam = torch.optim.AdamW(
+            model.parameters(),
+            lr=learner.lr,
+            betas=(0.9, learner.beta2),
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+        rows_per_pass = min(ROWS_PER_PASS, len(rows))
+        self._trainer = _trainer(model, config, rows_per_pass, len(rows) // rows_per_pass, self._scratch.name)
+        self._passes = _passes(rows, rows_per_pass)
+        self._trainer.current_gradient_accumulation_steps = len(self._passes)
+
+    def __call__(self) -> None:
+        """One step."""
+        self._model.train()
+        self._adam.zero_grad()
+        for inputs in self._passes:
+            self._trainer._compute_loss(self._model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+        self._adam.step()
+
+
+def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int, scratch: str) -> Any:
+    """With the objective of ours, as in testing/peers/trl_grpo.py."""
+    assert isinstance(config.loss, ReinforceLoss)
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    words: Any = WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>")
+    settings = GRPOConfig(
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=rows_per_pass,
+        gradient_accumulation_steps=num_passes,
+        num_generations=config.rollouts.group_size,
+        max_completion_length=config.rollouts.max_tokens,
+        temperature=config.rollouts.temperature,
+        loss_type="cispo",
+        epsilon_high=config.loss.ratio_max,
+        scale_rewards="none",
+        beta=0.0,
+        gradient_checkpointing=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=Dataset.from_list([{"prompt": "<end>"}] * config.trainer.groups_per_step),
+        processing_class=tokenizer_class(
+            tokenizer_object=Tokenizer(words), eos_token="<end>", pad_token="<end>", unk_token="<unknown>"
+        ),
+    )
+
+
+def _passes(rows: Sequence[TrainingRow], rows_per_pass: int) -> list[dict[str, Tensor]]:
+    """The tensors that TRL makes of a generated batch, cut into passes."""
+    prompts = [row.rollout.prompt_token_ids for row in rows]
+    completions = [row.rollout.completion_token_ids for row in rows]
+    prompt_ids_BP, prompt_mask_BP = _padded(prompts, left=True)
+    completion_ids_BC, completion_mask_BC = _padded(completions, left=False)
+    logprobs_BC, _ = _padded([row.rollout.rollout_logprobs for row in rows], left=False)
+    whole = {
+        "prompt_ids": prompt_ids_BP,
+        "prompt_mask": prompt_mask_BP,
+        "completion_ids": completion_ids_BC,
+        "completion_mask": completion_mask_BC,
+        "old_per_token_logps": logprobs_BC,
+        "advantages": torch.tensor([row.advantage for row in rows], dtype=torch.float32),
+    }
+    num_items = completion_mask_BC.sum()
+    return [
+        {name: tensor[start : start + rows_per_pass] for name, tensor in whole.items()}
+        | {"num_items_in_batch": num_items}
+        for start in range(0, len(rows), rows_per_pass)
+    ]
+
+
+def _padded(values: Sequence[NDArray[Any]], *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max(map(len, values))
+    is_float = np.issubdtype(values[0].dtype, np.floating)
+    padded = np.zeros((len(values), width), np.float32 if is_float else np.int64)
+    mask = np.zeros((len(values), width), np.int64)
+    for index, one in enumerate(values):
+        place = slice(width - len(one), width) if left else slice(0, len(one))
+        padded[index, place], mask[index, place] = one, 1
+    return torch.from_numpy(padded), torch.from_numpy(mask)
