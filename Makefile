@@ -83,7 +83,7 @@ $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 		-r requirements-bench.lock
 	@touch $@
 
-bench-gpu: ## measure engines on a GPU, write docs/results-gpu.md; torch and transformers are enough
+bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.roles.bench_gpu --out docs/results-gpu.md $(ARGS)
 
 bench: install ## measure the engine against its peers (NAME=engine)

@@ -1,9 +1,10 @@
-"""Measure engines on a GPU in bfloat16: tokens per second, the pause of a swap, parity with the trainer's forward.
+"""Measure engines and the learner on a GPU in bfloat16: tokens per second, pauses, parity, model-flop utilisation.
 
 Run: `make bench-gpu`, or `python -m pipelinerl_core.roles.bench_gpu`, which needs torch, transformers and this
-directory alone. The embedded engine is always measured, vLLM where it is installed. Beside the figures stand what
-the machine itself allows: a pause against a bare copy of the same tensors within the device, a decode step
-against one reading of all weights at the bandwidth of that copy.
+directory alone; the learner is measured where pydantic is installed too. The embedded engine is always measured,
+vLLM where it is installed. Parity is that of the log-probabilities with the trainer's forward. Beside the figures
+stand what the machine itself allows: a pause against a bare copy of the same tensors within the device, a decode
+step against one reading of all weights at the bandwidth of that copy, and the learner against the peak of the device.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     try:
         result = asyncio.run(asyncio.wait_for(measure(options), DEADLINE_SECONDS))
+        result["learner"] = _measure_learner(options)
     except PipelineRLError as error:
         sys.exit(f"bench gpu: {error}")
     if options.out is not None:
@@ -76,6 +78,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 256], help="sequences at once")
     parser.add_argument("--max-tokens", type=int, default=256, help="length of a completion")
     parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], help="default: all that are installed")
+    parser.add_argument(
+        "--learner-sizes", nargs="*", choices=[*SIZES], default=["0.5b", "1.5b"], help="models that learn"
+    )
+    parser.add_argument("--learner-tokens", type=int, default=16384, help="tokens of one forward pass of the learner")
     parser.add_argument("--out", type=Path, help="write the table to this file")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args(arguments)
@@ -111,6 +117,20 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _measure_learner(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row per model; nothing where the learner's configuration cannot be read."""
+    if importlib.util.find_spec("pydantic") is None:
+        return []
+    from pipelinerl_core.roles.bench_gpu_learner import measure_learner  # noqa: PLC0415 - optional
+
+    rows = []
+    for size in options.learner_sizes:
+        tokens = options.learner_tokens
+        rows.append(measure_learner(size, device=options.device, dtype=options.dtype, pack_tokens=tokens))
+        _empty_cache()
+    return rows
+
+
 def table(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
     lines = [
@@ -129,6 +149,10 @@ def table(result: dict[str, Any]) -> str:
         f"| {'yes' if row['parity_ok'] else 'NO'} |"
         for row in result["rows"]
     ]
+    if result["learner"]:
+        from pipelinerl_core.roles import bench_gpu_learner  # noqa: PLC0415 - optional
+
+        lines += ["", *bench_gpu_learner.table(result["learner"])]
     return "\n".join(lines) + "\n"
 
 

@@ -51,9 +51,18 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 4864,
         "max_position_embeddings": 4096,
     },
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 4096,
+    },
 }
 """Shapes of random Qwen2 models with tied embeddings: the quickstart's (0.8 M parameters), one of some millions, and
-Qwen2.5-0.5B's."""
+those of Qwen2.5-0.5B and 1.5B."""
 
 
 def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:

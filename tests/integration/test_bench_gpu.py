@@ -11,7 +11,8 @@ from tests.integration.pipeline import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ARGUMENTS = ["--device", "cpu", "--size", "tiny", "--slots", "4", "--max-tokens", "32", "--json"]
+LEARNER = ["--learner-sizes", "tiny", "--learner-tokens", "128"]
+ARGUMENTS = ["--device", "cpu", "--size", "tiny", "--slots", "4", "--max-tokens", "32", *LEARNER, "--json"]
 WITHOUT = """
 import runpy, sys
 for name in ("pydantic", "pyarrow", "prefect", "mlflow", "typer", "s3fs", "fsspec", "vllm"):
@@ -46,12 +47,17 @@ def test_torch_and_transformers_are_enough_for_the_embedded_engine(tmp_path):
     page = (tmp_path / "table.md").read_text()
     assert result["date"] in page
     assert "| embedded | 4 |" in page
+    assert result["learner"] == []  # its configuration needs pydantic
 
 
 def test_vllm_is_measured_beside_it_where_it_is_installed():
     done = run(["-m", "pipelinerl_core.roles.bench_gpu"])
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout)["rows"]
+    result = json.loads(done.stdout)
+    rows = result["rows"]
+    (learner,) = result["learner"]
+    assert learner["size"] == "tiny"
+    assert learner["tokens_per_second"] > 0
     assert [row["engine"] for row in rows] == ["embedded", "vllm"]
     for row in rows:
         check(row)
