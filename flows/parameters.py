@@ -63,9 +63,9 @@ class Settings(BaseModel):
     group_size: int | None = Field(None, ge=2, description="Rollouts of one prompt.")
     max_tokens: int | None = Field(None, ge=1, description="Longest completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
-    loss: Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop"] | None = Field(
-        None, description="The objective, with the options of its paper."
-    )
+    loss: (
+        Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop", "decoupled_ppo"] | None
+    ) = Field(None, description="The objective, with the options of its paper.")
 
     def overrides(self) -> tuple[str, ...]:
         """ "section.key=value" for each field that is set."""

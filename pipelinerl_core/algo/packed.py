@@ -47,6 +47,8 @@ class PackedBatch:
     """int64, the sequence of the sampled token, 0 .. S - 1."""
     rollout_logprobs_N: Tensor
     """float32"""
+    versions_N: Tensor
+    """int64, the weight version that sampled the token."""
     advantages_N: Tensor
     """float32"""
     loss_weights_N: Tensor

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelinerl_core.algo.packed import PackedBatch, PackLayout
+from pipelinerl_core.algo.staleness import token_versions
 from pipelinerl_core.batching.pack import Packing, pack
 from pipelinerl_core.batching.share import share
 from pipelinerl_core.types import Rollout, TrainingRow
@@ -66,6 +67,7 @@ def empty_pack() -> PackedBatch:
         source_N=zero_1,
         target_ids_N=zero_1,
         sequence_N=zero_1,
+        versions_N=zero_1,
         rollout_logprobs_N=torch.zeros(1),
         advantages_N=torch.zeros(1),
         loss_weights_N=torch.zeros(1),
@@ -81,7 +83,8 @@ def num_forward_tokens(rollout: Rollout) -> int:
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     """One pack of the rows at `indices`, in that order.
 
-    Raises ValueError for a row without a prompt: nothing would predict its first token.
+    Raises ValueError for a row without a prompt, because nothing would predict its first token, and for weight_spans
+    that do not cover its completion.
     """
     chosen = [rows[index] for index in indices]
     for row in chosen:
@@ -110,6 +113,7 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
         target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
         sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
         rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
+        versions_N=_int64(_select([_versions(row.rollout) for row in chosen], sampled)),
         advantages_N=_float32(np.repeat([row.advantage for row in chosen], counts_S)),
         loss_weights_N=_float32(np.repeat([row.loss_weight for row in chosen], counts_S)),
         loss_mask_N=torch.from_numpy(_select([row.loss_mask for row in chosen], sampled)),
@@ -118,6 +122,10 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
 
 def _inputs(rollout: Rollout) -> NDArray[np.int32]:
     return np.concatenate([rollout.prompt_token_ids, rollout.completion_token_ids[:-1]])
+
+
+def _versions(rollout: Rollout) -> NDArray[np.int32]:
+    return token_versions(rollout.weight_spans, rollout.num_tokens)
 
 
 def _select(columns: Sequence[NDArray[Any]], offsets: Sequence[Int64Array]) -> NDArray[Any]:

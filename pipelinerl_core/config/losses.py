@@ -37,7 +37,7 @@ class ReinforceLoss(_Loss):
     """REINFORCE with a truncated importance ratio."""
 
     kind: Literal["reinforce"] = "reinforce"
-    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo or icepop."""
+    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop or decoupled_ppo."""
     ratio_max: float = Field(5.0, gt=0)
     """Ceiling of the importance ratio."""
 
@@ -109,6 +109,14 @@ class IcepopLoss(_Loss):
     ratio_max: float = Field(5.0, ge=1)
 
 
+class DecoupledPpoLoss(_ClippedLoss):
+    """PPO clip around a proximal policy between the weights that sampled and those being trained (AReaL, A-3PO)."""
+
+    kind: Literal["decoupled_ppo"] = "decoupled_ppo"
+    ratio_max: float = Field(5.0, ge=1)
+    """Ceiling of the ratio of proximal to rollout probability, which weighs a token."""
+
+
 def _kind(value: Any) -> Any:
     return value.get("kind", "reinforce") if isinstance(value, dict) else getattr(value, "kind", None)
 
@@ -121,10 +129,12 @@ LossConfig = Annotated[
     | Annotated[DrGrpoLoss, Tag("dr_grpo")]
     | Annotated[DapoLoss, Tag("dapo")]
     | Annotated[GspoLoss, Tag("gspo")]
-    | Annotated[IcepopLoss, Tag("icepop")],
+    | Annotated[IcepopLoss, Tag("icepop")]
+    | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")],
     Discriminator(
         _kind,
         custom_error_type="loss_kind",
-        custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop",
+        custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, "
+        "decoupled_ppo",
     ),
 ]

@@ -115,7 +115,12 @@ class DeepSpeedLearner:
     def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
         trainer_logprobs_N, entropy_N = self._engine(batch)
         loss_sums = pack_loss(
-            batch, trainer_logprobs_N, entropy_N, self._config.loss, reference_logprobs(self._reference, batch)
+            batch,
+            trainer_logprobs_N,
+            entropy_N,
+            self._config.loss,
+            version=self.version,
+            ref_logprobs_N=reference_logprobs(self._reference, batch),
         )
         sums.add(batch, loss_sums, trainer_logprobs_N, entropy_N)
         self._engine.backward(loss_sums.loss * self._ranks.size, scale_wrt_gas=False)

@@ -122,7 +122,12 @@ class TorchLearner:
     def _backward(self, batch: PackedBatch) -> _PackResult:
         trainer_logprobs_N, entropy_N = self._policy(batch)
         loss_sums = pack_loss(
-            batch, trainer_logprobs_N, entropy_N, self._config.loss, reference_logprobs(self._reference, batch)
+            batch,
+            trainer_logprobs_N,
+            entropy_N,
+            self._config.loss,
+            version=self.version,
+            ref_logprobs_N=reference_logprobs(self._reference, batch),
         )
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)

@@ -48,9 +48,11 @@ def pack_loss(
     trainer_logprobs_N: Tensor,
     entropy_N: Tensor,
     config: LossConfig,
+    *,
+    version: int,
     ref_logprobs_N: Tensor | None = None,
 ) -> LossSums:
-    """The loss of one pack, from what the policy says of its tokens."""
+    """The loss of one pack, from what the policy, weights `version`, says of its tokens."""
     tokens = select(
         trainer_logprobs_N,
         batch.rollout_logprobs_N,
@@ -60,6 +62,7 @@ def pack_loss(
         entropy_N=entropy_N,
         sequence_N=batch.sequence_N,
         num_sequences=batch.layout.num_sequences,
+        lags_N=version - batch.versions_N,
         ref_logprobs_N=ref_logprobs_N,
     )
     return compute_loss(tokens, config)

@@ -11,6 +11,7 @@ from pipelinerl_core.algo.losses import LOSSES, LossSums, compute_loss, select
 from pipelinerl_core.config.losses import (
     CispoLoss,
     DapoLoss,
+    DecoupledPpoLoss,
     DrGrpoLoss,
     GrpoLoss,
     GspoLoss,
@@ -29,15 +30,15 @@ CONFIGS = [
     DapoLoss(),
     GspoLoss(clip_low=0.1, clip_high=0.2),
     IcepopLoss(ratio_max=2.0),
+    DecoupledPpoLoss(clip_low=0.1, clip_high=0.1, ratio_max=1.2),
 ]
 
 
 def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUENCES, entropy=None) -> LossSums:
     entropy = torch.ones_like(rollout) if entropy is None else entropy
-    tokens = select(
-        trainer, rollout, advantages, weights, mask, entropy_N=entropy, sequence_N=sequence, num_sequences=8
-    )
-    return compute_loss(tokens, config)
+    # The number of a sequence is the lag of its tokens too.
+    others = {"entropy_N": entropy, "sequence_N": sequence, "num_sequences": 8, "lags_N": sequence}
+    return compute_loss(select(trainer, rollout, advantages, weights, mask, **others), config)
 
 
 def four_tokens():
@@ -82,6 +83,13 @@ BY_HAND = {
         [0, -0.5, 0.375, 0],
         1,
     ),
+    # at lag 1 the proximal policy is half-way: ratios sqrt(1.5) and 2 on either side of it, the second one cut at 1.5
+    "decoupled_ppo": (
+        DecoupledPpoLoss(clip_high=1.5, ratio_max=1.5),
+        -(0.5 - 0.25 * 1.5 + 0.125 * 1.5 * 2 * 2),
+        [0.0, -0.5, 0.375, -0.75],
+        1,
+    ),
 }
 
 
@@ -114,6 +122,13 @@ def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
             term = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage * moving[t]
         elif config.kind == "icepop":
             term = ratio * advantage * moving[t] if config.ratio_min <= ratio <= config.ratio_max else 0.0
+        elif config.kind == "decoupled_ppo":
+            proximal = frozen[t] + (rollout[t] - frozen[t]) / (sequence[t] + 1)  # the lag is the sequence's number
+            ratio = math.exp(moving[t] - proximal)
+            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            term = min(math.exp(proximal - rollout[t]), config.ratio_max) * min(
+                ratio * advantage, bounded * advantage
+            )
         else:
             same = [i for i in range(len(rollout)) if sequence[i] == sequence[t]] if config.kind == "gspo" else [t]
             ratio = math.exp(sum(moving[i] - rollout[i] for i in same) / len(same))
@@ -213,7 +228,7 @@ def test_wrong_shapes_and_types_are_refused(position, replacement, message):
     arguments[position] = replacement
     *tensors, sequence, entropy = arguments
     with pytest.raises(ValueError, match=message):
-        select(*tensors, entropy_N=entropy, sequence_N=sequence, num_sequences=2)
+        select(*tensors, entropy_N=entropy, sequence_N=sequence, num_sequences=2, lags_N=SEQUENCES)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -238,7 +253,7 @@ def test_the_divergence_from_a_reference_is_a_penalty_by_the_weight_of_each_toke
     config = config.model_copy(update={"kl_coefficient": 0.1})
     trainer, *rest = four_tokens()
     reference = torch.log(torch.tensor([math.nan, 0.5, 0.3, 0.4]))  # ratios 1, 1/2 and 1/2 to the trainer's
-    others = {"entropy_N": torch.ones(4), "sequence_N": SEQUENCES, "num_sequences": 2}
+    others = {"entropy_N": torch.ones(4), "sequence_N": SEQUENCES, "num_sequences": 2, "lags_N": SEQUENCES}
     sums = compute_loss(select(trainer, *rest, ref_logprobs_N=reference, **others), config)
     half = 0.5 + math.log(2) - 1
     assert sums.kl_ref.item() == pytest.approx(2 * half, rel=1e-5)

@@ -141,6 +141,18 @@ def test_a_pack_lines_up_every_sampled_token_with_the_token_before_it():
     np.testing.assert_allclose(batch.rollout_logprobs_N, [-0.1, -0.2, -0.3, -0.4, -0.5])
 
 
+def with_spans(made, *spans):
+    return replace(made, rollout=replace(made.rollout, weight_spans=tuple(WeightSpan(*span) for span in spans)))
+
+
+def test_a_pack_knows_the_version_that_sampled_each_token():
+    mixed = with_spans(row([6], [1, 2, 3, 4], mask=[True, False, True, True]), (3, 0, 3), (7, 3, 4))
+    batch = collate([row([5], [9]), mixed], [1, 0])
+    assert batch.versions_N.tolist() == [3, 3, 7, 0]
+    with pytest.raises(ValueError, match="must cover"):
+        collate([with_spans(row([6], [1, 2]), (3, 0, 1))], [0])
+
+
 def test_a_pack_keeps_unsampled_tokens_as_input_only():
     sampled, live = [True, False, True, True], np.array([False, False, True, True])
     batch = collate([row([6, 6, 6], [1, 2, 3, 4], mask=sampled, loss_mask=live), row([5], [9])], [0, 1])

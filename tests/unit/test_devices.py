@@ -76,6 +76,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypa
         entropy_N=entropy_N,
         sequence_N=batch.sequence_N,
         num_sequences=batch.layout.num_sequences,
+        lags_N=batch.versions_N,
     )
     optimizer = MasterOptimizer(dict(model.named_parameters()), LearnerConfig())
     for kind in LOSSES:

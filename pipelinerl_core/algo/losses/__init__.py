@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.algo.losses.cispo import cispo
+from pipelinerl_core.algo.losses.decoupled import decoupled_ppo
 from pipelinerl_core.algo.losses.divergence import divergence
 from pipelinerl_core.algo.losses.gspo import gspo
 from pipelinerl_core.algo.losses.icepop import icepop
@@ -26,6 +27,7 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
         "dapo": ppo,
         "gspo": gspo,
         "icepop": icepop,
+        "decoupled_ppo": decoupled_ppo,
     }
 )
 """Each takes the trained tokens of a pack and the section `loss` of its kind."""

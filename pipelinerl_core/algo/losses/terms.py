@@ -55,6 +55,8 @@ class TrainedTokens:
     """int64: which sequence of the pack the token belongs to. No sequence is in two packs."""
     num_sequences: int
     """Of the pack."""
+    lags_M: Tensor
+    """int64, 0 or more: optimizer steps from the weights that sampled the token to those being trained."""
     refused_M: Tensor | None = None
     """bool: left out whatever the loss says of them; their weight is 0."""
 
@@ -99,6 +101,7 @@ def select(
     entropy_N: Tensor,
     sequence_N: Tensor,
     num_sequences: int,
+    lags_N: Tensor,
     ref_logprobs_N: Tensor | None = None,
 ) -> TrainedTokens:
     """The trained tokens of a pack; the arguments are those of TrainedTokens before loss_mask (bool) chooses.
@@ -118,11 +121,12 @@ def select(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}: it must be floating point, one number per token, "
                 f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
             )
-    if sequence_N.shape != loss_mask_N.shape or sequence_N.dtype != torch.int64:
-        raise ValueError(
-            f"sequence is {tuple(sequence_N.shape)} {sequence_N.dtype}: it must be int64, one number per token, "
-            f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
-        )
+    for name, tensor in {"sequence": sequence_N, "lags": lags_N}.items():
+        if tensor.shape != loss_mask_N.shape or tensor.dtype != torch.int64:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}: it must be int64, one number per token, "
+                f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
+            )
     return TrainedTokens(
         trainer_logprobs_M=trainer_logprobs_N[loss_mask_N].float(),
         rollout_logprobs_M=rollout_logprobs_N[loss_mask_N].float(),
@@ -132,4 +136,5 @@ def select(
         ref_logprobs_M=None if ref_logprobs_N is None else ref_logprobs_N[loss_mask_N].float(),
         sequence_M=sequence_N[loss_mask_N],
         num_sequences=num_sequences,
+        lags_M=lags_N[loss_mask_N],
     )

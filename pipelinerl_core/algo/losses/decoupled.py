@@ -1,0 +1,40 @@
+"""Decoupled PPO: bound the way from a proximal policy, weight by how far that is from the one that sampled.
+
+The decoupled objective is that of arXiv:2110.00641, for asynchronous generation arXiv:2505.24298 (AReaL); taking the
+proximal policy from the age of a token, without another forward pass, is arXiv:2512.06547 (A-3PO).
+"""
+
+import torch
+from torch import Tensor
+
+from pipelinerl_core.algo.importance import MAX_LOG_RATIO
+from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
+from pipelinerl_core.config.losses import DecoupledPpoLoss
+
+
+def decoupled_ppo(tokens: TrainedTokens, config: DecoupledPpoLoss) -> LossSums:
+    """-(min(proximal / rollout, ratio_max).detach() * min(r * advantage, clip(r) * advantage)).
+
+    r = trainer / proximal, and clip(r) is between 1 - clip_low and 1 + clip_high. For tokens of lag 0 it is `ppo`.
+    """
+    proximal_M = proximal_logprobs(tokens)
+    behaviour_M = _ratio(proximal_M, tokens.rollout_logprobs_M)
+    ratio_M = _ratio(tokens.trainer_logprobs_M, proximal_M)
+    clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
+    terms_M = -(behaviour_M.clamp(max=config.ratio_max) * torch.minimum(free_M, bounded_M))
+    return tokens.sums(terms_M, (bounded_M < free_M) | (behaviour_M > config.ratio_max))
+
+
+def proximal_logprobs(tokens: TrainedTokens) -> Tensor:
+    """[M] alpha * rollout_logprob + (1 - alpha) * trainer_logprob, alpha = 1 / (lag + 1); a constant.
+
+    The step makes a version that is lag + 1 steps from the one that sampled the token, and the proximal policy is one
+    step back from there, on a straight line of log-probabilities. Of lag 0 it is the policy that sampled.
+    """
+    alpha_M = 1.0 / (tokens.lags_M + 1.0)
+    return torch.lerp(tokens.trainer_logprobs_M.detach(), tokens.rollout_logprobs_M, alpha_M)
+
+
+def _ratio(above_M: Tensor, below_M: Tensor) -> Tensor:
+    return (above_M - below_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
