@@ -242,6 +242,17 @@ class StepStats:
     """Mean of rollout_logprob - trainer_logprob over trained tokens (k1 estimate of KL(behaviour | current))."""
     kl_ref: float | None = None
     """Mean divergence from the reference model over trained tokens, if there is one."""
+    mismatch_abs: float | None = None
+    """Mean |trainer_logprob - rollout_logprob| over trained tokens of the version being trained, in rollouts without
+    older tokens; None, as below, where there is no such token (algo/mismatch.py)."""
+    mismatch_kl: float | None = None
+    """Mean of rollout_logprob - trainer_logprob over them."""
+    stale_kv_abs: float | None = None
+    """The same over trained tokens of the version being trained that follow older ones in their rollout."""
+    stale_kv_kl: float | None = None
+    staleness_abs: float | None = None
+    """The same over trained tokens of older versions."""
+    staleness_kl: float | None = None
     entropy: float
     num_tokens: int
     """Tokens of the forward pass, prompts included."""

@@ -72,6 +72,24 @@ def _length_specs() -> list[MetricSpec]:
     return specs
 
 
+_DIFFERENCE_SENTENCES = {
+    "mismatch": "Tokens of lag 0 in rollouts without older tokens: the same weights, but engine and trainer differ.",
+    "stale_kv": "Tokens of lag 0 after older ones of their rollout: mismatch, and with engine.kv=keep what comes of "
+    "keys and values that older weights computed.",
+    "staleness": "Tokens of lag 1 and more: mismatch, stale keys and values, and how far the policy moved since.",
+}
+
+
+def _difference_specs() -> list[MetricSpec]:
+    specs = []
+    for cause, sentence in _DIFFERENCE_SENTENCES.items():
+        size = f"How far trainer and rollout log-probability are apart. {sentence}"
+        specs.append(MetricSpec(f"{cause}/abs", "nats", "mean over such trained tokens", size))
+        signed = "As importance/kl, which is the mean over all three kinds of token."
+        specs.append(MetricSpec(f"{cause}/kl", "nats", "mean over the same tokens", signed))
+    return specs
+
+
 _DECLARED = (
     MetricSpec("reward/mean", "reward", "mean over scored rollouts", "Training reward of the step."),
     MetricSpec("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
@@ -111,6 +129,7 @@ _DECLARED = (
         "mean over trained tokens",
         "Rollout log-probability minus trainer log-probability: how far the policy moved since sampling (k1).",
     ),
+    *_difference_specs(),
     MetricSpec("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
     MetricSpec("policy/kl_ref", "nats", "mean over trained tokens", "Divergence from loss.ref_model, if any (k3)."),
     MetricSpec("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
@@ -289,6 +308,12 @@ def _learner_metrics(stats: StepStats) -> dict[str, float | None]:
         "importance/ratio_mean": stats.ratio_mean,
         "importance/ratio_clipped_fraction": stats.ratio_clipped_fraction,
         "importance/kl": stats.kl,
+        "mismatch/abs": stats.mismatch_abs,
+        "mismatch/kl": stats.mismatch_kl,
+        "stale_kv/abs": stats.stale_kv_abs,
+        "stale_kv/kl": stats.stale_kv_kl,
+        "staleness/abs": stats.staleness_abs,
+        "staleness/kl": stats.staleness_kl,
         "policy/entropy": stats.entropy,
         "policy/kl_ref": stats.kl_ref,
         "train/loss": stats.loss,

@@ -94,7 +94,7 @@ class DeepSpeedLearner:
         """
         started = time.perf_counter()
         step = self.version + 1
-        sums = StepSums(self._config.trainer.pack_tokens)
+        sums = StepSums(self.version, self._config.trainer.pack_tokens)
         for index, batch in enumerate(packs):
             self._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
             self._backward(batch.to(self._device), sums)

@@ -99,7 +99,7 @@ class TorchLearner:
         step = self.version + 1
         packs = [batch.to(self._model.device) for batch in packs if not batch.is_empty]
         self._optimizer.zero_grad()
-        sums = StepSums(self._config.trainer.pack_tokens)
+        sums = StepSums(self.version, self._config.trainer.pack_tokens)
         for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
             self._optimizer.add_grads(result.gradients)
             sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)

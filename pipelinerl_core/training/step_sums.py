@@ -5,74 +5,75 @@ Shapes: N = sampled tokens of a pack.
 
 import math
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from pipelinerl_core.algo.importance import EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LossSums
+from pipelinerl_core.algo.mismatch import LogprobDifferences, difference_stats
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.types import StepStats
 
-_SUMS = (
-    "loss", "num_sampled", "num_trained", "ratio", "clipped", "kl", "kl_ref", "entropy", "num_tokens",
-    "budget_tokens", "num_packs",
-)  # fmt: skip
+# Of one pack on its device; and what is known without asking the device.
+_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "entropy")
+_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs")
 
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over packs; packs that hold no row, which only keep ranks in step, count nothing."""
+    """Sums over packs; packs that hold no row, which only keep ranks in step, count nothing.
 
+    They stay on the device until `over_ranks`: a pack does not wait for the figures of the one before.
+    """
+
+    version: int
+    """The weights being trained."""
     pack_tokens: int
     """Token budget of a pack."""
-    loss: float = 0.0
-    num_sampled: float = 0
-    num_trained: float = 0
-    ratio: float = 0.0
-    clipped: float = 0
-    kl: float = 0.0
-    kl_ref: float = 0.0
-    entropy: float = 0.0
-    num_tokens: float = 0
-    budget_tokens: float = 0
-    num_packs: float = 0
+    known: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_KNOWN, 0))
+    of_packs: list[Tensor] = field(default_factory=list)
     log_ratios: list[Tensor] = field(default_factory=list)
     sequence_log_ratios: list[Tensor] = field(default_factory=list)
+    differences: LogprobDifferences = field(default_factory=LogprobDifferences)
 
     def add(self, batch: PackedBatch, sums: LossSums, trainer_logprobs_N: Tensor, entropy_N: Tensor) -> None:
         """Count one pack."""
         if batch.is_empty:
             return
-        self.loss += sums.loss.item()
-        self.num_sampled += len(entropy_N)
-        self.num_trained += int(sums.num_tokens.item())
-        self.ratio += sums.ratio.item()
-        self.clipped += int(sums.clipped.item())
-        self.kl += sums.kl.item()
-        if sums.kl_ref is not None:
-            self.kl_ref += sums.kl_ref.item()
-        self.entropy += entropy_N.detach().sum().item()
-        self.num_tokens += batch.num_tokens
-        self.budget_tokens += max(batch.num_tokens, self.pack_tokens)
-        self.num_packs += 1
+        self.known["num_sampled"] += len(entropy_N)
+        self.known["num_tokens"] += batch.num_tokens
+        self.known["budget_tokens"] += max(batch.num_tokens, self.pack_tokens)
+        self.known["num_packs"] += 1
+        kl_ref = torch.zeros_like(sums.kl) if sums.kl_ref is None else sums.kl_ref
+        of_pack = [sums.loss, sums.num_tokens, sums.ratio, sums.clipped, sums.kl, kl_ref, entropy_N.sum()]
+        self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
         # Neither truncated nor masked: ess tells what the lag did to the data, before the rules against it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
+        num_sequences = batch.layout.num_sequences
         self.log_ratios.append(log_ratios_N)
-        self.sequence_log_ratios.append(
-            sequence_log_ratios(log_ratios_N, batch.sequence_N, batch.layout.num_sequences)
-        )
+        self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
+        lags_N = self.version - batch.versions_N
+        self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.loss_mask_N, num_sequences=num_sequences)
 
     def over_ranks(self, ranks: Ranks, device: torch.device) -> "StepTotals":
         """The same over all ranks; every rank gets it, and must ask for it."""
-        terms = (*ess_terms(self.log_ratios), *ess_terms(self.sequence_log_ratios))
-        found = ranks.gather([*(float(getattr(self, name)) for name in _SUMS), *terms], device)
-        sums = dict(zip(_SUMS, (sum(column) for column in zip(*found, strict=True)), strict=False))
-        ess = total_ess([EssTerms(*row[len(_SUMS) : len(_SUMS) + 3]) for row in found])
-        ess_sequence = total_ess([EssTerms(*row[len(_SUMS) + 3 :]) for row in found])
-        return StepTotals(sums=sums, ess=ess, ess_sequence=ess_sequence)
+        own = torch.stack(self.of_packs).sum(0).tolist() if self.of_packs else [0.0] * len(_OF_PACK)
+        own += [float(self.known[name]) for name in _KNOWN]
+        parts = [own, self.differences.sums, ess_terms(self.log_ratios), ess_terms(self.sequence_log_ratios)]
+        flat = ranks.gather([value for part in parts for value in part], device)
+        cuts = list(accumulate(map(len, parts), initial=0))
+        per_rank = [[row[start:end] for start, end in pairwise(cuts)] for row in flat]
+        sums, differences, token_terms, sequence_terms = zip(*per_rank, strict=True)
+        return StepTotals(
+            sums=dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True)),
+            differences=difference_stats([sum(column) for column in zip(*differences, strict=True)]),
+            ess=total_ess([EssTerms(*terms) for terms in token_terms]),
+            ess_sequence=total_ess([EssTerms(*terms) for terms in sequence_terms]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class StepTotals:
     """An optimizer step, all ranks together."""
 
     sums: dict[str, float]
+    differences: dict[str, float | None]
+    """Fields of StepStats (algo/mismatch.py)."""
     ess: float
     ess_sequence: float
 
@@ -118,6 +121,7 @@ class StepTotals:
             ratio_clipped_fraction=sums["clipped"] / num_trained,
             kl=sums["kl"] / num_trained,
             kl_ref=sums["kl_ref"] / num_trained if has_reference else None,
+            **self.differences,
             entropy=sums["entropy"] / num_sampled,
             num_tokens=int(sums["num_tokens"]),
             num_trained_tokens=int(sums["num_trained"]),

@@ -71,8 +71,9 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
 def test_every_metric_of_a_step_is_declared():
     assert set(metrics_of(three_rows())) <= set(METRICS)
     missing = {spec.key for spec in METRICS.values() if spec.writer == "trainer"} - set(metrics_of(three_rows()))
-    # Known at the commit, and to the process; the last one only where there is a reference.
-    assert missing == {
+    # Known at the commit, and to the process; the others only where there are such tokens, and a reference.
+    differences = {f"{cause}/{how}" for cause in ("mismatch", "stale_kv", "staleness") for how in ("abs", "kl")}
+    assert missing - differences == {
         "time/commit_seconds",
         "time/cpu_seconds",
         "weights/published_seconds",
@@ -80,6 +81,9 @@ def test_every_metric_of_a_step_is_declared():
         "policy/kl_ref",
     }
     assert metrics_of(three_rows(), stats=replace(STATS, kl_ref=0.5))["policy/kl_ref"] == 0.5
+    values = {key.replace("/", "_"): index + 0.5 for index, key in enumerate(sorted(differences))}
+    found = metrics_of(three_rows(), stats=replace(STATS, **values))
+    assert {key.replace("/", "_"): found[key] for key in differences} == values
 
 
 def test_what_is_not_a_number_is_left_out():

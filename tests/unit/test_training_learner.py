@@ -206,6 +206,9 @@ def test_statistics_match_the_plain_computation():
         per_sequence.sum() ** 2 / (len(rows) * (per_sequence**2).sum()), rel=1e-3
     )
     assert stats.kl == pytest.approx(-trained.mean(), rel=1e-4)
+    # All of version 0, which is being trained.
+    assert (stats.mismatch_kl, stats.staleness_abs) == (pytest.approx(stats.kl, rel=1e-6), None)
+    assert stats.mismatch_abs == pytest.approx(np.abs(trained).mean(), rel=1e-4)
     assert stats.ratio_mean == pytest.approx(np.exp(trained).mean(), rel=1e-4)
     assert stats.ratio_clipped_fraction == pytest.approx((np.exp(trained) > 1.5).mean())
     assert stats.entropy == pytest.approx(torch.cat([entropy for _, entropy in scored]).mean().item(), rel=1e-4)
@@ -465,6 +468,8 @@ def test_a_group_of_mixed_versions_masks_only_its_old_tokens():
     step = assemble_rows(6, [[replace(first, weight_spans=spans), *others]], run_config)
     stats = learner_of(tiny_model(), run_config, version=5).step(step.rows)
     assert stats.num_trained_tokens == step.num_sampled - 1 == step.num_trained
+    assert stats.staleness_abs is None  # the old token is masked
+    assert min(stats.mismatch_abs, stats.stale_kv_abs) > 0
 
 
 def test_packs_computed_at_once_give_the_same_bits():

@@ -1,0 +1,69 @@
+"""Why the trainer's log-probability of a token is not the one recorded when it was sampled.
+
+Three causes are told apart by the version that sampled the token, and those before it in the same rollout:
+
+    mismatch     sampled by the weights being trained, like all tokens before it: engine and trainer run other code
+    stale_kv     sampled by the weights being trained, after tokens of older ones: with engine.kv=keep the keys and
+                 values of those were computed by the older weights; mismatch is in it too
+    staleness    sampled by older weights: the policy has moved since; the other two are in it too
+
+Shapes: N = sampled tokens of a pack, S = its sequences.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+CAUSES = ("mismatch", "stale_kv", "staleness")
+
+
+class LogprobDifferences:
+    """Running sums of trainer_logprob - rollout_logprob over trained tokens, by cause."""
+
+    def __init__(self) -> None:
+        self._of_packs: list[Tensor] = []
+
+    def add(
+        self, log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, loss_mask_N: Tensor, *, num_sequences: int
+    ) -> None:
+        """Add the tokens of a pack.
+
+        Args:
+            log_ratios_N: trainer_logprob - rollout_logprob, not clamped.
+            lags_N: int64, steps from the weights that sampled a token to those being trained. No trained token is
+                newer than the weights it trains: whoever assembles a step sees to that.
+            sequence_N: int64, the sequence of each token. No sequence is in two packs.
+            loss_mask_N: bool. Tokens that are not trained are in no sum, but their age counts for those after them.
+            num_sequences: S.
+        """
+        self._of_packs.append(_sums(log_ratios_N.detach(), lags_N, sequence_N, loss_mask_N, num_sequences))
+
+    @property
+    def sums(self) -> list[float]:
+        """For each of CAUSES sum |d|, sum -d and tokens, one after the other. Add them up over ranks."""
+        if not self._of_packs:
+            return [0.0] * (3 * len(CAUSES))
+        found: list[float] = torch.stack(self._of_packs).sum(0).flatten().tolist()
+        return found
+
+
+def difference_stats(sums: Sequence[float]) -> dict[str, float | None]:
+    """Fields of StepStats: <cause>_abs, mean of |d|, and <cause>_kl, mean of -d; None where there is no token."""
+    found: dict[str, float | None] = {}
+    for place, cause in enumerate(CAUSES):
+        total_abs, total_kl, num_tokens = sums[3 * place : 3 * place + 3]
+        found[f"{cause}_abs"] = total_abs / num_tokens if num_tokens else None
+        found[f"{cause}_kl"] = total_kl / num_tokens if num_tokens else None
+    return found
+
+
+def _sums(
+    log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, loss_mask_N: Tensor, num_sequences: int
+) -> Tensor:
+    oldest_S = lags_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, lags_N, "amax")
+    cause_N = torch.where(lags_N > 0, 2, (oldest_S[sequence_N] > 0).long())
+    # Selected, not multiplied by 0: what stands on a masked token may be a nan.
+    differences_M, cause_M = log_ratios_N[loss_mask_N].double(), cause_N[loss_mask_N]
+    columns = torch.stack([differences_M.abs(), -differences_M, torch.ones_like(differences_M)], dim=1)
+    return columns.new_zeros(len(CAUSES), 3).index_add_(0, cause_M, columns)

@@ -1,0 +1,101 @@
+"""Differences of log-probabilities by cause: numbers by hand, a second count, packs that add up, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences
+from pipelinerl_core.types import StepStats
+
+# rollout:                     0     0    1     1    1    2
+LAGS = torch.tensor([0, 0, 2, 1, 0, 3])
+SEQUENCES = torch.tensor([0, 0, 1, 1, 1, 2])
+LOG_RATIOS = torch.tensor([0.1, -0.3, 0.5, -0.7, 0.2, -1.0])
+ALL = torch.ones(6, dtype=torch.bool)
+
+
+def differences(log_ratios=LOG_RATIOS, lags=LAGS, sequence=SEQUENCES, mask=ALL):
+    found = LogprobDifferences()
+    found.add(log_ratios, lags, sequence, mask, num_sequences=int(sequence.max()) + 1)
+    return found
+
+
+def test_each_token_counts_for_one_cause():
+    assert differences().stats() == {
+        "mismatch_abs": pytest.approx((0.1 + 0.3) / 2),
+        "mismatch_kl": pytest.approx((-0.1 + 0.3) / 2),
+        "stale_kv_abs": pytest.approx(0.2),
+        "stale_kv_kl": pytest.approx(-0.2),
+        "staleness_abs": pytest.approx((0.5 + 0.7 + 1.0) / 3),
+        "staleness_kl": pytest.approx((-0.5 + 0.7 + 1.0) / 3),
+    }
+
+
+def test_every_cause_is_a_field_of_the_statistics_of_a_step():
+    assert set(differences().stats()) <= set(StepStats.__dataclass_fields__)
+
+
+def test_a_cause_without_tokens_has_no_value():
+    stats = differences(LOG_RATIOS[:2], LAGS[:2], SEQUENCES[:2], ALL[:2]).stats()
+    assert [name for name, value in stats.items() if value is not None] == ["mismatch_abs", "mismatch_kl"]
+    assert set(LogprobDifferences().stats().values()) == {None}
+
+
+def test_a_masked_token_is_in_no_sum_but_was_there_before_the_others():
+    # Without its tokens of lag 2 and 1 the second rollout still has keys and values of older weights.
+    mask = torch.tensor([True, True, False, False, True, False])
+    garbage = torch.tensor([0.1, -0.3, math.nan, -math.inf, 0.2, math.nan])
+    stats = differences(garbage, mask=mask).stats()
+    assert stats["stale_kv_abs"] == pytest.approx(0.2)
+    assert stats["mismatch_abs"] == pytest.approx(0.2)
+    assert stats["staleness_abs"] is None
+
+
+def random_columns(num=400, seed=5):
+    rng = np.random.default_rng(seed)
+    sequence = np.sort(rng.integers(0, 40, num))
+    lags = rng.integers(0, 4, num) * (sequence % 3 != 0)
+    return rng.normal(size=num).astype(np.float32), lags, sequence, rng.random(num) < 0.8
+
+
+def test_an_independent_count_in_float64_agrees():
+    log_ratios, lags, sequence, mask = random_columns()
+    kinds = {name: [] for name in CAUSES}
+    for index in np.flatnonzero(mask):
+        is_late = any(lags[other] > 0 for other in np.flatnonzero(sequence == sequence[index]))
+        name = "staleness" if lags[index] > 0 else "stale_kv" if is_late else "mismatch"
+        kinds[name].append(float(log_ratios[index]))
+    stats = differences(*(torch.from_numpy(column) for column in (log_ratios, lags, sequence, mask))).stats()
+    for name, values in kinds.items():
+        assert len(values) > 20
+        assert stats[f"{name}_abs"] == pytest.approx(sum(map(abs, values)) / len(values), rel=1e-12)
+        assert stats[f"{name}_kl"] == pytest.approx(-sum(values) / len(values), rel=1e-12)
+
+
+def test_packs_and_ranks_add_up():
+    columns = [torch.from_numpy(column) for column in random_columns()]
+    whole = differences(*columns)
+    packs = LogprobDifferences()
+    parts = [columns[2] < 15, columns[2] >= 15]  # a sequence is in one pack
+    for part in parts:
+        packs.add(*(column[part] for column in columns), num_sequences=40)
+    torch.testing.assert_close(packs.sums, whole.sums)
+    ranks = LogprobDifferences()
+    ranks.sums = sum(differences(*(column[part] for column in columns)).sums for part in parts)
+    assert ranks.stats() == pytest.approx(whole.stats())
+    # All kinds together are every trained token.
+    assert whole.sums[:, 2].sum().item() == columns[3].sum().item()
+    assert whole.sums[:, 1].sum().item() == pytest.approx(-columns[0][columns[3]].double().sum().item())
+
+
+def test_no_gradient_and_no_graph_are_kept():
+    assert not differences(LOG_RATIOS.clone().requires_grad_()).sums.requires_grad
+
+
+def test_a_trained_token_from_the_future_is_refused_and_a_masked_one_is_not():
+    lags = torch.tensor([0, 0, 2, 1, -2, 3])
+    with pytest.raises(ValueError, match="a token of lag -2 is to be trained: no token can be newer"):
+        differences(lags=lags)
+    assert differences(lags=lags, mask=lags >= 0).sums[:, 2].sum().item() == 5
