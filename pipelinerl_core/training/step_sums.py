@@ -5,6 +5,7 @@ Shapes: N = sampled tokens of a pack.
 
 import math
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
@@ -61,7 +62,8 @@ class StepSums:
 
     def over_ranks(self, ranks: Ranks, device: torch.device) -> "StepTotals":
         """The same over all ranks; every rank gets it, and must ask for it."""
-        own = torch.stack(self.of_packs).sum(0).tolist() if self.of_packs else [0.0] * len(_OF_PACK)
+        # In their order: a replay must find the same bits.
+        own = reduce(torch.add, self.of_packs).tolist() if self.of_packs else [0.0] * len(_OF_PACK)
         own += [float(self.known[name]) for name in _KNOWN]
         parts = [own, self.differences.sums, ess_terms(self.log_ratios), ess_terms(self.sequence_log_ratios)]
         flat = ranks.gather([value for part in parts for value in part], device)
