@@ -18,7 +18,8 @@ import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
-from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig, TrainerConfig
+from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
+from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.roles.bench_load import SIZES, random_model, random_rollout
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import ModelDimensions, model_dimensions, prepare_model

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipelinerl_core.config.sections import LearnerConfig
+from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import StoreError
 
 # AdamW's decay of the first moment; everybody's choice.

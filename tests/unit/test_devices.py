@@ -11,7 +11,7 @@ from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
-from pipelinerl_core.config.sections import LearnerConfig
+from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.engine.decoder import SlotDecoder
 from pipelinerl_core.engine.sampling import draw
 from pipelinerl_core.errors import ConfigError

@@ -12,7 +12,8 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.config.sections import LearnerConfig, RolloutsConfig, RunConfig, TrainerConfig
+from pipelinerl_core.config.sections import RolloutsConfig, RunConfig
+from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
