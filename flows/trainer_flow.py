@@ -9,12 +9,20 @@ from pydantic import Field
 from flows.parameters import described
 from tasks.placement import TRAINER
 from tasks.pooled import run_pooled
+from tasks.role_tasks import NODE_PREFIX
 
 RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
+
+Node = Annotated[
+    int,
+    Field(
+        description="Which host of the trainer this is; 0 has rank 0. placement.trainer_nodes says how many.", ge=0
+    ),
+]
 
 
 @flow(name="trainer", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def trainer(run_url: RunUrl) -> None:
-    """Take the optimizer steps of a live run."""
-    run_pooled(run_url, TRAINER)
+def trainer(run_url: RunUrl, node: Node = 0) -> None:
+    """Take the optimizer steps of a live run, or a part of each: with several nodes each has its ranks."""
+    run_pooled(run_url, f"{NODE_PREFIX}{node}" if node else TRAINER)

@@ -32,6 +32,7 @@ REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
+MEETINGS_PREFIX = "meetings"
 
 
 def epoch_key(epoch: int) -> str:
@@ -87,6 +88,11 @@ def eval_key(version: int) -> str:
 def role_key(role: str, name: str) -> str:
     """A role that lives."""
     return f"{ROLES_PREFIX}/{role}-{name}.json"
+
+
+def meeting_key(epoch: int) -> str:
+    """meetings/<epoch>.json"""
+    return f"{MEETINGS_PREFIX}/{epoch:08d}.json"
 
 
 def parse_commit_key(key: str) -> tuple[int, int]:
@@ -171,6 +177,21 @@ class ResumeRecord(Record):
     """`section.key=value`, of RESUMABLE keys only."""
     at: float
     """Unix seconds."""
+
+
+class MeetingRecord(Record):
+    """meetings/<epoch>.json: where the ranks of a trainer on several hosts find one another."""
+
+    epoch: int
+    """Of the trainer; a newer one is another start."""
+    where: str
+    size: int
+    """Ranks in all."""
+    per_node: int
+    """Ranks on each host."""
+    device: str
+    seconds: float
+    """Longest wait of a rank for the others."""
 
 
 class ControlRecord(Record):

@@ -9,7 +9,7 @@ from pipelinerl_core.roles.context import TOKEN_VARIABLE
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
-_RUN_ROLES = frozenset({"hub", "trainer", "actor", "evaluator"})
+_RUN_ROLES = frozenset({"hub", "trainer", "trainer_node", "actor", "evaluator"})
 
 # Thread pools of the libraries in a role. Each defaults to all cores, for every role on the host.
 _THREAD_VARIABLES = (

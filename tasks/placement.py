@@ -30,7 +30,7 @@ from prefect.states import Cancelled, Cancelling
 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
-from tasks.role_tasks import run_actor, run_evaluation, run_hub, run_trainer
+from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 logger = logging.getLogger(__name__)
@@ -205,8 +205,14 @@ class Crew:
             Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
 
     def start(self, name: str) -> None:
-        """Start `hub`, `trainer` or an actor. The hub is always a child of this flow."""
+        """Start `hub`, `trainer` or an actor. The hub is always a child of this flow.
+
+        A trainer on several hosts is started on each of them.
+        """
         self._members[name] = self._place(name)
+        if name == TRAINER and self._is_pooled:
+            for node in range(1, self._run.config.placement.trainer_nodes):
+                self._members[f"{NODE_PREFIX}{node}"] = self._place(f"{NODE_PREFIX}{node}")
 
     def evaluate(self, version: str, enough: float | None = None) -> None:
         """Evaluate `first`, `last` or `all` on this host and wait for it; raises what made it or another role fail.
@@ -230,9 +236,14 @@ class Crew:
         if self._is_pooled:
             if name == TRAINER:
                 return DeployedMember("trainer/trainer", {"run_url": url}, name, restarts)
+            if name.startswith(NODE_PREFIX):
+                node = int(name.removeprefix(NODE_PREFIX))
+                return DeployedMember("trainer/trainer", {"run_url": url, "node": node}, name, restarts)
             return DeployedMember("actor/actor", {"run_url": url, "name": name}, name, restarts)
         if name == TRAINER:
             return LocalMember(lambda stop: run_trainer.submit(run, stop), self._changed)
+        if name.startswith(NODE_PREFIX):
+            return LocalMember(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
         return LocalMember(lambda stop: run_actor.submit(run, name, stop), self._changed)
 
     def has_ended(self, name: str) -> bool:

@@ -10,6 +10,9 @@ from pipelinerl_core.roles.context import RunContext
 from tasks.roles import evaluate, supervise
 from tasks.supervise import RoleReport
 
+NODE_PREFIX = "trainer-node-"
+"""Roles that hold the trainer's ranks on one more host are called so, and their number: 1, 2, ..."""
+
 
 @task(name="hub", task_run_name="hub", persist_result=False, cache_policy=NO_CACHE, retries=0)
 def run_hub(run: RunContext, stop: Event) -> RoleReport:
@@ -21,6 +24,12 @@ def run_hub(run: RunContext, stop: Event) -> RoleReport:
 def run_trainer(run: RunContext, stop: Event) -> RoleReport:
     """Supervise the trainer of a run until its last step."""
     return supervise(run, "trainer", "trainer", {}, stop)
+
+
+@task(name="trainer-node", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE, retries=0)
+def run_trainer_node(run: RunContext, name: str, stop: Event) -> RoleReport:
+    """Supervise the trainer's ranks on one more host."""
+    return supervise(run, "trainer_node", name, {"node": name.removeprefix(NODE_PREFIX)}, stop)
 
 
 @task(name="actor", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE, retries=0)

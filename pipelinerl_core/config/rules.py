@@ -49,6 +49,7 @@ def first_problem(config: "RunConfig") -> str | None:
     return (
         _window_problem(config)
         or _schedule_problem(config)
+        or _placement_problem(config)
         or _engine_problem(config)
         or _loss_problem(config)
         or _learner_problem(config)
@@ -137,6 +138,21 @@ def _schedule_problem(config: "RunConfig") -> str | None:
         return (
             f"emulation.generators={emulation.generators} of emulation.accelerators={emulation.accelerators} leave "
             "none to train on. Set emulation.generators lower"
+        )
+    return None
+
+
+def _placement_problem(config: "RunConfig") -> str | None:
+    nodes = config.placement.trainer_nodes
+    if nodes > 1 and config.placement.kind == "local":
+        return (
+            f"placement.trainer_nodes={nodes} shares the trainer out among hosts, placement.kind=local uses one. "
+            "Set placement.kind=work_pools"
+        )
+    if config.trainer.ranks % nodes:
+        return (
+            f"trainer.ranks={config.trainer.ranks} on placement.trainer_nodes={nodes}: every host has equally many. "
+            f"Set trainer.ranks to a multiple of {nodes}"
         )
     if config.placement.cores == "own" and config.placement.kind != "local":
         return (

@@ -193,6 +193,10 @@ class PlacementConfig(Section):
     cores: Literal["shared", "own"] = "shared"
     """shared: the system places the roles, and engines that stand still hand their threads to the trainer; own:
     trainer and actors keep to cores of their own, as on accelerators of their own (Linux)."""
+    trainer_nodes: int = Field(1, ge=1)
+    """work_pools: hosts among which the trainer's ranks are shared out, each a flow run on the pool of trainers."""
+    trainer_host: str = ""
+    """Address at which ranks on other hosts reach rank 0; empty: the name of its host."""
     hub_host: str = "127.0.0.1"
     """Address the hub binds to; loopback unless actors live on other hosts."""
     hub_port: int = Field(0, ge=0, le=65535)

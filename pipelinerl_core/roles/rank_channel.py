@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pipelinerl_core.errors import RankLost
 
@@ -33,7 +33,7 @@ _BEAT = "beat"
 
 
 def join_ranks(
-    rank: int, size: int, *, store: TCPStore, device: torch.device, collective_seconds: float
+    rank: int, size: int, *, store: Store, device: torch.device, collective_seconds: float
 ) -> "RankChannel":
     """Enter torch's default process group, and the channel beside it; returns when all ranks are there.
 

@@ -41,7 +41,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
-from pipelinerl_core.roles.learners import open_learners
+from pipelinerl_core.roles.learners import Spread, open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
@@ -357,7 +357,8 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     """Load, or train again, what was committed, and go on from there."""
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
-    with open_learners(context.config.trainer.ranks) as learners:
+    spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
+    with open_learners(context.config.trainer.ranks, spread) as learners:
         learner = emulated_learner(learners.build(context.config), context.config)
         trainer = Trainer(context, learner, epoch, monitor=monitor)
         freeze_startup_objects()

@@ -5,14 +5,13 @@ import logging
 import os
 import signal
 import sys
-from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.roles.learners import build_rank
+from pipelinerl_core.roles.meeting import join_meeting
 from pipelinerl_core.roles.process import (
     configure_logging,
     die_with_parent,
@@ -20,20 +19,23 @@ from pipelinerl_core.roles.process import (
     freeze_startup_objects,
     leave,
 )
-from pipelinerl_core.roles.rank_channel import join_ranks
+from pipelinerl_core.roles.rank_channel import join_ranks, lost_ranks
 from pipelinerl_core.roles.ranked_learner import RankLearner, serve
 from pipelinerl_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+# Rank 0 holds the meeting before anybody hears of it.
+_CONNECT_SECONDS = 60.0
 
 
 @exit_codes
 def main() -> int:
     """Command line of the role."""
     parser = argparse.ArgumentParser(description="A rank of the trainer; rank 0 starts it.")
-    for name in ("rank", "size", "port", "parent-pid"):
+    for name in ("rank", "size", "per-node", "parent-pid"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--host", required=True)
+    parser.add_argument("--where", required=True, help="where the ranks meet")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--seconds", type=float, required=True, help="longest wait for other ranks")
     arguments = parser.parse_args()
@@ -42,20 +44,16 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all of them stop
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    store = TCPStore(
-        arguments.host, arguments.port, arguments.size, timeout=timedelta(seconds=arguments.seconds),
-        wait_for_workers=False,
-    )  # fmt: skip
-    channel = join_ranks(
-        arguments.rank,
-        arguments.size,
-        store=store,
-        device=torch.device(arguments.device),
-        collective_seconds=arguments.seconds,
-    )
+    ranks = Ranks(arguments.rank, arguments.size, arguments.per_node)
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    with lost_ranks("rank 0's meeting"):
+        store = join_meeting(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
+    channel = join_ranks(ranks.rank, ranks.size, store=store, device=device, collective_seconds=arguments.seconds)
 
     def build(config: RunConfig) -> tuple[RankLearner, PackBatcher]:
-        built = build_rank(config, Ranks(arguments.rank, arguments.size))
+        built = build_rank(config, ranks)
         freeze_startup_objects()
         return built
 

@@ -297,7 +297,7 @@ def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
     On a CPU it would compile an extension of its own for ranks that share memory; gloo serves without a compiler.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ["LOCAL_RANK"] = str(ranks.rank if device.index is None else device.index)  # it asks for it
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank)  # it asks for it
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     try:
         deepspeed: Any = importlib.import_module("deepspeed")

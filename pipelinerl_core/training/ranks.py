@@ -17,9 +17,12 @@ _BUCKET_BYTES = 64 << 20
 class Ranks:
     """This process among the trainer's ranks, over torch's default process group when there are several."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, per_node: int | None = None) -> None:
+        """`per_node`: ranks on each host; None: all of them."""
         self.rank = rank
         self.size = size
+        self.local_rank = rank % (per_node or size)
+        self.local_size = per_node or size
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks, in place; the same bits on every rank."""

@@ -14,7 +14,7 @@ import pytest
 
 from pipelinerl_core.roles.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
-from tests.integration.pipeline import ROOT, assert_closes, committed_steps, wait_for
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, make_run, role, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -114,9 +114,33 @@ def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
     ],
 )
 def test_a_resume_does_not_change_what_the_run_is(tmp_path: Path, override: str, words: str) -> None:
-    with command(tmp_path, "train", "quickstart", *SMALL[:4], "trainer.steps=1", "tracking.mlflow_uri=none") as train:
-        assert train.wait(240) == 0
-    run = only_run(tmp_path)
-    with command(tmp_path, "resume", run.name, override) as resumed:
+    make_run(f"file://{tmp_path}/one")
+    with command(tmp_path, "resume", "one", override) as resumed:
         assert resumed.wait(60) == 2
     assert words in (tmp_path / "output.txt").read_text().splitlines()[-1]
+
+
+def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/one"
+    two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]
+    make_run(url, "trainer.ranks=2", *SMALL, *two_hosts)
+    log = tmp_path / "log.txt"
+    with role("hub", url, log), role("actor", url, log, "--name", "actor-0"):
+        with role("trainer_node", url, log, "--node", "1") as node:
+            with role("trainer", url, log) as trainer:
+                wait_for(lambda: committed_steps(url) >= 2, "step 2", 120)
+                assert not psutil.Process(trainer.pid).children()
+                (rank,) = psutil.Process(node.pid).children()
+                trainer.kill()
+            wait_for(lambda: not rank.is_running(), "the end of its other rank", RECOVERY_SECONDS)
+            with role("trainer", url, log) as trainer:
+                wait_for(lambda: committed_steps(url) >= 4, "step 4", 120)
+                (rank,) = psutil.Process(node.pid).children()
+                rank.kill()
+                assert trainer.wait(RECOVERY_SECONDS) == 1
+            assert "a rank of the trainer is gone or silent" in log.read_text()
+            with role("trainer", url, log) as trainer:
+                assert trainer.wait(120) == 0
+            assert node.wait(RECOVERY_SECONDS) == 0
+    assert committed_steps(url) == 9
+    assert_closes(url)

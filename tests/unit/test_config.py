@@ -102,6 +102,8 @@ def test_admission_window_is_the_documented_formula():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["placement.trainer_nodes=2", "trainer.ranks=2"], r"Set placement\.kind=work_pools"),
+        (["placement.trainer_nodes=2", "trainer.ranks=3", "placement.kind=work_pools"], r"a multiple of 2"),
         (["learner.kind=deepspeed", "model.dtype=bfloat16"], r"Set learner\.zero_stage to at least 1"),
         (["learner.kind=deepspeed", "learner.offload=optimizer"], r"Set learner\.zero_stage=1"),
         (["learner.kind=deepspeed", "learner.zero_stage=2", "learner.offload=parameters"], r"learner\.zero_stage=3"),
