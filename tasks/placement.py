@@ -31,6 +31,7 @@ from prefect.states import Cancelled, Cancelling
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
+from tasks.roles import is_over
 from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 logger = logging.getLogger(__name__)
@@ -248,10 +249,19 @@ class Crew:
 
     def has_ended(self, name: str) -> bool:
         """Whether a role is over; raises whatever made any role fail."""
-        for member in self._members.values():
+        for other, member in self._members.items():
             if member.has_ended():
                 member.check()
+                self._check_node(other)
         return self._members[name].has_ended()
+
+    def _check_node(self, name: str) -> None:
+        """A host of the trainer that has left, cancelled perhaps, before the run is over."""
+        if name.startswith(NODE_PREFIX) and self._is_pooled and not is_over(self._run):
+            raise RoleFailed(
+                f"{name}: its flow run has ended, and without its ranks no step can be taken. `pipelinerl resume "
+                f"{self._run.run_id}` starts it again; trainer.ranks and placement.trainer_nodes may be lower then"
+            )
 
     def wait(self, seconds: float) -> None:
         """Sleep, or until a role of this host ends."""

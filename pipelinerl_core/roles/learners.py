@@ -45,10 +45,11 @@ class Spread:
 
 
 @contextmanager
-def open_learners(ranks: int, spread: Spread | None = None) -> Iterator["Learners"]:
+def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Iterator["Learners"]:
     """Builds learners; the other ranks, if there are any, are gone when this ends. Without `spread` on this host."""
     with TemporaryDirectory(prefix="pipelinerl-ranks-") as directory:
-        learners = Learners(ranks, spread if spread is not None and spread.nodes > 1 else None, Path(directory))
+        spread = spread if spread is not None and spread.nodes > 1 else None
+        learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
         try:
             yield learners
         finally:
@@ -58,12 +59,12 @@ def open_learners(ranks: int, spread: Spread | None = None) -> Iterator["Learner
 class Learners:
     """Builds learners on this process and, with several ranks, on processes that it starts."""
 
-    def __init__(self, ranks: int, spread: Spread | None, directory: Path) -> None:
+    def __init__(self, ranks: int, spread: Spread | None, directory: Path, processes: RankProcesses) -> None:
         self._ranks = Ranks(0, ranks, None if spread is None else ranks // spread.nodes)
         self._spread = spread
         self._directory = directory
         self._channel: RankChannel | None = None
-        self._processes = RankProcesses()
+        self._processes = processes
         self._closing = threading.Event()
 
     def build(self, config: RunConfig) -> Learner:

@@ -16,7 +16,9 @@ _STOP_SECONDS = 5.0
 class RankProcesses:
     """Some ranks of a trainer, on this host. Start them on the main thread: the kernel ends them with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_url: str) -> None:
+        """`run_url` is on their command lines, for whoever looks at the processes of a host."""
+        self._run_url = run_url
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._named: set[int] = set()
         self._size = 0
@@ -27,7 +29,14 @@ class RankProcesses:
         """Start these ranks of `size`; `where` is where they meet, the n-th on this host takes its n-th GPU."""
         self._size = size
         for rank in ranks:
-            options = {"rank": rank, "size": size, "per-node": per_node, "where": where, "device": device}
+            options = {
+                "run": self._run_url,
+                "rank": rank,
+                "size": size,
+                "per-node": per_node,
+                "where": where,
+                "device": device,
+            }
             options |= {"seconds": seconds, "parent-pid": os.getpid()}
             command = [sys.executable, "-m", "pipelinerl_core.roles.trainer_rank"]
             command += [text for key, value in options.items() for text in (f"--{key}", str(value))]

@@ -127,7 +127,7 @@ def replay_run(
     if begin > end:
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
     studied = override_config(context.config, overrides)
-    with open_learners(context.config.trainer.ranks) as learners:
+    with open_learners(url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)
         start = learner.version

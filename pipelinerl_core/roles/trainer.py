@@ -358,7 +358,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
-    with open_learners(context.config.trainer.ranks, spread) as learners:
+    with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
         learner = emulated_learner(learners.build(context.config), context.config)
         trainer = Trainer(context, learner, epoch, monitor=monitor)
         freeze_startup_objects()

@@ -49,7 +49,7 @@ def take_part(
     first = node * meeting.per_node
     ranks = range(first, first + meeting.per_node)
     logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], meeting.where)
-    processes = RankProcesses()
+    processes = RankProcesses(context.store.url)
     processes.start(
         ranks, where=meeting.where, size=meeting.size, per_node=meeting.per_node, device=meeting.device,
         seconds=meeting.seconds,

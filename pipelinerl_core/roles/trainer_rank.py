@@ -35,6 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A rank of the trainer; rank 0 starts it.")
     for name in ("rank", "size", "per-node", "parent-pid"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--run", default="", help="whose rank it is; shown by ps, not read")
     parser.add_argument("--where", required=True, help="where the ranks meet")
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--seconds", type=float, required=True, help="longest wait for other ranks")

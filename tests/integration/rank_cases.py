@@ -66,7 +66,7 @@ def run_case(learners, case, states, out):
 
 def main(ranks, cases, out):
     states, told = {}, {}
-    with open_learners(ranks) as learners:
+    with open_learners("", ranks) as learners:
         for case in cases:
             tensors, told[case["name"]] = run_case(learners, case, states, out)
             save_file(tensors, out / f"{case['name']}.safetensors")

@@ -125,22 +125,22 @@ def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> Non
     two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]
     make_run(url, "trainer.ranks=2", *SMALL, *two_hosts)
     log = tmp_path / "log.txt"
-    with role("hub", url, log), role("actor", url, log, "--name", "actor-0"):
-        with role("trainer_node", url, log, "--node", "1") as node:
-            with role("trainer", url, log) as trainer:
-                wait_for(lambda: committed_steps(url) >= 2, "step 2", 120)
-                assert not psutil.Process(trainer.pid).children()
-                (rank,) = psutil.Process(node.pid).children()
-                trainer.kill()
-            wait_for(lambda: not rank.is_running(), "the end of its other rank", RECOVERY_SECONDS)
-            with role("trainer", url, log) as trainer:
-                wait_for(lambda: committed_steps(url) >= 4, "step 4", 120)
-                (rank,) = psutil.Process(node.pid).children()
-                rank.kill()
-                assert trainer.wait(RECOVERY_SECONDS) == 1
-            assert "a rank of the trainer is gone or silent" in log.read_text()
-            with role("trainer", url, log) as trainer:
-                assert trainer.wait(120) == 0
-            assert node.wait(RECOVERY_SECONDS) == 0
+    actor, others = ("actor", url, log, "--name", "actor-0"), ("trainer_node", url, log, "--node", "1")
+    with role("hub", url, log), role(*actor), role(*others) as node:
+        with role("trainer", url, log) as trainer:
+            wait_for(lambda: committed_steps(url) >= 2, "step 2", 120)
+            assert not psutil.Process(trainer.pid).children()
+            (rank,) = psutil.Process(node.pid).children()
+            trainer.kill()
+        wait_for(lambda: not rank.is_running(), "the end of its other rank", RECOVERY_SECONDS)
+        with role("trainer", url, log) as trainer:
+            wait_for(lambda: committed_steps(url) >= 4, "step 4", 120)
+            (rank,) = psutil.Process(node.pid).children()
+            rank.kill()
+            assert trainer.wait(RECOVERY_SECONDS) == 1
+        assert "a rank of the trainer is gone or silent" in log.read_text()
+        with role("trainer", url, log) as trainer:
+            assert trainer.wait(120) == 0
+        assert node.wait(RECOVERY_SECONDS) == 0
     assert committed_steps(url) == 9
     assert_closes(url)

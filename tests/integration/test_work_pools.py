@@ -39,6 +39,14 @@ def prefect(tmp_path: Path) -> Iterator[Prefect]:
             server.stop()
 
 
+MEMBERS = ("actor-0", "actor-1", "trainer", "trainer-node-1")
+
+
+def name_of(parameters: dict) -> str:
+    """Of the role that a flow run with these parameters supervises."""
+    return parameters.get("name") or (f"trainer-node-{parameters['node']}" if parameters.get("node") else "trainer")
+
+
 class Job:
     """The train flow run of a test, and its run in the store."""
 
@@ -58,9 +66,9 @@ class Job:
         await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {what}", 120)
 
     def newest(self, name: str) -> dict:
-        """Newest flow run of an actor, or of the trainer."""
-        named = [run for run in self.prefect.runs() if run["parameters"].get("name", "trainer") == name]
-        return [run for run in named if run["id"] != self.id][-1]
+        """Newest flow run of an actor, or of a host of the trainer."""
+        others = [run for run in self.prefect.runs() if run["id"] != self.id]
+        return [run for run in others if name_of(run["parameters"]) == name][-1]
 
     def await_state(self, run_id: str, *states: str) -> None:
         await_(lambda: self.prefect.run(run_id)["state_type"] in states, f"{run_id} in {states}", 60)
@@ -85,15 +93,25 @@ class Job:
 def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
     root = tmp_path / "runs"
     settings = {"steps": 3000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}
-    start = ["deployment", "run", "train/quickstart", "-p", f"root={root}", "-p", 'overrides=["eval.num_prompts=50"]']
+    overrides = ["eval.num_prompts=50", "trainer.ranks=2", "placement.trainer_nodes=2"]
+    overrides += ["placement.trainer_host=127.0.0.1"]  # both of its hosts are this one
+    start = [
+        "deployment",
+        "run",
+        "train/quickstart",
+        "-p",
+        f"root={root}",
+        "-p",
+        f"overrides={json.dumps(overrides)}",
+    ]
     with pytest.raises(subprocess.CalledProcessError):
         prefect.command(*start, "-p", 'settings={"steps": 0}')
     assert prefect.runs() == [], "the server has refused it"
     prefect.command(*start, "-p", f"settings={json.dumps(settings)}")
     job = Job(prefect, root)
     await_(lambda: committed_steps(job.url) >= 3, "three steps", 180)
-    assert {job.newest(name)["state_type"] for name in ("actor-0", "actor-1", "trainer")} == {"RUNNING"}
-    assert check_no_torch(prefect) >= 4, "train, actors and trainer"
+    assert {job.newest(name)["state_type"] for name in MEMBERS} == {"RUNNING"}
+    assert check_no_torch(prefect) >= 5, "train, actors and both hosts of the trainer"
 
     actors_come_and_go(job)
     the_train_flow_is_killed(job)
@@ -108,7 +126,7 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     await_(lambda: job.state in ("COMPLETED", "FAILED"), "the end", 120)
     run = prefect.run(job.id)
     assert (run["state_name"], run["run_count"]) == ("Drained", 3), prefect.log_tail()
-    for name in ("actor-0", "actor-1", "third", "trainer"):
+    for name in (*MEMBERS, "third"):
         job.await_state(job.newest(name)["id"], "COMPLETED", "CANCELLED")
     assert job.role_processes() == []
     assert_closes(job.url)
