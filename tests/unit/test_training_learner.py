@@ -20,6 +20,7 @@ from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import (
+    checkpoint_activations,
     head_weight,
     hidden_states,
     load_model,
@@ -483,3 +484,21 @@ def test_packs_computed_at_once_give_the_same_bits():
         assert replace(one, compute_seconds=0.0) == replace(other, compute_seconds=0.0)
     for name, tensor in alone.weights().items():
         assert torch.equal(tensor, together.weights()[name]), name
+
+
+def test_checkpointed_activations_are_computed_twice_and_change_no_bit():
+    run_config = config()
+    rows = rows_of(run_config)
+    wanted, _ = grads_after_step(rows, run_config)
+    model = tiny_model()
+    learner = learner_of(model, run_config)
+    checkpoint_activations(model)
+    calls = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    learner.step(rows)
+    packs = len(PackBatcher(run_config.trainer.pack_tokens).rows(rows))
+    assert len(calls) == 2 * packs * len(model.model.layers)
+    assert not any(dropout.training for dropout in model.modules() if isinstance(dropout, torch.nn.Dropout))
+    for name, gradient in grads(learner).items():
+        assert torch.equal(gradient, wanted[name]), name
