@@ -8,8 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.arguments import Json, Overrides, Root, Run
 from flows.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, answer, exit_codes
 from flows.environment import set_defaults
+from flows.export_command import export
 from pipelinerl_core.errors import ConfigError
 
 app = typer.Typer(
@@ -34,15 +36,6 @@ app = typer.Typer(
     """,
 )
 
-Root = Annotated[
-    str,
-    typer.Option(help="Where runs are kept: a path or s3://bucket/prefix. Default: $PIPELINERL_ROOT, then ./runs."),
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Run = Annotated[str, typer.Argument(help="Id under the root, `latest`, or the path or URL of a run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Single settings, for example trainer.steps=20.")
-]
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -258,6 +251,9 @@ def evaluate(
     line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
     is_one = version != "all" and "," not in version
     answer(documents[0] if is_one else documents, [line.format(**one) for one in documents], as_json=as_json)
+
+
+app.command()(export)
 
 
 @app.command()

@@ -1,0 +1,31 @@
+"""`pipelinerl export`: a weight version as a model directory."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.arguments import Json, Root, Run
+from flows.console import answer
+
+
+def export(
+    run: Run,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that is not there yet.")],
+    version: Annotated[str, typer.Option(help="Number of a durable weight version, or last.")] = "last",
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Write the model of a weight version as a Hugging Face directory: weights, configuration, tokenizer.
+
+    transformers, vLLM and `model.path` of a new run read it. Example: `pipelinerl export latest ./my-model`
+    """
+    url = import_module("tasks.runs").locate_run(run, root)
+    document = import_module("tasks.exporting").export(url, directory, version)
+    lines = [
+        f"{document['directory']}: version {document['version']} of {document['run_id']}, "
+        f"{document['num_bytes'] / 1e6:,.1f} MB",
+        f"  AutoModelForCausalLM.from_pretrained({document['directory']!r})",
+    ]
+    answer(document, lines, as_json=as_json)

@@ -1,0 +1,86 @@
+"""A weight version as a directory that transformers reads."""
+
+import json
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.records import Commit, RunRecord, commit_key
+from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.files import entry_of, serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+from tasks.exporting import export, with_metadata
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=0)
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    """Steps 0 to 2 of a run; 0 and 2 are durable, with other weights than the starting model."""
+    start = tmp_path / "start"
+    model.save_pretrained(start)
+    (start / "tokenizer.json").write_text("{}")
+    url = f"file://{tmp_path}/runs/one"
+    store = open_store(url)
+    config = load_config("quickstart", [f"model.path={start}"])
+    record = RunRecord(run_id="one", created_at=1.0, code_version="x", config=config.model_dump(mode="json"))
+    store.put("run.json", record.model_dump_json().encode())
+    epoch = take_epoch(store, "trainer", -1)
+    publisher = WeightPublisher(store, run_id="one", epoch=epoch.epoch, use_shm=False)
+    for step in range(3):
+        weights = {name: torch.full_like(tensor, float(step)) for name, tensor in model.named_parameters()}
+        manifest = publisher.publish(step, weights, durable=True) if step != 1 else None
+        commit = Commit(
+            run_id="one", step=step, epoch=epoch.epoch, batches=(), manifest=manifest, checkpoint=None, fates=(),
+            weights_sha256=entry_of("x", serialize(weights)).sha256, next_group_id=0, open_groups=(), low_water={},
+            tokens={}, reserved_at=0.0, computed_at=0.0, committed_at=time.time(),
+        )  # fmt: skip
+        store.put(commit_key(step, epoch.epoch), commit.model_dump_json().encode())
+    return url
+
+
+@pytest.mark.parametrize(("version", "value"), [("last", 2.0), ("0", 0.0)])
+def test_transformers_loads_the_weights_of_the_version(run, tmp_path, version, value):
+    document = export(run, tmp_path / "out", version)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all((parameter == value).all() for parameter in loaded.parameters())
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    origin = json.loads((tmp_path / "out" / "pipelinerl.json").read_text())
+    assert (origin["run_id"], origin["version"]) == ("one", int(value))
+    assert document["weights_sha256"] == origin["weights_sha256"]
+
+
+def test_what_cannot_be_exported_is_said_in_one_line(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"--version 1: not durable \(the newest step is 2, weights.durable_every"):
+        export(run, tmp_path / "out", "1")
+    with pytest.raises(ConfigError, match="not an empty directory"):
+        export(run, tmp_path)
+    assert not (tmp_path / "out").exists()
+    (weights,) = (tmp_path / "runs/one/weights").glob("00000002.*/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ChecksumMismatch, match="not the bytes that were committed"):
+        export(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_header_with_metadata_keeps_it(tmp_path):
+    save_file({"x": torch.arange(3.0)}, tmp_path / "a", metadata={"made_by": "me"})
+    data = with_metadata((tmp_path / "a").read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    assert json.loads(data[8 : 8 + length])["__metadata__"] == {"made_by": "me", "format": "pt"}
+    assert data.endswith(bytes(torch.arange(3.0).numpy().tobytes()))
