@@ -111,10 +111,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_NC, head_VC, targets_N, entropy_N = ctx.saved_tensors
         grad_hidden_NC = torch.empty_like(hidden_NC)
-        grad_head_VC = torch.zeros_like(head_VC, dtype=torch.float32)
+        # A frozen head, as with adapters, has no gradient, which would take as much memory as the head.
+        grad_head_VC = torch.zeros_like(head_VC, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         exact_VC = head_VC.float()
         for chunk in _slices(len(targets_N), ctx.chunk_tokens):
             logprobs_KV = _log_softmax(hidden_NC[chunk], exact_VC, ctx.temperature)
@@ -129,9 +130,11 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_KV.addcmul_(logprobs_KV, grad_entropy_N[chunk, None], value=-1.0)
             grad_KV.div_(ctx.temperature)
             grad_hidden_NC[chunk] = (grad_KV @ exact_VC).to(hidden_NC.dtype)
-            grad_head_VC.addmm_(grad_KV.T, hidden_NC[chunk].float())
+            if grad_head_VC is not None:
+                grad_head_VC.addmm_(grad_KV.T, hidden_NC[chunk].float())
             del logprobs_KV, probs_KV, grad_KV  # not beside those of the next chunk
-        return grad_hidden_NC, grad_head_VC.to(head_VC.dtype), None, None, None, None
+        grad_head_VC = None if grad_head_VC is None else grad_head_VC.to(head_VC.dtype)
+        return grad_hidden_NC, grad_head_VC, None, None, None, None
 
 
 class _BlockLogprobs(torch.autograd.Function):
@@ -179,11 +182,11 @@ class _BlockLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_NC, head_VC, targets_N, log_sum_exp_N, entropy_N = ctx.saved_tensors
         exact_NC = hidden_NC.float()
         grad_hidden_NC = torch.zeros_like(exact_NC)
-        grad_head_VC = torch.empty_like(head_VC)
+        grad_head_VC = torch.empty_like(head_VC) if ctx.needs_input_grad[1] else None
         for block in _slices(len(head_VC), ctx.block_words):
             head_BC = head_VC[block].float()
             grad_head_BC = torch.zeros_like(head_BC)
@@ -203,8 +206,10 @@ class _BlockLogprobs(torch.autograd.Function):
                     grad_KB.scatter_add_(1, place_KI, torch.where(is_here_K, grad_logprobs_N[chunk], 0.0)[:, None])
                 grad_KB.div_(ctx.temperature)
                 grad_hidden_NC[chunk].addmm_(grad_KB, head_BC)
-                grad_head_BC.addmm_(grad_KB.T, exact_NC[chunk])
-            grad_head_VC[block] = grad_head_BC
+                if grad_head_VC is not None:
+                    grad_head_BC.addmm_(grad_KB.T, exact_NC[chunk])
+            if grad_head_VC is not None:
+                grad_head_VC[block] = grad_head_BC
         return grad_hidden_NC.to(hidden_NC.dtype), grad_head_VC, None, None, None, None
 
 

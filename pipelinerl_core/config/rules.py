@@ -197,6 +197,11 @@ def _learner_problem(config: "RunConfig") -> str | None:
         return "learner.offload=optimizer needs learner.zero_stage of at least 1. Set learner.zero_stage=1"
     if learner.offload == "parameters" and learner.zero_stage < 3:
         return "learner.offload=parameters needs learner.zero_stage=3. Set learner.zero_stage=3"
+    if not learner.lora_rank and (learner.lora_alpha or learner.lora_targets):
+        return (
+            f"learner.lora_alpha={learner.lora_alpha:g}, learner.lora_targets={list(learner.lora_targets)} are not "
+            "read with learner.lora_rank=0. Set learner.lora_rank too, or leave them out"
+        )
     return None
 
 

@@ -38,6 +38,12 @@ class LearnerConfig(Section):
     """deepspeed: what is kept in the memory of the host: moments and masters (from stage 1 on), weights too (3)."""
     activation_checkpointing: bool = False
     """Compute the activations of each layer a second time in the backward pass instead of keeping them."""
+    lora_rank: int = Field(0, ge=0)
+    """Train low-rank adapters of this rank beside frozen weights (LoRA); 0: all weights."""
+    lora_alpha: float = Field(0.0, ge=0)
+    """Adapters count lora_alpha / lora_rank times; 0: 2 * lora_rank, so twice."""
+    lora_targets: tuple[str, ...] = ()
+    """Linear layers of the decoder blocks that have adapters, by name, as q_proj; none named: all of them."""
     lr: float = Field(1e-4, gt=0)
     """Peak learning rate (AdamW)."""
     warmup_steps: int = Field(10, ge=0)
@@ -50,3 +56,8 @@ class LearnerConfig(Section):
     """Decoupled weight decay."""
     clip_norm: float = Field(0.3, gt=0)
     """Largest global gradient norm."""
+
+    @property
+    def lora_scale(self) -> float:
+        """s of W + s * B @ A; 0 without adapters."""
+        return (self.lora_alpha or 2.0 * self.lora_rank) / self.lora_rank if self.lora_rank else 0.0

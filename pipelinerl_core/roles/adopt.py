@@ -15,6 +15,7 @@ from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit, EpochRecord
 from pipelinerl_core.roles.history import read_commit
 from pipelinerl_core.roles.replay import foreign_steps, replay_steps, restore, weights_sha256
+from pipelinerl_core.training.lora import is_adapter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,12 @@ def _take_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
         return
     committed = WeightSubscriber(store).fetch(commit.manifest).tensors
     tensors, values = learner.state()
+    if any(is_adapter(name) for name in tensors):
+        logger.warning(
+            "step %d was trained again on other hardware: its adapters differ from those that were committed, by "
+            "rounding, and cannot be taken out of merged weights", commit.step,
+        )  # fmt: skip
+        return
     learner.load_state(_with_committed(tensors, committed), values)
     if weights_sha256(learner) != commit.weights_sha256:
         raise ChecksumMismatch(

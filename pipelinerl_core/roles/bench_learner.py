@@ -50,7 +50,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, and what it was measured on."""
     if options.rounds < 1 or options.memory_tokens < 1:
         raise ConfigError("--rounds and --memory-tokens must be at least 1")
-    # Before transformers is loaded, which looks only once for accelerate; TRL needs it.
+    # Before transformers is loaded, which looks only once for what is installed.
     sys.path.append(str(_PACKAGES))
     from pipelinerl_core.roles import bench_learner_memory, bench_learner_rounds  # noqa: PLC0415
 

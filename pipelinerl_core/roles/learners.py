@@ -25,6 +25,7 @@ from pipelinerl_core.roles.rank_processes import RankProcesses
 from pipelinerl_core.roles.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.lora import add_adapters, share_frozen
 from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
 from pipelinerl_core.training.ranks import ALONE, Ranks
 
@@ -160,7 +161,16 @@ def _load(config: RunConfig, device: torch.device) -> tuple[object, object]:
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
     model = load_model(Path(path), config.model.dtype, device)
-    reference = load_reference(config.loss.ref_model or path, model) if config.loss.kl_coefficient else None
+    reference = _reference(config, path, model) if config.loss.kl_coefficient else None
+    if config.learner.lora_rank:
+        add_adapters(model, config.learner, config.seed)
     if config.learner.activation_checkpointing:
         checkpoint_activations(model)
     return model, reference
+
+
+def _reference(config: RunConfig, path: Path | str, model: object) -> object:
+    # Adapters leave the base model as it was; only where ZeRO takes its weights apart it cannot be used beside them.
+    if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
+        return share_frozen(model)
+    return load_reference(config.loss.ref_model or path, model)

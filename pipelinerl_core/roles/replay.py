@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pipelinerl_core.config.load import override_config
+from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit, parse_commit_key
@@ -127,6 +128,7 @@ def replay_run(
     if begin > end:
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
     studied = override_config(context.config, overrides)
+    _check_adapters(context.config.learner, studied.learner)
     with open_learners(url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)
@@ -141,6 +143,16 @@ def replay_run(
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.stats.step >= begin:
                 yield replace(replayed, is_exact=replayed.stats.step < min(foreign, default=end + 1))
+
+
+def _check_adapters(recorded: LearnerConfig, studied: LearnerConfig) -> None:
+    """Raises ConfigError when other tensors would be trained than the recorded checkpoint holds."""
+    for key in ("lora_rank", "lora_targets"):
+        if getattr(recorded, key) != getattr(studied, key):
+            raise ConfigError(
+                f"learner.{key}: a replay goes on from a recorded checkpoint, and has its adapters or none. "
+                "Leave it out, or start a new run"
+            )
 
 
 @exit_codes

@@ -24,6 +24,7 @@ from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.learner import Batcher, reference_logprobs, score_rollouts
+from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
     check_state,
@@ -65,7 +66,7 @@ class DeepSpeedLearner:
         self._batcher = batcher
         self._device: torch.device = model.device
         self._policy = Policy(model, temperature=config.rollouts.temperature)
-        self._parameters = self._policy.parameter_names()
+        self._parameters = self._policy.trained()
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
         self._stage = config.learner.zero_stage
@@ -140,12 +141,12 @@ class DeepSpeedLearner:
         return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
 
     def weights(self) -> dict[str, Tensor]:
-        """Snapshot of the weights by parameter name, in the model's type; empty on ranks other than 0."""
+        """Snapshot of the weights by parameter name, in the model's type, adapters merged; empty on ranks but 0."""
         found: dict[str, Tensor] = {}
         for lot in self._lots():
-            with self._gathered(lot):
+            with self._gathered([part for weight in lot for part in weight.parts]):
                 if self._ranks.rank == 0:
-                    found |= {name: snapshot(parameter) for name, parameter in lot.items()}
+                    found |= {weight.name: weight.merged() for weight in lot}
         return found
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -174,7 +175,7 @@ class DeepSpeedLearner:
         self._make_states(max(steps, default=0.0))
         for name, parameter in self._parameters.items():
             master = tensors[f"weights.{name}"].to(self._device)
-            with self._gathered({name: parameter}, is_changed=True):
+            with self._gathered([parameter], is_changed=True):
                 parameter.copy_(master)
             self._set_full(parameter, None, master)
             for moment in MOMENTS if steps else ():
@@ -184,21 +185,24 @@ class DeepSpeedLearner:
 
     # ---- where DeepSpeed keeps what ----------------------------------------------------------------------------
 
-    def _lots(self) -> Iterator[dict[str, Tensor]]:
-        lot: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            lot[name] = parameter
-            if sum(getattr(one, "ds_numel", one.numel()) for one in lot.values()) >= _GATHERED_ELEMENTS:
+    def _lots(self) -> Iterator[list[PublishedWeight]]:
+        lot: list[PublishedWeight] = []
+        for weight in published_weights(self._policy.model, self._config.learner.lora_scale):
+            lot.append(weight)
+            if (
+                sum(getattr(part, "ds_numel", part.numel()) for one in lot for part in one.parts)
+                >= _GATHERED_ELEMENTS
+            ):
                 yield lot
-                lot = {}
+                lot = []
         if lot:
             yield lot
 
-    def _gathered(self, lot: Mapping[str, Tensor], *, is_changed: bool = False) -> AbstractContextManager[Any]:
+    def _gathered(self, parameters: Sequence[Tensor], *, is_changed: bool = False) -> AbstractContextManager[Any]:
         if self._stage < 3:
             return nullcontext()
         context: AbstractContextManager[Any] = self._deepspeed.zero.GatheredParameters(
-            list(lot.values()), modifier_rank=0 if is_changed else None
+            list(parameters), modifier_rank=0 if is_changed else None
         )
         return context
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.training.lora import published_weights
 from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
@@ -82,7 +83,7 @@ class TorchLearner:
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._batcher = batcher
         self._ranks = ranks
-        self._optimizer = MasterOptimizer(self._policy.parameter_names(), config.learner)
+        self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
         # One core per pack: a small model's matrix products are too small to share one among threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
@@ -137,14 +138,15 @@ class TorchLearner:
         return score_rollouts(self._policy, self._batcher.rollouts(rollouts), len(rollouts), self._model.device)
 
     def weights(self) -> dict[str, Tensor]:
-        """Snapshot of the weights by parameter name, in the model's type; tied weights appear once."""
-        return {
-            name: parameter.detach().to("cpu", copy=True).contiguous()
-            for name, parameter in self._policy.parameter_names().items()
-        }
+        """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged."""
+        published = published_weights(self._model, self._config.learner.lora_scale)
+        return {weight.name: weight.merged() for weight in published}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the next steps depend on: weights, moments, version, the state of torch's generator."""
+        """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.
+
+        With LoRA the trained weights are the adapters; the base model is where it was.
+        """
         tensors = self._optimizer.state()
         tensors["rng.torch"] = torch.get_rng_state()
         return tensors, {"version": self.version}

@@ -12,6 +12,7 @@ from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.losses import LossSums, compute_loss, select
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.losses import LossConfig
+from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.training.model import head_weight, hidden_states
 
 
@@ -38,9 +39,9 @@ class Policy(torch.nn.Module):
             hidden_states(self.model, batch), self.head, batch.target_ids_N, temperature=self._temperature
         )
 
-    def parameter_names(self) -> dict[str, Tensor]:
-        """The model's own name of each parameter, tied ones once."""
-        return dict(self.model.named_parameters())
+    def trained(self) -> dict[str, Tensor]:
+        """What the optimizer changes, by the model's own names, tied ones once."""
+        return trained_parameters(self.model)
 
 
 def pack_loss(

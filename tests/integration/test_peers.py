@@ -101,7 +101,7 @@ def trl() -> None:
 @pytest.mark.usefixtures("trl")
 @pytest.mark.parametrize("generation", ["continuous", "plain"])
 def test_trl_has_the_gradient_of_our_learner(tmp_path, prepared_model, generation):
-    # In a process of its own: transformers looks only once for accelerate, which is not among our packages.
+    # In a process of its own, which looks for packages where `make bench-peers` puts them.
     call = f"compare_trl({str(tmp_path)!r}, {str(prepared_model)!r}, {generation == 'continuous'})"
     command = [sys.executable, "-W", "ignore", "-c", f"from tests.integration.test_peers import compare_trl; {call}"]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}

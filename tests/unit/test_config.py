@@ -60,6 +60,8 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("engine.tensor_parallel=2", "Set engine.kind=vllm"),
         ("learner.zero_stage=2", "Set learner.kind=deepspeed"),
         ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
+        ("learner.lora_alpha=16", "Set learner.lora_rank too"),
+        ('learner.lora_targets=["q_proj"]', "Set learner.lora_rank too"),
         ("trainer.ranks=0", "greater than or equal to 1"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
