@@ -20,6 +20,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 BETA1 = 0.9
 STAGES = (0, 1, 2, 3)
+# At the first steps the gradient of adapters is small, B being 0; it is to be clipped too.
+CLIP_NORM, LORA_CLIP_NORM = 0.005, 0.0002
+LORA = ("learner.lora_rank=3", "learner.lora_alpha=1.5", f"learner.clip_norm={LORA_CLIP_NORM}")
 BF16_STAGES = (1, 2, 3)
 
 
@@ -44,6 +47,10 @@ TWO_RANKS = [
     *(case(f"bf16_zero{stage}", "model.dtype=bfloat16", *deepspeed(stage)) for stage in BF16_STAGES),
     case("bf16_torch_twice", "model.dtype=bfloat16", steps=(1, 2)),
     case("bf16_zero3_after_torch", "model.dtype=bfloat16", *deepspeed(3), steps=(2,), load="bf16_torch"),
+    case("lora_torch", *LORA),
+    case("lora_zero0", *deepspeed(0, *LORA)),
+    case("lora_zero2_after_torch", *deepspeed(2, *LORA), steps=(2,), load="lora_torch"),
+    case("lora_zero3_after_torch", *deepspeed(3, *LORA), steps=(2,), load="lora_torch"),
 ]
 ONE_RANK = [
     case("zero3_alone", *deepspeed(3)),
@@ -64,7 +71,7 @@ def common(tmp_path_factory):
         )
     ).save_pretrained(path)  # fmt: skip
     settings = {"pack_tokens": 24, "steps": 10}
-    learner = {"clip_norm": 0.005, "weight_decay": 0.1, "warmup_steps": 0, "lr": 1e-2}
+    learner = {"clip_norm": CLIP_NORM, "weight_decay": 0.1, "warmup_steps": 0, "lr": 1e-2}
     return [
         f"model.path={path}",
         *(f"trainer.{key}={value}" for key, value in settings.items()),
@@ -94,13 +101,14 @@ def found(common, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted(common, found):
     """What a case must end with after step 1 or 2: the torch learner alone, in bfloat16 on the same packs."""
-    config = load_config("quickstart", common)
-    learner = build_alone(config)
     results = {}
-    for step in (1, 2):
-        stats = [asdict(learner.step(rows_of(config, step)))]
-        published = {f"published.{name}": tensor for name, tensor in learner.weights().items()}
-        results["float32", step] = learner.state()[0] | published, {"steps": stats}
+    for kind, more in (("float32", ()), ("lora", LORA)):
+        config = load_config("quickstart", [*common, *more])
+        learner = build_alone(config)
+        for step in (1, 2):
+            stats = [asdict(learner.step(rows_of(config, step)))]
+            published = {f"published.{name}": tensor for name, tensor in learner.weights().items()}
+            results[kind, step] = learner.state()[0] | published, {"steps": stats}
     # In bfloat16 other packs give other gradients, in the third digit.
     return results | {("bfloat16", 1): found["bf16_torch"], ("bfloat16", 2): found["bf16_torch_twice"]}
 
@@ -109,7 +117,8 @@ def wanted(common, found):
 def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     tensors, told = found[one["name"]]
     step = one["steps"][-1]
-    state, told_wanted = wanted["bfloat16" if "bf16" in one["name"] else "float32", step]
+    kind = {"bf16": "bfloat16", "lora": "lora"}.get(one["name"].partition("_")[0], "float32")
+    state, told_wanted = wanted[kind, step]
     assert tensors.keys() == state.keys()
     for name, tensor in state.items():
         assert tensors[name].dtype == tensor.dtype
@@ -121,7 +130,7 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     last, stats = told["steps"][-1], told_wanted["steps"][-1]
     assert last["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5)
-    assert stats["grad_norm"] > 2 * 0.005  # it was clipped
+    assert stats["grad_norm"] > 2 * (LORA_CLIP_NORM if kind == "lora" else CLIP_NORM)  # it was clipped
     for name in ("loss", "ess", "ess_sequence", "ratio_mean", "kl", "entropy", "num_trained_tokens", "num_tokens"):
         assert last[name] == pytest.approx(stats[name], rel=1e-5, abs=1e-6), name
     assert told["values"] == {"version": step}
