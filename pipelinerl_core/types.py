@@ -242,6 +242,8 @@ class StepStats:
     """Mean of rollout_logprob - trainer_logprob over trained tokens (k1 estimate of KL(behaviour | current))."""
     kl_ref: float | None = None
     """Mean divergence from the reference model over trained tokens, if there is one."""
+    value_error: float | None = None
+    """Mean squared error of the value head over trained tokens, if there is one."""
     mismatch_abs: float | None = None
     """Mean |trainer_logprob - rollout_logprob| over trained tokens of the version being trained, in rollouts without
     older tokens; None, as below, where there is no such token (algo/mismatch.py)."""

@@ -48,8 +48,19 @@ def standardized(rewards: Sequence[float]) -> list[float]:
     return [value / (std + _STD_FLOOR) for value in centred]
 
 
+def without_baseline(rewards: Sequence[float]) -> list[float]:
+    """The rewards themselves: with loss.advantage=value the learner takes the value of each token from them."""
+    _check(rewards)
+    return list(rewards)
+
+
 ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProxyType(
-    {"leave_one_out": leave_one_out, "group_mean": group_mean, "standardized": standardized}
+    {
+        "leave_one_out": leave_one_out,
+        "group_mean": group_mean,
+        "standardized": standardized,
+        "value": without_baseline,
+    }
 )
 """By `loss.advantage`."""
 

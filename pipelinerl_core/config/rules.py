@@ -173,6 +173,12 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"loss.ref_model={config.loss.ref_model} is not read with loss.kl_coefficient=0. Set loss.kl_coefficient "
             "too, or leave it out"
         )
+    is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
+    if config.loss.advantage != "value" and not is_default:
+        return (
+            f"loss.value_coefficient={config.loss.value_coefficient:g} is not read with loss.advantage="
+            f"{config.loss.advantage}. Set loss.advantage=value, or leave it out"
+        )
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="

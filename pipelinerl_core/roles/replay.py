@@ -129,6 +129,11 @@ def replay_run(
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
     studied = override_config(context.config, overrides)
     _check_adapters(context.config.learner, studied.learner)
+    if (context.config.loss.advantage == "value") != (studied.loss.advantage == "value"):
+        raise ConfigError(
+            f"loss.advantage={studied.loss.advantage}: the recorded advantages are those of "
+            f"{context.config.loss.advantage}. Start a new run to learn with a value head, or without one"
+        )
     with open_learners(url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)

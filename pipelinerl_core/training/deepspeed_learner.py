@@ -65,7 +65,8 @@ class DeepSpeedLearner:
         self._ranks = ranks
         self._batcher = batcher
         self._device: torch.device = model.device
-        self._policy = Policy(model, temperature=config.rollouts.temperature)
+        value_seed = config.seed if config.loss.advantage == "value" else None
+        self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._parameters = self._policy.trained()
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
@@ -110,20 +111,20 @@ class DeepSpeedLearner:
             grad_norm=grad_norm,
             learning_rate=lr,
             has_reference=self._reference is not None,
+            has_values=self._policy.value_head is not None,
             compute_seconds=time.perf_counter() - started,
         )
 
     def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
-        trainer_logprobs_N, entropy_N = self._engine(batch)
+        output = self._engine(batch)
         loss_sums = pack_loss(
             batch,
-            trainer_logprobs_N,
-            entropy_N,
+            output,
             self._config.loss,
             version=self.version,
             ref_logprobs_N=reference_logprobs(self._reference, batch),
         )
-        sums.add(batch, loss_sums, trainer_logprobs_N, entropy_N)
+        sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
         self._engine.backward(loss_sums.loss * self._ranks.size, scale_wrt_gas=False)
 
     def _apply(self, lr: float) -> float:

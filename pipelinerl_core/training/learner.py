@@ -79,7 +79,8 @@ class TorchLearner:
         self.version = version
         self._config = config
         self._model = model
-        self._policy = Policy(model, temperature=config.rollouts.temperature)
+        value_seed = config.seed if config.loss.advantage == "value" else None
+        self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._batcher = batcher
         self._ranks = ranks
@@ -117,21 +118,21 @@ class TorchLearner:
             grad_norm=grad_norm.item(),
             learning_rate=lr,
             has_reference=self._reference is not None,
+            has_values=self._policy.value_head is not None,
             compute_seconds=time.perf_counter() - started,
         )
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
-        trainer_logprobs_N, entropy_N = self._policy(batch)
+        output = self._policy(batch)
         loss_sums = pack_loss(
             batch,
-            trainer_logprobs_N,
-            entropy_N,
+            output,
             self._config.loss,
             version=self.version,
             ref_logprobs_N=reference_logprobs(self._reference, batch),
         )
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
-        return _PackResult(batch, loss_sums, trainer_logprobs_N.detach(), entropy_N.detach(), gradients)
+        return _PackResult(batch, loss_sums, output.trainer_logprobs_N.detach(), output.entropy_N.detach(), gradients)
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""

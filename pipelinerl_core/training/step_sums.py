@@ -20,7 +20,7 @@ from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.types import StepStats
 
 # Of one pack on its device; and what is known without asking the device.
-_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "entropy")
+_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy")
 _KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs")
 
 
@@ -49,8 +49,19 @@ class StepSums:
         self.known["num_tokens"] += batch.num_tokens
         self.known["budget_tokens"] += max(batch.num_tokens, self.pack_tokens)
         self.known["num_packs"] += 1
-        kl_ref = torch.zeros_like(sums.kl) if sums.kl_ref is None else sums.kl_ref
-        of_pack = [sums.loss, sums.num_tokens, sums.ratio, sums.clipped, sums.kl, kl_ref, entropy_N.sum()]
+        nothing = torch.zeros_like(sums.kl)
+        kl_ref = nothing if sums.kl_ref is None else sums.kl_ref
+        value_error = nothing if sums.value_error is None else sums.value_error
+        of_pack = [
+            sums.loss,
+            sums.num_tokens,
+            sums.ratio,
+            sums.clipped,
+            sums.kl,
+            kl_ref,
+            value_error,
+            entropy_N.sum(),
+        ]
         self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
         # Neither truncated nor masked: ess tells what the lag did to the data, before the rules against it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
@@ -107,7 +118,14 @@ class StepTotals:
         )
 
     def stats(
-        self, step: int, *, grad_norm: float, learning_rate: float, has_reference: bool, compute_seconds: float
+        self,
+        step: int,
+        *,
+        grad_norm: float,
+        learning_rate: float,
+        has_reference: bool,
+        has_values: bool,
+        compute_seconds: float,
     ) -> StepStats:
         """As the learner reports it."""
         sums = self.sums
@@ -123,6 +141,7 @@ class StepTotals:
             ratio_clipped_fraction=sums["clipped"] / num_trained,
             kl=sums["kl"] / num_trained,
             kl_ref=sums["kl_ref"] / num_trained if has_reference else None,
+            value_error=sums["value_error"] / num_trained if has_values else None,
             **self.differences,
             entropy=sums["entropy"] / num_sampled,
             num_tokens=int(sums["num_tokens"]),

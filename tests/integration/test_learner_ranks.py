@@ -47,6 +47,8 @@ TWO_RANKS = [
     *(case(f"bf16_zero{stage}", "model.dtype=bfloat16", *deepspeed(stage)) for stage in BF16_STAGES),
     case("bf16_torch_twice", "model.dtype=bfloat16", steps=(1, 2)),
     case("bf16_zero3_after_torch", "model.dtype=bfloat16", *deepspeed(3), steps=(2,), load="bf16_torch"),
+    case("value_torch", "loss.advantage=value"),
+    case("value_zero3", *deepspeed(3, "loss.advantage=value")),
     case("lora_torch", *LORA),
     case("lora_zero0", *deepspeed(0, *LORA)),
     case("lora_zero2_after_torch", *deepspeed(2, *LORA), steps=(2,), load="lora_torch"),
@@ -102,7 +104,7 @@ def found(common, tmp_path_factory):
 def wanted(common, found):
     """What a case must end with after step 1 or 2: the torch learner alone, in bfloat16 on the same packs."""
     results = {}
-    for kind, more in (("float32", ()), ("lora", LORA)):
+    for kind, more in (("float32", ()), ("value", ("loss.advantage=value",)), ("lora", LORA)):
         config = load_config("quickstart", [*common, *more])
         learner = build_alone(config)
         for step in (1, 2):
@@ -117,7 +119,7 @@ def wanted(common, found):
 def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     tensors, told = found[one["name"]]
     step = one["steps"][-1]
-    kind = {"bf16": "bfloat16", "lora": "lora"}.get(one["name"].partition("_")[0], "float32")
+    kind = {"bf16": "bfloat16", "lora": "lora", "value": "value"}.get(one["name"].partition("_")[0], "float32")
     state, told_wanted = wanted[kind, step]
     assert tensors.keys() == state.keys()
     for name, tensor in state.items():

@@ -79,6 +79,7 @@ def test_every_metric_of_a_step_is_declared():
         "weights/published_seconds",
         "weights/bytes",
         "policy/kl_ref",
+        "policy/value_error",
     }
     assert metrics_of(three_rows(), stats=replace(STATS, kl_ref=0.5))["policy/kl_ref"] == 0.5
     values = {key.replace("/", "_"): index + 0.5 for index, key in enumerate(sorted(differences))}
