@@ -64,7 +64,6 @@ def _take_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "that were committed, by rounding", commit.step,
         )  # fmt: skip
         return
-    committed = WeightSubscriber(store).fetch(commit.manifest).tensors
     tensors, values = learner.state()
     if any(is_adapter(name) for name in tensors):
         logger.warning(
@@ -72,6 +71,7 @@ def _take_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
             "rounding, and cannot be taken out of merged weights", commit.step,
         )  # fmt: skip
         return
+    committed = WeightSubscriber(store).fetch(commit.manifest).tensors
     learner.load_state(_with_committed(tensors, committed), values)
     if weights_sha256(learner) != commit.weights_sha256:
         raise ChecksumMismatch(

@@ -1,6 +1,7 @@
 """LoRA: what is trained, what is published, what is kept."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.roles.adopt import _take_committed_weights
 from pipelinerl_core.roles.replay import _check_adapters
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
@@ -221,3 +223,12 @@ def test_alpha_defaults_to_twice_the_rank():
 def test_a_replay_cannot_study_other_adapters():
     with pytest.raises(ConfigError, match=r"learner\.lora_rank: a replay goes on from a recorded checkpoint"):
         _check_adapters(config().learner, lora_config().learner)
+
+
+def test_committed_weights_do_not_replace_adapters(caplog):
+    learner = adapted_learner(lora_config())
+    before = learner.state()[0]
+    commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1"))
+    _take_committed_weights(MemoryStore(), learner, commit)
+    assert "step 3 was trained again on other hardware: its adapters differ" in caplog.text
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[0].items())
