@@ -23,18 +23,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10_000))
     parser.add_argument("--away-seconds", type=float, default=AWAY_SECONDS, help="of Prefect and MLflow servers")
     parser.add_argument("--engine", default="embedded", choices=["embedded", "vllm"])
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     options = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):  # unwind, so that nothing is left; a shell may have ignored them
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     say(f"seed {options.seed}")
     kinds = ["file", "s3"] if options.store == "both" else [options.store]
     outcomes = []
-    for number, names in enumerate(plan(options.faults, kinds, options.seed)):
+    settings = [f"engine.kind={options.engine}", f"trainer.ranks={options.ranks}"]
+    for number, names in enumerate(plan(options.faults, kinds, options.seed, settings)):
         kind = kinds[number % len(kinds)]
         home = Path(tempfile.mkdtemp(prefix=f"pipelinerl-chaos-{kind}-"))
         say(f"run {number + 1} on {kind}: {home}")
         seed = options.seed + number
-        settings = [f"engine.kind={options.engine}"]
         outcome = run_campaign(
             home, kind, names, seed=seed, away_seconds=options.away_seconds, settings=settings, say=say
         )
@@ -45,7 +46,7 @@ def main() -> int:
     return int(any(outcome.complaints for outcome in outcomes))
 
 
-def plan(num_faults: int, kinds: list[str], seed: int) -> list[list[str]]:
+def plan(num_faults: int, kinds: list[str], seed: int, settings: list[str]) -> list[list[str]]:
     """Names of the faults of each run: every kind of fault as often as any other, in random order."""
     dice = random.Random(seed)
     runs: list[list[str]] = []
@@ -55,7 +56,7 @@ def plan(num_faults: int, kinds: list[str], seed: int) -> list[list[str]]:
         names: list[str] = []
         while len(names) < min(PER_RUN, num_faults):
             if not decks[kind]:
-                decks[kind] = list(catalogue(kind))
+                decks[kind] = list(catalogue(kind, settings=settings))
                 dice.shuffle(decks[kind])
             names.append(decks[kind].pop())
         runs.append(names)

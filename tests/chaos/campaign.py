@@ -61,7 +61,7 @@ def run_campaign(
     """
     outcome, begun = Outcome(store, seed), time.monotonic()
     world = World(home, store, seed=seed, settings=settings)
-    faults = catalogue(store, away_seconds=away_seconds)
+    faults = catalogue(store, away_seconds=away_seconds, settings=settings)
     try:
         world.start()
         for number, name in enumerate(names, 1):

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ def damaged_checkpoint(world: World) -> str:
     """The newest checkpoint is damaged, and the trainer must read it because it dies."""
     newest = max(path.parent for path in world.directory.glob("checkpoints/*/manifest.json"))
     damage(newest / "state.safetensors", world)
-    return f"step {newest.name}, trainer {kill('roles.trainer', world)}"
+    return f"step {newest.name}, trainer {kill('roles.trainer --run', world)}"
 
 
 def away(service: Callable[[World], Service], seconds: float, world: World) -> str:
@@ -134,16 +134,18 @@ def away(service: Callable[[World], Service], seconds: float, world: World) -> s
     return f"{seconds:.0f} s"
 
 
-def catalogue(kind: StoreKind, *, away_seconds: float = AWAY_SECONDS) -> dict[str, Fault]:
-    """Name -> fault, of all that can happen to a run on this kind of store."""
+def catalogue(
+    kind: StoreKind, *, away_seconds: float = AWAY_SECONDS, settings: Sequence[str] = ()
+) -> dict[str, Fault]:
+    """Name -> fault, of all that can happen to a run with these settings on this kind of store."""
     faults: dict[str, Fault] = {
         "kill hub": partial(kill, "roles.hub"),
-        "kill trainer": partial(kill, "roles.trainer"),
+        "kill trainer": partial(kill, "roles.trainer --run"),
         "kill actor": partial(kill, "roles.actor"),
         "kill reward worker": partial(kill, "rewards.worker"),
         "kill flow": kill_flow,
         "stop hub": partial(stop, "roles.hub"),
-        "stop trainer": partial(stop, "roles.trainer"),
+        "stop trainer": partial(stop, "roles.trainer --run"),
         "stop actor": partial(stop, "roles.actor"),
         "stop reward worker": partial(stop, "rewards.worker"),
         "segments damaged": damaged_segments,
@@ -153,6 +155,10 @@ def catalogue(kind: StoreKind, *, away_seconds: float = AWAY_SECONDS) -> dict[st
         "Prefect away": partial(away, lambda world: world.prefect, away_seconds),
         "MLflow away": partial(away, lambda world: world.mlflow, away_seconds),
     }
+    if "engine.kind=vllm" in settings:
+        faults["kill engine core"] = partial(kill, "VLLM::EngineCore")
+    if any(setting.startswith("trainer.ranks=") and setting != "trainer.ranks=1" for setting in settings):
+        faults |= {"kill rank": partial(kill, "roles.trainer_rank"), "stop rank": partial(stop, "roles.trainer_rank")}
     if kind == "s3":
         modes = {"503": "503", "slow": "slow", "torn": "torn", "full": "full"}
         return faults | {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}
