@@ -15,7 +15,8 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Trainer processes, each with a share of the packs, and a GPU of its own where there are some."""
     collective_seconds: float = Field(600.0, gt=0)
-    """Longest time that ranks wait for one another inside a step; beyond it the trainer is started again."""
+    """Longest time that ranks wait for one another, in a step or for a model to be loaded; beyond it the trainer is
+    started again."""
     groups_per_step: int = Field(16, ge=1)
     """Groups of one optimizer step."""
     pack_tokens: int = Field(2048, ge=16)

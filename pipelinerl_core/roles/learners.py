@@ -20,8 +20,8 @@ from pipelinerl_core.records import MeetingRecord
 from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.meeting import announce_meeting, hold_meeting, own_address
 from pipelinerl_core.roles.process import leave
-from pipelinerl_core.roles.rank_channel import RankChannel, join_ranks
-from pipelinerl_core.roles.rank_processes import RankProcesses
+from pipelinerl_core.roles.rank_channel import RankChannel, join_ranks, lost_ranks
+from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
@@ -32,6 +32,8 @@ from pipelinerl_core.training.ranks import ALONE, Ranks
 # After a rank has ended, the others may still say why they cannot go on.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+# A connection breaks a moment before its process is seen to have ended.
+_REAP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,10 @@ def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Ite
         learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
         try:
             yield learners
-        finally:
-            learners.close()
+        except BaseException:
+            learners.close(at_once=True)  # a rank that hangs would take no word
+            raise
+        learners.close()
 
 
 class Learners:
@@ -74,21 +78,25 @@ class Learners:
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
-        self._channel.tell("build", config=config.model_dump(mode="json"))
-        local, batcher = build_rank(config, self._ranks)
+        with lost_ranks("loading of the model"), self._channel.command():
+            self._channel.tell("build", config=config.model_dump(mode="json"))
+            local, batcher = build_rank(config, self._ranks)
         return RankedLearner(local, self._channel, batcher)
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the other ranks: by a word, or at once."""
         self._closing.set()
         if self._channel is None:
             return
-        if self._processes.name_the_dead() is None:
+        if at_once:
+            self._processes.name_the_dead(_REAP_SECONDS)
+        elif self._processes.name_the_dead() is None:
             with suppress(RuntimeError):  # they are on their way out already
                 self._channel.close()
-        self._processes.stop()
+        self._processes.stop(0.0 if at_once else RANK_STOP_SECONDS)
         self._channel = None
-        dist.destroy_process_group()
+        if not at_once:  # it would wait for those that are gone; the end of the process does it too
+            dist.destroy_process_group()
 
     def _start(self, config: RunConfig) -> RankChannel:
         ranks, seconds = self._ranks, config.trainer.collective_seconds

@@ -3,8 +3,8 @@
     rank 0   --{"command": ...}, rows of this rank-->   rank r       waits here, outside of any collective
     all      == collectives of the learner ==>          all          begin only when every rank has its data
 
-A rank that waits hears of rank 0 every BEAT_SECONDS, so a long silence means that it is gone. How long is
-trainer.collective_seconds, between the two bounds below.
+A rank that waits for a command hears of rank 0 every BEAT_SECONDS, so a silence of trainer.collective_seconds means
+that it is gone. There are no beats while a command is carried out: nobody would take them.
 """
 
 import json
@@ -24,9 +24,8 @@ from pipelinerl_core.errors import RankLost
 
 Payload = tuple[Mapping[str, Any], bytes]
 """What is for one rank: more values, and bytes."""
-MAX_SILENCE_SECONDS = 120.0
 MIN_SILENCE_SECONDS = 20.0
-"""Without a word of rank 0 for so long, a rank ends, and rank 0 without a rank that listens."""
+"""Shortest silence after which a rank gives the others up."""
 BEAT_SECONDS = 5.0
 """Pause between two words to ranks that have nothing to do."""
 _BEAT = "beat"
@@ -44,7 +43,7 @@ def join_ranks(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=collective_seconds)
         )
-        return RankChannel(rank, size, min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, collective_seconds)))
+        return RankChannel(rank, size, max(MIN_SILENCE_SECONDS, collective_seconds))
 
 
 class RankChannel:
@@ -54,11 +53,18 @@ class RankChannel:
         self.rank = rank
         self.size = size
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=silence_seconds))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spoken_at = time.monotonic()
         self._closed = threading.Event()
         if rank == 0 and size > 1:
             threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """While rank 0 gives a command and takes part in it, nothing else is said."""
+        with self._lock:
+            yield
+            self._spoken_at = time.monotonic()
 
     def tell(self, command: str, *, payloads: Sequence[Payload] = (), **values: Any) -> None:
         """Send a command to every other rank; `payloads` has what is for rank 1, 2, ... alone."""
@@ -66,7 +72,6 @@ class RankChannel:
             for rank in range(1, self.size):
                 more, data = payloads[rank - 1] if payloads else ({}, b"")
                 self._send(rank, {"command": command, **values, **more}, data)
-            self._spoken_at = time.monotonic()
 
     def listen(self) -> tuple[dict[str, Any], bytes]:
         """The next command, its values, and bytes. Raises RankLost when rank 0 is gone."""
@@ -85,7 +90,6 @@ class RankChannel:
         """Rank 0's tensor (CPU) into that of every rank; call it on all."""
         with self._lock:
             dist.broadcast(tensor, src=0, group=self._group)
-            self._spoken_at = time.monotonic()
 
     def close(self) -> None:
         """Let the other ranks go."""
@@ -102,11 +106,16 @@ class RankChannel:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS / 4):
-            if time.monotonic() - self._spoken_at > BEAT_SECONDS:
-                try:
-                    self.tell(_BEAT)
-                except RuntimeError:  # a rank is gone: whoever needs it finds out
-                    return
+            if not self._lock.acquire(blocking=False):
+                continue  # a command is being carried out
+            try:
+                if time.monotonic() - self._spoken_at > BEAT_SECONDS and not self._closed.is_set():
+                    with self.command():
+                        self.tell(_BEAT)
+            except RuntimeError:  # a rank is gone: whoever needs it finds out
+                return
+            finally:
+                self._lock.release()
 
 
 @contextmanager

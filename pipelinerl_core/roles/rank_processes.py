@@ -10,7 +10,10 @@ from contextlib import suppress
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+
+RANK_STOP_SECONDS = 5.0
+"""For a rank that was told to stop."""
 
 
 class RankProcesses:
@@ -42,8 +45,17 @@ class RankProcesses:
             command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
-    def name_the_dead(self) -> int | None:
-        """Log each rank that has failed, once; returns the exit code for this process, None while none has."""
+    def name_the_dead(self, wait_seconds: float = 0.0) -> int | None:
+        """Log each rank that has failed, once; returns the exit code for this process, None while none has.
+
+        wait_seconds: how long to look for one.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while (code := self._name_the_dead()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def _name_the_dead(self) -> int | None:
         worst = None
         for rank, process in self._processes.items():
             code = process.poll()
@@ -60,7 +72,7 @@ class RankProcesses:
         """Whether none of them runs."""
         return all(process.poll() is not None for process in self._processes.values())
 
-    def stop(self, seconds: float = _STOP_SECONDS) -> None:
+    def stop(self, seconds: float) -> None:
         """Wait so long for them to end by themselves, then kill them."""
         deadline = time.monotonic() + seconds
         for process in self._processes.values():

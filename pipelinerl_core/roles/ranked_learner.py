@@ -81,13 +81,13 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
-        with lost_ranks(f"step {step}"):
+        with lost_ranks(f"step {step}"), self._channel.command():
             self._channel.tell("step", payloads=[_share(rows, packs, step) for packs in plan[1:]])
             return self._local.step_packs(self._batcher.planned(rows, plan[0]))
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """See `interfaces.Learner`."""
-        with lost_ranks("scoring of rollouts"):
+        with lost_ranks("scoring of rollouts"), self._channel.command():
             if self._local.is_sharded:
                 data = _segment(encode_rollouts("", rollouts))
                 self._channel.tell("score", payloads=[({}, data)] * (self._channel.size - 1))
@@ -105,14 +105,14 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
-        with lost_ranks("sending of a checkpoint"):
+        with lost_ranks("sending of a checkpoint"), self._channel.command():
             self._channel.tell("load", tensors=shapes, values=dict(values))
             for tensor in found.values():
                 self._channel.broadcast(tensor)
             self._local.load_state(found, values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
-        with lost_ranks(f"gathering of {command}"):
+        with lost_ranks(f"gathering of {command}"), self._channel.command():
             if self._local.is_sharded:
                 self._channel.tell(command)
             return gather()
