@@ -303,7 +303,6 @@ def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(ranks.local_rank)  # it asks for it
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
     except ImportError as error:
