@@ -86,7 +86,7 @@ def last_change(path: Path) -> float:
 
 def damaged_segments(world: World) -> str:
     """The newest segments are damaged, and the hub must read them because it dies."""
-    newest = sorted(world.directory.glob("rollouts/*/*/*.arrow"), key=last_change)[-3:]
+    newest = sorted(world.directory.glob("rollouts/*/*/[0-9]*.arrow"), key=last_change)[-3:]
     for path in newest:
         damage(path, world)
     return f"{len(newest)} segments, hub {kill('roles.hub', world)}"
@@ -97,7 +97,7 @@ def damaged_log(world: World) -> str:
     logs: list[Path] = []
 
     def has_any() -> bool:
-        logs[:] = sorted(world.directory.glob("partials/*/*/*.arrow"), key=last_change)
+        logs[:] = sorted(world.directory.glob("partials/*/*/[0-9]*.arrow"), key=last_change)
         return bool(logs)
 
     world.wait_for("a log of open groups", has_any, 30)
