@@ -14,7 +14,7 @@ PipelineRLError
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
- +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the weights are untouched
+ +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; nothing of it is committed
  +-- RankLost               a rank of the trainer is gone; the step was not committed
  +-- Fenced                 a newer epoch of this role has taken over
  +-- DeadlineExceeded       a named wait ran out of time
@@ -82,7 +82,7 @@ class ParityError(PipelineRLError):
 
 
 class TrainingDiverged(PipelineRLError):
-    """A number of an optimizer step is not finite; the weights are still those before the step."""
+    """A number of an optimizer step is not finite; nothing of the step is committed."""
 
 
 class RankLost(PipelineRLError):

@@ -86,17 +86,15 @@ class Learners:
     def close(self, *, at_once: bool = False) -> None:
         """End the other ranks: by a word, or at once."""
         self._closing.set()
-        if self._channel is None:
-            return
-        if at_once:
+        if self._ranks.size > 1 and at_once:
             self._processes.name_the_dead(_REAP_SECONDS)
-        elif self._processes.name_the_dead() is None:
+        if self._channel is not None and not at_once and self._processes.name_the_dead() is None:
             with suppress(RuntimeError):  # they are on their way out already
                 self._channel.close()
         self._processes.stop(0.0 if at_once else RANK_STOP_SECONDS)
-        self._channel = None
-        if not at_once:  # it would wait for those that are gone; the end of the process does it too
+        if self._channel is not None and not at_once:  # else it would wait for those that are gone
             dist.destroy_process_group()
+        self._channel = None
 
     def _start(self, config: RunConfig) -> RankChannel:
         ranks, seconds = self._ranks, config.trainer.collective_seconds
