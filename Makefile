@@ -56,7 +56,11 @@ test: install ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	$(BIN)/python -m pytest -q -m "slow and not gpu" $(ARGS)
+	@echo "first what can run side by side (SIDE_BY_SIDE in tests/conftest.py), then the rest"; status=0; \
+	for part in "xdist_group:--numprocesses=2 --dist=loadgroup" "not xdist_group:"; do \
+		$(BIN)/python -m pytest -q --durations=25 -m "slow and not gpu and $${part%%:*}" $${part#*:} $(ARGS) \
+			|| { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
+	done; exit $$status
 
 chaos: install ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -343,13 +343,17 @@ def deploy(
     notify: Annotated[
         str, typer.Option(metavar="TYPE/NAME", help="Notification block that alarms go to, as slack-webhook/team.")
     ] = "",
+    max_resumes: Annotated[
+        int | None, typer.Option(help="Times that a crashed run is scheduled again without coming to run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make work pools, deployments and automations on the server of PREFECT_API_URL; as often as you like.
 
     Example: `pipelinerl deploy`, then `prefect worker start --pool control` and a click on "Run" in the Prefect UI.
     """
-    deployed = _module("flows.deploy").deploy(pools, notify, Path.cwd())
+    more = {} if max_resumes is None else {"max_resumes": max_resumes}
+    deployed = _module("flows.deploy").deploy(pools, notify, Path.cwd(), **more)
     answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)
 
 
@@ -361,7 +365,7 @@ def bench(
         typer.Argument(
             help="engine: tokens per second against its peers; vllm: what the adapter costs vLLM; "
             "gpu: engines on a GPU; learner: its step against a bare loop and TRL; "
-            "stream: the channel and the hub; learning: schedules against each other."
+            "adapters: versions of LoRA; stream: the channel and the hub; learning: schedules against each other."
         ),
     ],
 ) -> None:
@@ -371,17 +375,20 @@ def bench(
     """
     if name == "learning":
         _module("flows.bench_learning").main(context.args)
-    elif name in ("engine", "gpu", "learner", "stream", "vllm"):
+    elif name in ("adapters", "engine", "gpu", "learner", "stream", "vllm"):
         _run_role(f"bench_{name}", {}, context.args)
     else:
-        raise ConfigError(f"bench {name}: no such benchmark; there are: engine, gpu, learner, learning, stream, vllm")
+        raise ConfigError(
+            f"bench {name}: no such benchmark; there are: adapters, engine, gpu, learner, learning, stream, vllm"
+        )
 
 
 def _run_role(role: str, arguments: dict[str, str], flags: list[str]) -> None:
     """Run a role as a child that writes the result to our stdout, and take over its exit code."""
     commands = _module("tasks.commands")
     command = commands.guarded([*commands.role_command(role, arguments), *flags])
-    code = subprocess.run(command, env=commands.role_environment(1, ""), check=False).returncode
+    with _module("tasks.scratch").own_temporary(commands.role_environment(1, "")) as environment:
+        code = subprocess.run(command, env=environment, check=False).returncode
     raise typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILURE)
 
 

@@ -19,7 +19,7 @@ from prefect.settings import get_current_settings
 
 from flows.console import say
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from tasks.automations import apply_automations, wanted_automations
+from tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
 from tasks.checks import check_http
 
 PoolKind = Literal["process", "docker", "kubernetes"]
@@ -47,11 +47,14 @@ class Deployed:
         return [*found, "next, on the machines that run them:", *workers, "  prefect deployment run train/quickstart"]
 
 
-def deploy(kind: PoolKind, notify: str, project: Path) -> Deployed:
+def deploy(kind: PoolKind, notify: str, project: Path, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
     """Make the server what prefect.yaml in the directory `project` says; ConfigError without a server or that file.
 
-    notify: "<block type>/<name>" of a notification block that alarms go to, or "".
+    notify: "<block type>/<name>" of a notification block that alarms go to, or "". max_resumes: how often a
+    crashed train run is scheduled again that never comes to run.
     """
+    if max_resumes < LEAST_RESUMES:
+        raise ConfigError(f"--max-resumes {max_resumes}: at least {LEAST_RESUMES}")
     document = read_project(project, kind)
     url = get_current_settings().api.url
     if not url:
@@ -67,7 +70,7 @@ def deploy(kind: PoolKind, notify: str, project: Path) -> Deployed:
     for entry in document["deployments"]:
         flow = entry["entrypoint"].rpartition(":")[2]
         deployed.deployments[f"{flow}/{entry['name']}"] = "deployed"
-    deployed.automations.update(apply_automations(wanted_automations(block)))
+    deployed.automations.update(apply_automations(wanted_automations(block, max_resumes)))
     return deployed
 
 

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +19,7 @@ from urllib.request import urlopen
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
 from tasks.commands import guarded
 from tasks.runs import local_directory
+from tasks.scratch import scratch_directory
 
 START_SECONDS = 120.0
 """Deadline of the start; it takes seconds, more on a busy machine."""
@@ -91,7 +91,7 @@ def _home(root: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pipelinerl-prefect-")))
+            home = stack.enter_context(scratch_directory())
         yield home
 
 

@@ -15,7 +15,6 @@ from pydantic import Field
 
 from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
-from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import eval_key
 from pipelinerl_core.roles.context import RunContext, change_for_resume, open_run
 from pipelinerl_core.roles.control import forget_wishes, wants_drain
@@ -33,6 +32,7 @@ from tasks.runs import (
     run_url,
     shared_memory_of,
 )
+from tasks.starts import count_start
 from tasks.tracking import RunWatch
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[Run
     flow_run_id = str(flow_run.id)
     run = find_run(url)
     config = run.config if run else config
-    refuse_resume(config)
     refuse_if_live(url)
+    count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
     preflight(config, url.rpartition("/")[0])
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
@@ -127,16 +127,6 @@ def show_supervision() -> None:
     """What the supervision says belongs to the flow run: Prefect sends it there, but not below the root's level."""
     for name in ("flows", "tasks"):
         logging.getLogger(name).setLevel(logging.INFO)
-
-
-def refuse_resume(config: RunConfig) -> None:
-    """PipelineRLError once this flow run has been started too often: whatever crashes it would do so forever."""
-    resumes, limit = flow_run.run_count - 1, config.placement.max_resumes
-    if resumes > limit:
-        raise PipelineRLError(
-            f"this flow run was started again {resumes} times (placement.max_resumes={limit}). "
-            "Look at why it crashes; `pipelinerl resume` goes on with the run"
-        )
 
 
 def run_roles(

@@ -46,6 +46,9 @@ class WeightUpdate:
     tensors: "Mapping[str, torch.Tensor]"
     """Parameter name of the model -> tensor of the model's shape and dtype."""
     num_bytes: int
+    """What was fetched."""
+    is_partial: bool = False
+    """Weights that are not among the tensors stay as they are; else all are there."""
     path: str | None = None
     """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
     group: int = 0

@@ -162,6 +162,8 @@ class Reserve(Message):
     wait_seconds: float = 0.5
     lost: tuple[tuple[Count, Count], ...] = ()
     """(group_id, attempt) of groups of the last answer whose rows cannot be read: they are generated again."""
+    with_rows: bool = False
+    """Whether the rows that the hub has in memory shall follow the answer, as they would follow `rows`."""
 
 
 class Rows(Message):
@@ -253,6 +255,8 @@ class Reserved(Message):
     re: int
     is_ready: bool
     groups: tuple[GroupRef, ...] = ()
+    num_following: int = 0
+    """Of them, how many follow at once with their rows."""
     fates: tuple[FateRecord, ...] = ()
     """Untrained fates since the last commit: the commit of this step records them."""
     next_group_id: int = 0

@@ -8,7 +8,7 @@
   rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
   batches/<step>.<k>/<rank>.arrow        the rows as trained
-  weights/<version>.<k>/                 data first, manifest.json last
+  weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
   broadcasts/<number>.json               who receives weights from the trainer's memory, and how they meet
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
   commits/<step>.<k>.json                the truth about a step
@@ -28,11 +28,21 @@ RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
 RESUME_KEY = "resume.json"
+STARTS_KEY = "starts.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
 MEETINGS_PREFIX = "meetings"
+WEIGHTS_FILE = "model.safetensors"
+"""All weights of a version, under the names of the model."""
+ADAPTERS_FILE = "adapters.safetensors"
+"""In its place with weights.content=adapters: the factors of each, and in the header what it takes to merge them."""
+
+
+def holds_adapters(manifest: WeightManifest) -> bool:
+    """Whether a version is adapters alone, to be merged into the starting model."""
+    return any(entry.name == ADAPTERS_FILE for entry in manifest.files)
 
 
 def epoch_key(epoch: int) -> str:
@@ -177,6 +187,16 @@ class ResumeRecord(Record):
     """`section.key=value`, of RESUMABLE keys only."""
     at: float
     """Unix seconds."""
+
+
+class StartsRecord(Record):
+    """starts.json: since which start of its Prefect flow run the newest commit is what it is."""
+
+    flow_run_id: str
+    run_count: int
+    """Prefect's number of that start, 1 for the first."""
+    step: int
+    """Newest committed step then; -1: none."""
 
 
 class MeetingRecord(Record):

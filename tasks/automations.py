@@ -3,10 +3,13 @@
 | name | when | then |
 |------|------|------|
 | pipelinerl-unresponsive | a flow run of ours has sent no heartbeat for 90 s | it is Crashed |
-| pipelinerl-resume | a train run has Crashed once it ran | it is scheduled again, `placement.max_resumes` times |
+| pipelinerl-resume | a train run has Crashed once it ran | it is scheduled again |
+| pipelinerl-give-up | it was scheduled again so often without ever running | it is Failed, and says why |
 | pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
 
 A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
+One that does run counts its starts without a new commit itself (tasks/starts.py); one that dies before, for want of
+an image say, can count nothing, and its run count stands still: there the server counts.
 """
 
 from collections.abc import Iterable
@@ -20,17 +23,30 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from pipelinerl_core.config.sections import PlacementConfig
 from tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
 
 HEARTBEAT_SECONDS = 30
 """Set as PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml; Prefect's own default is 180."""
+DEFAULT_MAX_RESUMES = PlacementConfig().max_resumes
+LEAST_RESUMES = 2
+"""One crash may be reported twice, by runner and worker, and is resumed twice then."""
+RESUME_MESSAGE = "resumed after a crash"
+"""Of the state in which pipelinerl-resume puts a flow run, by which pipelinerl-give-up knows it."""
+COUNTING_TIME = timedelta(days=7)
+"""Resumes that lie further apart are not counted together."""
 TAG = "pipelinerl"
 """On every deployment of ours, and so on its flow runs."""
 
+_RESUMED_STATE = "AwaitingRetry"
+
 _FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
-# A process that ends before it is Running, for want of a package say, never comes to count its resumes.
+# One that was never Running may never be able to: whoever started it sees that at once.
 _HAVE_RUN = ResourceSpecification(
     {"prefect.resource.id": ["prefect.flow-run.*"], "prefect.run-count": [str(count) for count in range(1, 1000)]}
+)
+_RESUMED = ResourceSpecification(
+    {"prefect.resource.id": ["prefect.flow-run.*"], "prefect.state-message": [RESUME_MESSAGE]}
 )
 _OURS = ResourceSpecification({"prefect.resource.id": [f"prefect.tag.{TAG}"], "prefect.resource.role": ["tag"]})
 _TRAIN = ResourceSpecification({"prefect.resource.name": ["train"], "prefect.resource.role": ["flow"]})
@@ -38,9 +54,13 @@ _TRAIN = ResourceSpecification({"prefect.resource.name": ["train"], "prefect.res
 Change = Literal["created", "updated", "unchanged"]
 
 
-def wanted_automations(notify_block: UUID | None) -> list[Automation]:
-    """All of them; notify_block: document id of a notification block such as a SlackWebhook."""
-    return [_unresponsive(), _resume(), _alarm(notify_block)]
+def wanted_automations(notify_block: UUID | None, max_resumes: int = DEFAULT_MAX_RESUMES) -> list[Automation]:
+    """All of them.
+
+    notify_block: document id of a notification block such as a SlackWebhook. max_resumes: how often a flow run is
+    scheduled again without coming to run, at least LEAST_RESUMES.
+    """
+    return [_unresponsive(), _resume(), _give_up(max_resumes), _alarm(notify_block)]
 
 
 def _unresponsive() -> Automation:
@@ -64,7 +84,8 @@ def _unresponsive() -> Automation:
 def _resume() -> Automation:
     return Automation(
         name="pipelinerl-resume",
-        description="A crashed train run goes on where its last commit is. placement.max_resumes bounds how often.",
+        description="A crashed train run goes on where its last commit is. pipelinerl-give-up ends one that never "
+        "comes to run; placement.max_resumes bounds the starts without a new commit of one that does.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Crashed"},
             # Runner and worker both report a crash, one perhaps after it was scheduled again: each report counts.
@@ -76,8 +97,37 @@ def _resume() -> Automation:
             within=timedelta(0),
         ),
         actions=[
+            ChangeFlowRunState(state=StateType.SCHEDULED, name=_RESUMED_STATE, message=RESUME_MESSAGE, force=True)
+        ],
+    )
+
+
+def _give_up(max_resumes: int) -> Automation:
+    scheduled_again = {f"prefect.flow-run.{_RESUMED_STATE}"}
+    return Automation(
+        name="pipelinerl-give-up",
+        description=f"A train run that was resumed {max_resumes} times and died each time before it ran is Failed.",
+        trigger=EventTrigger(
+            # It follows the resume, so that the two never race; a Failed flow run that crashes is not Crashed again.
+            # The first of these events opens the count, and one that comes too late to stop the flow run opens the
+            # next.
+            after=scheduled_again,
+            expect=scheduled_again,
+            match=_RESUMED,
+            match_related=[_OURS, _TRAIN],
+            # The run count grows when the flow run is Running: each life has a count of its own.
+            for_each={"prefect.resource.id", "prefect.run-count"},
+            posture=Posture.Reactive,
+            threshold=max_resumes,
+            within=COUNTING_TIME,
+        ),
+        actions=[
             ChangeFlowRunState(
-                state=StateType.SCHEDULED, name="AwaitingRetry", message="resumed after a crash", force=True
+                state=StateType.FAILED,
+                name="GivenUp",
+                message=f"given up: resumed {max_resumes} times after a crash, and it never came to run. The log of "
+                "its worker says why its process ends; Retry goes on with the run once that is mended",
+                force=True,
             )
         ],
     )

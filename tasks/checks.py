@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.tracking.redact import redact_text
 from tasks.commands import guarded, role_command, role_environment
 from tasks.runs import SHARED_MEMORY, local_directory
+from tasks.scratch import own_temporary
 
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
@@ -31,6 +33,7 @@ _SMALL_FILES_BYTES = (
 )  # segments, batches, commits and logs of a run of the quickstart's size, and room
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
+_STAGED_MODELS = 2  # that vLLM has loaded, and that it is to load; of a file in shared memory they are links
 _KEPT_VERSIONS = 5  # in shared memory: those the publisher keeps, and the one being written
 
 
@@ -128,9 +131,8 @@ def prepare_model(path: str) -> None:
     """Build a built-in model unless it is cached; its progress goes to stderr."""
     command = guarded(role_command("prepare", {"model": path}))
     try:
-        ended = subprocess.run(
-            command, env=role_environment(1, ""), stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False
-        )
+        with own_temporary(role_environment(1, "")) as own:
+            ended = subprocess.run(command, env=own, stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"model.path={path}: was not built within {PREPARE_SECONDS:.0f} s") from None
     if ended.returncode != 0:
@@ -196,23 +198,49 @@ def check_hub_address(config: RunConfig) -> None:
 def check_space(config: RunConfig, root: str) -> None:
     """Enough room on the root's disk and in shared memory for what this run will keep there."""
     model_bytes = model_size(config.model.path)
+    version_bytes = _version_size(config, model_bytes)
     num_durable = config.trainer.steps // config.weights.durable_every + 1
-    needed = (num_durable + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS) * model_bytes + _SMALL_FILES_BYTES
+    needed = num_durable * version_bytes + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS * model_bytes + _SMALL_FILES_BYTES
     directory = local_directory(root)
     if directory is not None:
         _require_free(
             directory,
             needed,
-            f"for {num_durable} durable weight versions of {_size(model_bytes)} and {_KEPT_CHECKPOINTS} checkpoints. "
-            "Raise weights.durable_every or choose another --root",
+            f"for {num_durable} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
+            "checkpoints. Raise weights.durable_every or choose another --root",
         )
     if config.weights.transport == "shm":
         _require_free(
             SHARED_MEMORY,
-            _KEPT_VERSIONS * model_bytes,
-            f"for {_KEPT_VERSIONS} weight versions of {_size(model_bytes)}. "
+            _KEPT_VERSIONS * version_bytes,
+            f"for {_KEPT_VERSIONS} weight versions of {_size(version_bytes)}. "
             "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
         )
+    if config.weights.content == "adapters" and config.engine.kind == "vllm" and config.placement.kind == "local":
+        staged = _STAGED_MODELS * config.placement.actors
+        _require_free(
+            SHARED_MEMORY,
+            staged * model_bytes,
+            f"for {staged} merged models of {_size(model_bytes)}. Enlarge it (docker run --shm-size)",
+        )
+
+
+def _version_size(config: RunConfig, model_bytes: int) -> int:
+    """Bytes of a published version; of adapters at most, as if every matrix of the model had one."""
+    directory = resolve_model_path(config.model.path)
+    if config.weights.content != "adapters" or directory is None:
+        return model_bytes
+    num_bytes = 4 if config.model.dtype == "float32" else 2
+    rows_and_columns = sum(sum(shape) for shape in _matrix_shapes(directory))
+    return min(model_bytes, config.learner.lora_rank * rows_and_columns * num_bytes)
+
+
+def _matrix_shapes(directory: Path) -> Iterator[list[int]]:
+    """Shapes of the matrices of a model, from the headers of its files: their length in eight bytes, then JSON."""
+    for path in directory.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        yield from (entry["shape"] for entry in header.values() if len(entry.get("shape", ())) == 2)
 
 
 def model_size(path: str) -> int:

@@ -26,7 +26,9 @@ _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZER
 def role_environment(threads: int, token: str) -> dict[str, str]:
     """This process's environment with the thread limits and the token of a role."""
     limits = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    return {**os.environ, **_PASSIVE_WAIT, **limits, "PYTHONUNBUFFERED": "1", TOKEN_VARIABLE: token}
+    # The first one is never set again: vLLM could not name its processes then, whose titles lie where it was.
+    first = {"PYTHONUNBUFFERED": "1"}
+    return {**first, **os.environ, **_PASSIVE_WAIT, **limits, **first, TOKEN_VARIABLE: token}
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:

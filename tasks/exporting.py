@@ -3,16 +3,19 @@
 import hashlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError
-from pipelinerl_core.records import Commit
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE, Commit, holds_adapters
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from tasks.commands import guarded, role_command, role_environment
+from tasks.scratch import own_temporary
+from tasks.supervise import EXIT_CONFIG
 
-WEIGHTS = "model.safetensors"
 ORIGIN = "pipelinerl.json"
 """Beside the model: the run, the version and the sha256 of what was served."""
 # Of the starting model everything else is copied: configuration, tokenizer, chat template.
@@ -20,6 +23,8 @@ _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.ind
 # What transformers asks of a file before it reads it.
 _METADATA = {"format": "pt"}
 _LENGTH_BYTES = 8
+# Adapters are merged into every layer of the largest models well within it.
+_MERGE_SECONDS = 1800.0
 
 
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
@@ -40,7 +45,11 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     commit = _find(run, version)
     data = _read(run, commit)
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
-    (directory / WEIGHTS).write_bytes(with_metadata(data))
+    file = directory / WEIGHTS_FILE
+    if commit.manifest is not None and holds_adapters(commit.manifest):
+        _merge(run, commit, file)
+    else:
+        file.write_bytes(with_metadata(data))
     origin = {
         "run_id": run.run_id,
         "run": url,
@@ -50,7 +59,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
         "starting_model": run.config.model.path,
     }
     (directory / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
-    return {**origin, "directory": str(directory), "num_bytes": len(data)}
+    return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
 
 
 def with_metadata(data: bytes) -> bytes:
@@ -82,7 +91,31 @@ def _find(run: RunContext, version: str) -> Commit:
 def _read(run: RunContext, commit: Commit) -> bytes:
     manifest = commit.manifest
     assert manifest is not None
-    data = run.store.get(f"{manifest.key}/{WEIGHTS}")
+    key = f"{manifest.key}/{ADAPTERS_FILE if holds_adapters(manifest) else WEIGHTS_FILE}"
+    data = run.store.get(key)
     if hashlib.sha256(data).hexdigest() != commit.weights_sha256:
-        raise ChecksumMismatch(f"{manifest.key}/{WEIGHTS}: not the bytes that were committed. Export another version")
+        raise ChecksumMismatch(f"{key}: not the bytes that were committed. Export another version")
     return data
+
+
+def _merge(run: RunContext, commit: Commit, file: Path) -> None:
+    """Adapters of a version and the starting model as one file; in a process of its own, this one has no torch.
+
+    On failure the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
+    """
+    arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
+    try:
+        with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
+            ended = subprocess.run(
+                guarded(role_command("merge", arguments)), env=own, capture_output=True, text=True, check=False,
+                timeout=_MERGE_SECONDS,
+            )  # fmt: skip
+        if ended.returncode != 0:
+            lines = ended.stderr.strip().splitlines() or [f"the merge ended with code {ended.returncode}"]
+            raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])
+    except subprocess.TimeoutExpired:
+        shutil.rmtree(file.parent)
+        raise DeadlineExceeded(f"{file}: adapters were not merged within {_MERGE_SECONDS:.0f} s") from None
+    except PipelineRLError:
+        shutil.rmtree(file.parent)
+        raise

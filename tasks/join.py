@@ -12,6 +12,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import read_hub
 from tasks.commands import guarded, role_command, role_environment
 from tasks.runs import is_live
+from tasks.scratch import own_temporary
 
 
 def join_run(url: str, name: str) -> int:
@@ -31,16 +32,17 @@ def join_run(url: str, name: str) -> int:
             f"{url}: nobody runs this run. Start it with `pipelinerl resume {run.run_id}`, then join it"
         )
     actor = name or f"{socket.gethostname()}-{os.getpid()}"
-    process = subprocess.Popen(
-        guarded(role_command("actor", {"run": url, "name": actor})),
-        env=role_environment(run.config.placement.threads, token),
-        start_new_session=True,  # Ctrl-C is passed on by us, once
-    )
+    with own_temporary(role_environment(run.config.placement.threads, token)) as environment:
+        process = subprocess.Popen(
+            guarded(role_command("actor", {"run": url, "name": actor})),
+            env=environment,
+            start_new_session=True,  # Ctrl-C is passed on by us, once
+        )
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        process.send_signal(signal.SIGTERM)
+        def stop(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            process.send_signal(signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    return process.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        return process.wait()

@@ -5,6 +5,7 @@ Their results stay under <root>/peers/<name>-s<seed>-<digest of the settings>/, 
 """
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from pipelinerl_core.tracking.peers import PEERS_PREFIX, peer_key, read_peer
 from tasks.commands import guarded
 from tasks.comparison import PlannedRun, Wanted, digest_of
 from tasks.runs import local_directory, root_url
+from tasks.scratch import own_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ def _run(name: str, arguments: Sequence[str]) -> None:
     logger.info("%s: %s", name, " ".join(arguments))
     command = guarded([sys.executable, "-m", _MODULE, *arguments])
     try:
-        code = subprocess.run(command, check=False, timeout=MAX_SECONDS + _START_SECONDS).returncode
+        with own_temporary(os.environ) as own:
+            code = subprocess.run(command, env=own, check=False, timeout=MAX_SECONDS + _START_SECONDS).returncode
     except subprocess.TimeoutExpired:
         raise PipelineRLError(f"{name}: not done after {MAX_SECONDS + _START_SECONDS:.0f} s") from None
     if code:

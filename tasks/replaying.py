@@ -9,6 +9,7 @@ from typing import Any
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.roles.context import RunContext, log_directory
 from tasks.commands import guarded, role_command, role_environment
+from tasks.scratch import own_temporary
 from tasks.supervise import EXIT_CONFIG
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,11 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
     arguments = {"run": run.store.url} | {name: str(step) for name, step in steps.items() if step}
     log_path = log_directory(run.store.url, run.run_id) / "replay.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("wb") as log:
+    environment = role_environment(run.config.placement.threads, run.token)
+    with log_path.open("wb") as log, own_temporary(environment) as own:
         process = subprocess.Popen(
             guarded([*role_command("replay", arguments), "--json", *overrides]),
-            env=role_environment(run.config.placement.threads, run.token),
+            env=own,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

@@ -5,7 +5,6 @@ starts the child itself and stays with it to its end.
 """
 
 import logging
-import os
 import signal
 import subprocess
 import time
@@ -18,7 +17,9 @@ from threading import Event
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
 from pipelinerl_core.roles.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
+from tasks.groups import kill_group
 from tasks.role_logs import RoleLog
+from tasks.scratch import own_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,12 @@ def supervise_role(
     is_over = False
     while not is_over:
         started = time.monotonic()
-        life = _Life(command, {**env, RESTARTS_VARIABLE: str(restarts)}, log, name)
-        try:
-            failure = life.watch(stop, ready_check, ready_seconds)
-        finally:
-            life.end(stop_seconds)
+        with own_temporary(env) as environment:
+            life = _Life(command, {**environment, RESTARTS_VARIABLE: str(restarts)}, log, name)
+            try:
+                failure = life.watch(stop, ready_check, ready_seconds)
+            finally:
+                life.end(stop_seconds)
         if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
             break
         if ends_when_fenced and life.exit_code == EXIT_FENCED:
@@ -171,8 +173,7 @@ class _Life:
             self.process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(stop_seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
         self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
 
 

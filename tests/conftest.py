@@ -17,9 +17,29 @@ import pytest
 for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("OMP_NUM_THREADS", "1")):
     os.environ.setdefault(name, value)
 
+# Slow tests that keep one core busy at most and have time to spare: `make test-slow` runs the two groups side by
+# side, each in a process of its own, and everything else afterwards, one by one.
+SIDE_BY_SIDE = {
+    "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu"),
+    "others": (  # all that call apt-get or `make` are in one group: these do not run twice at once
+        "test_bench_learner", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
+        "test_learner_ranks", "test_local_server", "test_peers", "test_prepare", "test_prompts_sources",
+    ),
+}  # fmt: skip
+_GROUP_OF = {name: group for group, names in SIDE_BY_SIDE.items() for name in names}
+
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
 BUCKET = "bucket"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of SIDE_BY_SIDE the mark `xdist_group`."""
+    for item in items:
+        group = _GROUP_OF.get(item.path.stem)
+        if group is not None and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @dataclass(frozen=True)
@@ -117,3 +137,13 @@ def server_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "-r", str(lock)]
     subprocess.run(command, check=True, timeout=180)
     return target
+
+
+@pytest.fixture(scope="session")
+def vllm_cores(tmp_path_factory: pytest.TempPathFactory):
+    """Engine cores of vLLM that tests share, ended with the session."""
+    from tests.vllm_cores import VLLMCores
+
+    cores = VLLMCores(tmp_path_factory.mktemp("vllm"))
+    yield cores
+    cores.close()

@@ -31,16 +31,16 @@ def ess(log_weights_N: Tensor) -> float:
     1 when all weights are equal, 1/n when one outweighs all others; 1 for no weights at all. Computed from
     log-sum-exp in float64, so that products of ratios over long sequences can neither overflow nor vanish.
     """
-    return total_ess([ess_terms([log_weights_N])])
+    return total_ess([EssTerms(*ess_terms([log_weights_N]).tolist())])
 
 
-def ess_terms(log_weights: Sequence[Tensor]) -> EssTerms:
-    """Of the weights in all of these tensors together."""
+def ess_terms(log_weights: Sequence[Tensor]) -> Tensor:
+    """[3] the fields of EssTerms of the weights in all of these tensors together, float64, on their device."""
     if not any(tensor.numel() for tensor in log_weights):
-        return EssTerms(-math.inf, -math.inf, 0.0)
+        return torch.tensor([-math.inf, -math.inf, 0.0], dtype=torch.float64)
     log_weights_N = torch.cat([tensor.detach() for tensor in log_weights]).double()
-    log_sum = torch.logsumexp(log_weights_N, 0).item()
-    return EssTerms(log_sum, torch.logsumexp(2.0 * log_weights_N, 0).item(), log_weights_N.numel())
+    num = log_weights_N.new_full((), log_weights_N.numel())
+    return torch.stack([torch.logsumexp(log_weights_N, 0), torch.logsumexp(2.0 * log_weights_N, 0), num])
 
 
 def total_ess(parts: Sequence[EssTerms]) -> float:

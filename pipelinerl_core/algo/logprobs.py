@@ -164,7 +164,7 @@ class _BlockLogprobs(torch.autograd.Function):
             for chunk in _slices(len(targets_N), chunk_tokens):
                 z_KB = (exact_NC[chunk] @ head_BC.T).div_(temperature)
                 place_KI, is_here_K = _place(targets_N[chunk], block)
-                targeted_N[chunk] += torch.where(is_here_K, z_KB.gather(1, place_KI)[:, 0], 0.0)
+                targeted_N[chunk] += z_KB.gather(1, place_KI)[:, 0].masked_fill(~is_here_K, 0.0)
                 largest_K = torch.maximum(largest_N[chunk], z_KB.amax(-1))
                 _rescale(sum_N[chunk], moment_N[chunk], largest_N[chunk] - largest_K)
                 largest_N[chunk] = largest_K
@@ -203,7 +203,8 @@ class _BlockLogprobs(torch.autograd.Function):
                 grad_KB.neg_()
                 if grad_logprobs_N is not None:
                     place_KI, is_here_K = _place(targets_N[chunk], block)
-                    grad_KB.scatter_add_(1, place_KI, torch.where(is_here_K, grad_logprobs_N[chunk], 0.0)[:, None])
+                    grad_K = grad_logprobs_N[chunk].masked_fill(~is_here_K, 0.0)
+                    grad_KB.scatter_add_(1, place_KI, grad_K[:, None])
                 grad_KB.div_(ctx.temperature)
                 grad_hidden_NC[chunk].addmm_(grad_KB, head_BC)
                 if grad_head_VC is not None:
@@ -220,7 +221,7 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 def _place(targets_K: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     """[K, 1] column of each target in a block, and [K] whether it is in it; 0 where it is not."""
     is_here_K = (targets_K >= block.start) & (targets_K < block.stop)
-    return torch.where(is_here_K, targets_K - block.start, 0)[:, None], is_here_K
+    return (targets_K - block.start).masked_fill(~is_here_K, 0)[:, None], is_here_K
 
 
 def _rescale(sum_K: Tensor, moment_K: Tensor, shift_K: Tensor) -> None:

@@ -7,7 +7,7 @@ Three causes are told apart by the version that sampled the token, and those bef
                  values of those were computed by the older weights; mismatch is in it too
     staleness    sampled by older weights: the policy has moved since; the other two are in it too
 
-Shapes: N = sampled tokens of a pack, S = its sequences.
+Shapes: N = sampled tokens of a pack, M = those of them that are trained, S = its sequences.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class LogprobDifferences:
         self._of_packs: list[Tensor] = []
 
     def add(
-        self, log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, loss_mask_N: Tensor, *, num_sequences: int
+        self, log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, *, num_sequences: int
     ) -> None:
         """Add the tokens of a pack.
 
@@ -34,22 +34,22 @@ class LogprobDifferences:
             lags_N: int64, steps from the weights that sampled a token to those being trained. No trained token is
                 newer than the weights it trains: whoever assembles a step sees to that.
             sequence_N: int64, the sequence of each token. No sequence is in two packs.
-            loss_mask_N: bool. Tokens that are not trained are in no sum, but their age counts for those after them.
+            trained_M: int64, places of the trained tokens. The others are in no sum, but their age counts for those
+                after them.
             num_sequences: S.
         """
-        self._of_packs.append(_sums(log_ratios_N.detach(), lags_N, sequence_N, loss_mask_N, num_sequences))
+        self._of_packs.append(_sums(log_ratios_N.detach(), lags_N, sequence_N, trained_M, num_sequences))
 
-    @property
-    def sums(self) -> list[float]:
-        """For each of CAUSES sum |d|, sum -d and tokens, one after the other. Add them up over ranks."""
-        if not self._of_packs:
-            return [0.0] * (3 * len(CAUSES))
-        found: list[float] = torch.stack(self._of_packs).sum(0).flatten().tolist()
-        return found
+    def sums(self) -> Tensor | None:
+        """For each of CAUSES sum |d|, sum -d and tokens, one after the other, float64; None before the first pack."""
+        return torch.stack(self._of_packs).sum(0).flatten() if self._of_packs else None
 
 
 def difference_stats(sums: Sequence[float]) -> dict[str, float | None]:
-    """Fields of StepStats: <cause>_abs, mean of |d|, and <cause>_kl, mean of -d; None where there is no token."""
+    """Of sums over all packs and ranks the fields of StepStats <cause>_abs, mean of |d|, and <cause>_kl, mean of -d.
+
+    None where there is no token.
+    """
     found: dict[str, float | None] = {}
     for place, cause in enumerate(CAUSES):
         total_abs, total_kl, num_tokens = sums[3 * place : 3 * place + 3]
@@ -58,12 +58,10 @@ def difference_stats(sums: Sequence[float]) -> dict[str, float | None]:
     return found
 
 
-def _sums(
-    log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, loss_mask_N: Tensor, num_sequences: int
-) -> Tensor:
+def _sums(log_ratios_N: Tensor, lags_N: Tensor, sequence_N: Tensor, trained_M: Tensor, num_sequences: int) -> Tensor:
     oldest_S = lags_N.new_zeros(num_sequences).scatter_reduce(0, sequence_N, lags_N, "amax")
-    cause_N = torch.where(lags_N > 0, 2, (oldest_S[sequence_N] > 0).long())
+    cause_N = (oldest_S[sequence_N] > 0).long().masked_fill(lags_N > 0, 2)
     # Selected, not multiplied by 0: what stands on a masked token may be a nan.
-    differences_M, cause_M = log_ratios_N[loss_mask_N].double(), cause_N[loss_mask_N]
+    differences_M, cause_M = log_ratios_N.index_select(0, trained_M).double(), cause_N.index_select(0, trained_M)
     columns = torch.stack([differences_M.abs(), -differences_M, torch.ones_like(differences_M)], dim=1)
     return columns.new_zeros(len(CAUSES), 3).index_add_(0, cause_M, columns)

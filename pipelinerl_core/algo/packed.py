@@ -1,25 +1,75 @@
 """The tensors of one forward pass: several sequences one after the other, without padding.
 
+Whatever depends on the data is decided on the CPU, where a pack is made: a GPU that is asked how many tokens a mask
+leaves must finish everything before it can answer.
+
 Shapes: T = packed tokens, S = sequences, L = longest sequence, N = sampled tokens, those whose
-log-probability matters.
+log-probability matters, M = those of them that are trained.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackLayout:
-    """Where each packed token stands in the padded [S, L] arrangement that attention needs."""
+    """Where the sequences of a pack are, for attention."""
 
+    lengths: tuple[int, ...]
+    """Tokens of each sequence; here, so that no device is asked for them."""
     slots_T: Tensor
-    """int64, sequence * L + position."""
-    num_sequences: int
-    """S"""
-    longest: int
-    """L"""
+    """int64, sequence * L + position: the place of each token in a padded [S, L] arrangement."""
+    cu_seqlens: Tensor
+    """[S + 1] int32, where each sequence begins, and T; the name that flash attention gave it."""
+    sequence_T: Tensor
+    """int32, the sequence of each token."""
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+    """Of flex attention, by sliding window: made once for all layers (training/attention.py)."""
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """L."""
+        return max(self.lengths)
+
+    def to(self, device: torch.device) -> "PackLayout":
+        """The same on a device."""
+        return PackLayout(
+            lengths=self.lengths,
+            slots_T=moved(self.slots_T, device),
+            cu_seqlens=moved(self.cu_seqlens, device),
+            sequence_T=moved(self.sequence_T, device),
+        )
+
+
+def layout_of(lengths: Sequence[int]) -> PackLayout:
+    """The layout, on the CPU, of sequences of these lengths (1 or more), one after the other."""
+    lengths_S = np.asarray(lengths, dtype=np.int64)
+    ends_S = np.cumsum(lengths_S)
+    sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
+    positions_T = np.arange(len(sequence_T)) - np.repeat(ends_S - lengths_S, lengths_S)
+    return PackLayout(
+        lengths=tuple(lengths_S.tolist()),
+        slots_T=torch.from_numpy(sequence_T * int(lengths_S.max()) + positions_T),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends_S]).astype(np.int32)),
+        sequence_T=torch.from_numpy(sequence_T.astype(np.int32)),
+    )
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. From the CPU to a GPU through pinned memory, so that nobody waits for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,7 +79,7 @@ class PackedBatch:
     Example: prompts [7, 8] and [9], completions [1, 2] and [3, 4, 5] -> T = 6, N = 5
         input_ids     7 8 1 9 3 4          source        1 2 3 4 5
         position_ids  0 1 2 0 1 2          target_ids    1 2 3 4 5
-        slots         0 1 2 3 4 5          sequence      0 0 1 1 1
+        sequence_T    0 0 0 1 1 1          sequence_N    0 0 1 1 1
     """
 
     input_ids_T: Tensor
@@ -53,8 +103,8 @@ class PackedBatch:
     """float32"""
     loss_weights_N: Tensor
     """float32"""
-    loss_mask_N: Tensor
-    """bool, False on sampled tokens that are too old to be trained."""
+    trained_M: Tensor
+    """int64, places among the N of those that are trained, in their order: where loss_mask is True."""
 
     @property
     def is_empty(self) -> bool:
@@ -70,10 +120,6 @@ class PackedBatch:
         """The same pack on a device; itself when it is there already."""
         if self.input_ids_T.device == device:
             return self
-        layout = PackLayout(
-            slots_T=self.layout.slots_T.to(device),
-            num_sequences=self.layout.num_sequences,
-            longest=self.layout.longest,
-        )
-        names = [name for name in self.__dataclass_fields__ if name.endswith(("_T", "_S", "_N"))]
-        return PackedBatch(layout=layout, **{name: getattr(self, name).to(device) for name in names})
+        names = [name for name in self.__dataclass_fields__ if name != "layout"]
+        tensors = {name: moved(getattr(self, name), device) for name in names}
+        return PackedBatch(layout=self.layout.to(device), **tensors)

@@ -1,6 +1,6 @@
 """Rows -> packs of tensors.
 
-Shapes: T = packed tokens, S = sequences, L = longest sequence, N = sampled tokens, P = prompt tokens,
+Shapes: T = packed tokens, S = sequences, N = sampled tokens, M = those that are trained, P = prompt tokens,
 C = completion tokens.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelinerl_core.algo.packed import PackedBatch, PackLayout
+from pipelinerl_core.algo.packed import PackedBatch, layout_of
 from pipelinerl_core.algo.staleness import token_versions
 from pipelinerl_core.batching.pack import Packing, pack
 from pipelinerl_core.batching.share import share
@@ -62,7 +62,7 @@ def empty_pack() -> PackedBatch:
     return PackedBatch(
         input_ids_T=zero_1,
         position_ids_T=zero_1,
-        layout=PackLayout(slots_T=zero_1, num_sequences=1, longest=1),
+        layout=layout_of([1]),
         row_S=torch.zeros(0, dtype=torch.int64),
         source_N=zero_1,
         target_ids_N=zero_1,
@@ -71,7 +71,7 @@ def empty_pack() -> PackedBatch:
         rollout_logprobs_N=torch.zeros(1),
         advantages_N=torch.zeros(1),
         loss_weights_N=torch.zeros(1),
-        loss_mask_N=torch.zeros(1, dtype=torch.bool),
+        trained_M=torch.zeros(0, dtype=torch.int64),
     )
 
 
@@ -95,8 +95,6 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
             )
     lengths_S = np.array([num_forward_tokens(row.rollout) for row in chosen], dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
-    longest = int(lengths_S.max())
-    sequence_T = np.repeat(np.arange(len(chosen)), lengths_S)
     positions_T = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
     sampled = [np.flatnonzero(row.rollout.loss_mask) for row in chosen]
     counts_S = np.array([len(offsets) for offsets in sampled], dtype=np.int64)
@@ -105,9 +103,7 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     return PackedBatch(
         input_ids_T=_int64(np.concatenate([_inputs(row.rollout) for row in chosen])),
         position_ids_T=_int64(positions_T),
-        layout=PackLayout(
-            slots_T=_int64(sequence_T * longest + positions_T), num_sequences=len(chosen), longest=longest
-        ),
+        layout=layout_of(lengths_S.tolist()),
         row_S=_int64(np.array(indices)),
         source_N=_int64(np.repeat(first_sources_S, counts_S) + np.concatenate(sampled)),
         target_ids_N=_int64(_select([row.rollout.completion_token_ids for row in chosen], sampled)),
@@ -116,7 +112,7 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
         versions_N=_int64(_select([_versions(row.rollout) for row in chosen], sampled)),
         advantages_N=_float32(np.repeat([row.advantage for row in chosen], counts_S)),
         loss_weights_N=_float32(np.repeat([row.loss_weight for row in chosen], counts_S)),
-        loss_mask_N=torch.from_numpy(_select([row.loss_mask for row in chosen], sampled)),
+        trained_M=torch.from_numpy(np.flatnonzero(_select([row.loss_mask for row in chosen], sampled))),
     )
 
 

@@ -26,6 +26,7 @@ RESUMABLE = (
     "learner.zero_stage",
     "learner.offload",
     "learner.activation_checkpointing",
+    "learner.attention",
     "model.device",
     "placement.",
 )

@@ -53,6 +53,7 @@ def first_problem(config: "RunConfig") -> str | None:
         or _engine_problem(config)
         or _loss_problem(config)
         or _learner_problem(config)
+        or _weights_problem(config)
         or _arithmetic_problem(config)
     )
 
@@ -203,10 +204,37 @@ def _learner_problem(config: "RunConfig") -> str | None:
         return "learner.offload=optimizer needs learner.zero_stage of at least 1. Set learner.zero_stage=1"
     if learner.offload == "parameters" and learner.zero_stage < 3:
         return "learner.offload=parameters needs learner.zero_stage=3. Set learner.zero_stage=3"
+    if learner.attention == "varlen" and config.model.dtype == "float32":
+        return (
+            "learner.attention=varlen is flash attention, which has no float32, but model.dtype=float32. "
+            "Set learner.attention=auto or flex, or model.dtype=bfloat16"
+        )
+    if learner.attention in ("varlen", "flex") and config.stays_on_cpu:
+        return (
+            f"learner.attention={learner.attention} needs a GPU, but model.device={config.model.device} with "
+            f"engine.kind={config.engine.kind} is the CPU. Set learner.attention=auto, or model.device=cuda"
+        )
     if not learner.lora_rank and (learner.lora_alpha or learner.lora_targets):
         return (
             f"learner.lora_alpha={learner.lora_alpha:g}, learner.lora_targets={list(learner.lora_targets)} are not "
             "read with learner.lora_rank=0. Set learner.lora_rank too, or leave them out"
+        )
+    return None
+
+
+def _weights_problem(config: "RunConfig") -> str | None:
+    if config.weights.content != "adapters":
+        return None
+    if not config.learner.lora_rank:
+        return (
+            "weights.content=adapters publishes adapters alone, with learner.lora_rank=0 there are none. "
+            "Set learner.lora_rank too, or weights.content=merged"
+        )
+    if config.weights.transport == "nccl":
+        return (
+            "weights.transport=nccl broadcasts weights that vLLM's workers load as they come, "
+            "weights.content=adapters are to be merged first. Set weights.transport=shm or object_store, "
+            "or weights.content=merged"
         )
     return None
 

@@ -160,6 +160,9 @@ class WeightsConfig(Section):
     """nccl: longest wait for the members of a broadcast; beyond it the version goes through the store."""
     broadcast_host: str = ""
     """nccl: address at which actors reach the trainer; empty: loopback, or the host's name with work pools."""
+    content: Literal["merged", "adapters"] = "merged"
+    """What a version holds with learner.lora_rank: merged: all weights of the model; adapters: those alone, which
+    whoever takes the version merges into the model in model.path, the same on every host."""
     publish_every: int = Field(1, ge=1)
     """Publish every k-th version; versions keep their step numbers."""
     durable_every: int = Field(1, ge=1)
@@ -215,8 +218,8 @@ class PlacementConfig(Section):
     """A role whose main loop has not turned for so long is unhealthy; longer than the longest optimizer step."""
     max_restarts: int = Field(5, ge=0)
     """Restarts of each role in a row before the run fails; a life of ten minutes starts the count again."""
-    max_resumes: int = Field(10, ge=0)
-    """Times that one Prefect flow run may be started again, by hand or by an automation, before it fails."""
+    max_resumes: int = Field(5, ge=0)
+    """Times in a row that one Prefect flow run may be started again without a new commit, before it fails."""
 
 
 class TrackingConfig(Section):
@@ -326,9 +329,17 @@ class RunConfig(Section):
         return self.placement.threads * (1 + self.placement.actors if hands_over else 1)
 
     @property
+    def stays_on_cpu(self) -> bool:
+        """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
+        return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")
+
+    @property
     def arithmetic(self) -> dict[str, str | int]:
         """What the trainer's rounding depends on, beside its machine: equal ones train again to the last bit."""
         learner, trainer = self.learner, self.trainer
+        is_padded = learner.attention == "padded" or (learner.attention == "auto" and self.stays_on_cpu)
+        # Old runs, which were padded, do not say so, and are to train again to the last bit.
+        attention = {} if is_padded else {"attention": learner.attention}
         return {
             "kind": learner.kind,
             "zero_stage": learner.zero_stage,
@@ -337,6 +348,7 @@ class RunConfig(Section):
             "pack_tokens": trainer.pack_tokens,
             "packing": trainer.packing,
             "device": self.model.device,
+            **attention,
         }
 
     def phase_end(self, step: int) -> int:

@@ -39,6 +39,10 @@ class LearnerConfig(Section):
     """deepspeed: what is kept in the memory of the host: moments and masters (from stage 1 on), weights too (3)."""
     activation_checkpointing: bool = False
     """Compute the activations of each layer a second time in the backward pass instead of keeping them."""
+    attention: Literal["auto", "padded", "varlen", "flex"] = "auto"
+    """Attention over packed sequences. padded: a row for each, as long as the longest of the pack; varlen: torch's
+    flash attention (GPU, bfloat16); flex: torch's flex attention (GPU). auto: padded on a CPU; on a GPU varlen in
+    bfloat16, flex in float32, padded where these do not work. Runs from before this setting were padded."""
     lora_rank: int = Field(0, ge=0)
     """Train low-rank adapters of this rank beside frozen weights (LoRA); 0: all weights."""
     lora_alpha: float = Field(0.0, ge=0)

@@ -114,8 +114,8 @@ class SlotDecoder:
                         "in the last bits, so results would depend on the slot. Try another engine.concurrency"
                     )
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise SwapError unless `tensors` are exactly the weights of this model; touches nothing.
+    def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
+        """Raise SwapError unless `tensors` are exactly the weights of this model, or some of them; touches nothing.
 
         Of tied weights (an embedding that is also the head) one name is enough.
         """
@@ -134,7 +134,7 @@ class SlotDecoder:
                 )
         for names in _aliases(targets):
             given = [name for name in names if name in tensors]
-            if not given:
+            if not given and not is_partial:
                 raise SwapError(f"the update lacks {names[0]!r}; it has {len(tensors)} of {len(targets)} weights")
             for name in given[1:]:
                 if not torch.equal(tensors[given[0]], tensors[name]):

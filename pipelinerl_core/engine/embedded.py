@@ -355,7 +355,7 @@ class EmbeddedEngine:
             raise SwapError(
                 f"the update is version {update.version}, the engine has {self._version}: versions never decrease"
             )
-        self._decoder.check(update.tensors)
+        self._decoder.check(update.tensors, is_partial=update.is_partial)
 
     async def _drain(self) -> None:
         """Admit nothing until the slots are empty; at most the longest rest of a running sequence."""

@@ -328,7 +328,7 @@ class VLLMEngine:
                 "versions never decrease"
             )
         if update.group == 0:
-            self._staged.check(update.tensors)
+            self._staged.check(update.tensors, is_partial=update.is_partial)
         elif update.group != self.group:
             raise SwapError(
                 f"version {update.version} is broadcast to group {update.group}, the engine is in {self.group}"

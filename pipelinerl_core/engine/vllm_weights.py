@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -32,8 +32,9 @@ class StagedWeights:
         model: directory with config.json and safetensors. directory: where to stage, made if need be; on the file
         system of the published files a file needs no second copy. None: a new directory in shared memory.
         """
-        self._shapes = _shapes(Path(model))
-        self._tied = _tied_names(Path(model), self._shapes)
+        self._model = Path(model)
+        self._shapes = _shapes(self._model)
+        self._tied = _tied_names(self._model, self._shapes)
         if directory is None:
             memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
             directory = Path(tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=memory))
@@ -43,8 +44,8 @@ class StagedWeights:
         self.current: Path | None = None
         """What the engine core is started with again; None: the model directory itself."""
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise SwapError unless `tensors` are the weights of this model; touches nothing.
+    def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
+        """Raise SwapError unless `tensors` are the weights of this model, or some of them; touches nothing.
 
         Of tied weights (an embedding that is also the head) one name is enough.
         """
@@ -62,7 +63,7 @@ class StagedWeights:
                 )
         given = {self._tied.get(name, name) for name in tensors}
         lacking = sorted(set(self._shapes) - given)
-        if lacking:
+        if lacking and not is_partial:
             raise SwapError(f"the update lacks {lacking[0]!r}; it has {len(given)} of {len(self._shapes)} weights")
         for alias, name in self._tied.items():
             if alias in tensors and name in tensors and not torch.equal(tensors[alias], tensors[name]):
@@ -71,7 +72,8 @@ class StagedWeights:
     def stage(self, update: WeightUpdate) -> Path:
         """Put an update where every worker of this host can read it; returns the file.
 
-        The file that it was read from is linked: it stays whole when its publisher removes it.
+        The file that it was read from is linked: it stays whole when its publisher removes it. What a partial update
+        lacks is taken from the weights that are loaded: vLLM loads all or none, and starts again from this file.
         """
         path = self._directory / f"{update.version:08d}.safetensors"
         path.unlink(missing_ok=True)
@@ -80,8 +82,19 @@ class StagedWeights:
                 os.link(update.path, path)
                 return path
         tensors = {self._tied.get(name, name): tensor.contiguous() for name, tensor in update.tensors.items()}
-        safetensors.save_file(tensors, path)
+        with contextlib.ExitStack() as files:
+            if update.is_partial:
+                tensors = self._loaded(files, leave_out=tensors) | tensors
+            safetensors.save_file(tensors, path)
         return path
+
+    def _loaded(self, files: contextlib.ExitStack, leave_out: Collection[str]) -> dict[str, Tensor]:
+        """The other weights that the engine core holds, memory-mapped from files that `files` closes."""
+        found: dict[str, Tensor] = {}
+        for path in sorted(self._model.glob("*.safetensors")) if self.current is None else [self.current]:
+            file = files.enter_context(safe_open(path, framework="pt"))
+            found |= {name: file.get_tensor(name) for name in file.keys() if name not in leave_out}  # noqa: SIM118
+        return found
 
     def take(self, path: Path | None) -> None:
         """The engine core holds the weights of `path` now, or such as are in no file; older files are of no use."""

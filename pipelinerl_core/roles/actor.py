@@ -15,7 +15,7 @@ from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.inference import build_codec, open_engine
+from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
@@ -48,7 +48,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         engine=engine,
         scorer=scorer,
         codec=build_codec(context.config),
-        subscriber=WeightSubscriber(context.store),
+        subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
         member=_group_member(context, engine, name),

@@ -1,7 +1,8 @@
 """How a trainer comes to where the last commit is: newest checkpoint, and the recorded batches after it once more.
 
 The weights must be those of the commit, to the last bit, where the same arithmetic trains again. On another number of
-ranks, another learner or another device it cannot be; then the committed weights replace what was trained again.
+ranks, another learner or another device it cannot be, nor on any GPU; then the committed weights replace what was
+trained again.
 """
 
 import logging
@@ -10,12 +11,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from pipelinerl_core.algo.adapters import is_factor
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.records import Commit, EpochRecord
+from pipelinerl_core.records import Commit, holds_adapters
 from pipelinerl_core.roles.history import read_commit
 from pipelinerl_core.roles.replay import foreign_steps, replay_steps, restore, weights_sha256
-from pipelinerl_core.training.lora import is_adapter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
@@ -25,7 +27,7 @@ def adopt(
     store: ObjectStore,
     learner: Learner,
     commits: dict[int, str],
-    epoch: EpochRecord,
+    config: RunConfig,
     trained_again: Callable[[int], None],
 ) -> Commit:
     """Bring the learner to the last commit and return it; `trained_again` is told of every step on the way.
@@ -36,7 +38,7 @@ def adopt(
     commit = read_commit(store, commits[last])
     restore(store, learner, commits, last)
     begun, start = learner.version, time.monotonic()
-    is_alike = max(foreign_steps(store, commits, epoch.arithmetic), default=0) <= begun
+    is_alike = max(foreign_steps(store, commits, config), default=0) <= begun
     differs = False
     for replayed in replay_steps(store, learner, commits, last):
         trained_again(replayed.stats.step)
@@ -65,13 +67,13 @@ def _take_committed_weights(store: ObjectStore, learner: Learner, commit: Commit
         )  # fmt: skip
         return
     tensors, values = learner.state()
-    if any(is_adapter(name) for name in tensors):
+    if any(is_factor(name) for name in tensors) and not holds_adapters(commit.manifest):
         logger.warning(
             "step %d was trained again on other hardware: its adapters differ from those that were committed, by "
             "rounding, and cannot be taken out of merged weights", commit.step,
         )  # fmt: skip
         return
-    committed = WeightSubscriber(store).fetch(commit.manifest).tensors
+    committed = WeightSubscriber(store).read(commit.manifest)
     learner.load_state(_with_committed(tensors, committed), values)
     if weights_sha256(learner) != commit.weights_sha256:
         raise ChecksumMismatch(

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     try:
         result = asyncio.run(asyncio.wait_for(measure(options), DEADLINE_SECONDS))
-        result["learner"] = _measure_learner(options)
+        result |= _measure_learner(options)
     except PipelineRLError as error:
         sys.exit(f"bench gpu: {error}")
     if options.out is not None:
@@ -117,18 +117,21 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _measure_learner(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row per model; nothing where the learner's configuration cannot be read."""
+def _measure_learner(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """A row per model, and one per model and attention; nothing where the learner's configuration cannot be read."""
+    found: dict[str, list[dict[str, Any]]] = {"learner": [], "attention": []}
     if importlib.util.find_spec("pydantic") is None:
-        return []
+        return found
+    from pipelinerl_core.roles.bench_gpu_attention import compare_attention  # noqa: PLC0415 - optional
     from pipelinerl_core.roles.bench_gpu_learner import measure_learner  # noqa: PLC0415 - optional
 
-    rows = []
+    how = {"device": options.device, "dtype": options.dtype, "pack_tokens": options.learner_tokens}
     for size in options.learner_sizes:
-        tokens = options.learner_tokens
-        rows.append(measure_learner(size, device=options.device, dtype=options.dtype, pack_tokens=tokens))
+        found["learner"].append(measure_learner(size, **how))
         _empty_cache()
-    return rows
+        found["attention"] += compare_attention(size, **how)
+        _empty_cache()
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
@@ -150,9 +153,10 @@ def table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     if result["learner"]:
-        from pipelinerl_core.roles import bench_gpu_learner  # noqa: PLC0415 - optional
+        from pipelinerl_core.roles import bench_gpu_attention, bench_gpu_learner  # noqa: PLC0415 - optional
 
         lines += ["", *bench_gpu_learner.table(result["learner"])]
+        lines += ["", *bench_gpu_attention.table(result["attention"])]
     return "\n".join(lines) + "\n"
 
 

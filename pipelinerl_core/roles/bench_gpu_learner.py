@@ -39,11 +39,11 @@ def measure_learner(size: str, *, device: str, dtype: str, pack_tokens: int) -> 
     """Tokens per second and utilisation of a model of random weights; medians over steps, after two that warm up."""
     model = prepare_model(random_model(size, dtype=getattr(torch, dtype)).to(device))
     dimensions = model_dimensions(model)
-    config, rows = _step(size, pack_tokens)
+    config, rows = step_of(size, pack_tokens)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     learner = TorchLearner(model, config, batcher=PackBatcher(pack_tokens))
-    seconds = statistics.median([_seconds(learner, rows, device) for _ in range(2 + ROUNDS)][2:])
+    seconds = statistics.median([step_seconds(learner, rows, device) for _ in range(2 + ROUNDS)][2:])
     lengths = [num_forward_tokens(row.rollout) for row in rows]
     tflops = model_flops(dimensions, lengths) / seconds / 1e12
     peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
@@ -93,8 +93,11 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _step(size: str, pack_tokens: int) -> tuple[RunConfig, list[TrainingRow]]:
-    """Rollouts of equal length that fill the packs of a step, and the configuration of a run of such steps."""
+def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunConfig, list[TrainingRow]]:
+    """Rollouts that fill the packs of a step, and the configuration of a run of such steps.
+
+    They are of equal length, or `uneven`: from an eighth of it to all of it.
+    """
     shape = SIZES[size]
     length = min(SEQUENCE_TOKENS, pack_tokens // 2, shape["max_position_embeddings"])
     prompt_tokens = min(PROMPT_TOKENS, length // 2)
@@ -103,7 +106,8 @@ def _step(size: str, pack_tokens: int) -> tuple[RunConfig, list[TrainingRow]]:
 
     def rollout(group: int, index: int) -> Any:
         # One token more than the forward pass sees: nothing is predicted from the last.
-        ids = rng.integers(0, shape["vocab_size"], length + 1, dtype=np.int32)
+        tokens = int(rng.integers(max(prompt_tokens, length // 8), length + 1)) if uneven else length
+        ids = rng.integers(0, shape["vocab_size"], tokens + 1, dtype=np.int32)
         prompt, completion = ids[:prompt_tokens], ids[prompt_tokens:]
         built = random_rollout(prompt, completion, np.full(len(completion), -np.log(shape["vocab_size"])))
         return replace(built, group_id=group, rollout_index=index, group_size=GROUP_SIZE, reward=float(index % 2))
@@ -117,7 +121,8 @@ def _step(size: str, pack_tokens: int) -> tuple[RunConfig, list[TrainingRow]]:
     return config, assemble_rows(1, groups, config).rows
 
 
-def _seconds(learner: TorchLearner, rows: Sequence[TrainingRow], device: str) -> float:
+def step_seconds(learner: TorchLearner, rows: Sequence[TrainingRow], device: str) -> float:
+    """Of one step, until the device has finished it."""
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

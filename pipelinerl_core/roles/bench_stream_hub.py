@@ -223,13 +223,15 @@ class SimulatedTrainer:
 
     def take_step(self, wait_seconds: float = 0.5) -> int:
         """Reserve, fetch, read and commit; the number of groups, 0 if there were too few within the wait."""
-        answer = self._client.request(Reserve(step=self._step, epoch=_EPOCH, wait_seconds=wait_seconds))
+        answer, at_hand = self._client.reserve(Reserve(step=self._step, epoch=_EPOCH, wait_seconds=wait_seconds))
         if not isinstance(answer, Reserved):
             raise PipelineRLError(f"the hub does not reserve step {self._step}: {answer}")
         if not answer.is_ready:
             return 0
         groups = tuple((ref.group_id, ref.attempt) for ref in answer.groups)
-        for header, rows in self._client.request_rows(Rows(step=self._step, groups=groups)):
+        missing = set(groups) - {(header.group_id, header.attempt) for header, _ in at_hand}
+        others = self._client.request_rows(Rows(step=self._step, groups=tuple(missing))) if missing else []
+        for header, rows in (*at_hand, *others):
             key = (header.group_id, header.attempt)
             if key in self.seen or rows.num_rows != GROUP_SIZE:
                 raise PipelineRLError(f"group {key} came twice, or with {rows.num_rows} rows")

@@ -17,7 +17,16 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import DeadlineExceeded
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
-from pipelinerl_core.records import ActorSample, CheckpointRef, Commit, EpochRecord, SwapRecord, commit_key
+from pipelinerl_core.records import (
+    ADAPTERS_FILE,
+    WEIGHTS_FILE,
+    ActorSample,
+    CheckpointRef,
+    Commit,
+    EpochRecord,
+    SwapRecord,
+    commit_key,
+)
 from pipelinerl_core.roles.broadcasting import BroadcastPublisher
 from pipelinerl_core.roles.history import check_not_fenced
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
@@ -75,8 +84,9 @@ class Committer:
         self._link = link
         self._committed = committed
         self._publisher = WeightPublisher(
-            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm"
-        )
+            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm",
+            file_name=ADAPTERS_FILE if config.weights.content == "adapters" else WEIGHTS_FILE,
+        )  # fmt: skip
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.transport == "nccl":
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)

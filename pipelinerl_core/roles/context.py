@@ -16,6 +16,8 @@ from pipelinerl_core.storage.object_store import open_store
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
 """How often the supervisor has started this role again."""
+OUTER_TEMPORARY_VARIABLE = "PIPELINERL_OUTER_TMPDIR"
+"""The temporary directory of the supervisor; that of the role ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,12 @@ def log_directory(url: str, run_id: str) -> Path:
     """Where the roles' output goes: beside the run's objects, or a temporary directory for a remote store."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / "logs"
-    return Path(tempfile.gettempdir()) / f"pipelinerl-{os.getuid()}" / run_id / "logs"
+    return outer_temporary() / f"pipelinerl-{os.getuid()}" / run_id / "logs"
+
+
+def outer_temporary() -> Path:
+    """The temporary directory of this host's users; a role has one of its own, which ends with it."""
+    return Path(os.environ.get(OUTER_TEMPORARY_VARIABLE) or tempfile.gettempdir())
 
 
 def open_run(url: str) -> RunContext:

@@ -14,7 +14,4 @@ def model_device(config: RunConfig) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if config.model.device == "cuda" and not has_gpu:
         raise ConfigError("model.device=cuda: torch finds no GPU here. Set model.device=auto")
-    on_gpu = config.model.device == "cuda" or (
-        config.model.device == "auto" and config.engine.kind == "vllm" and has_gpu
-    )
-    return torch.device("cuda" if on_gpu else "cpu")
+    return torch.device("cuda" if has_gpu and not config.stays_on_cpu else "cpu")

@@ -24,13 +24,14 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_watch import beating
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.roles.inference import build_codec, open_engine
+from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import configure_logging, die_with_parent, exit_codes, limit_threads
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.types import EngineRequest, Prompt, Sampler
+from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
@@ -149,11 +150,12 @@ class _Evaluation:
     scorer: Scorer
     codec: TextCodec
     prompts: list[Prompt]
+    base: BaseWeights | None
 
     async def measure(self, context: RunContext, commit: Commit) -> EvalRecord:
         """Swap the weights of a commit in and evaluate them."""
         assert commit.manifest is not None
-        await self.engine.swap(WeightSubscriber(context.store).fetch(commit.manifest))
+        await self.engine.swap(WeightSubscriber(context.store, self.base).fetch(commit.manifest))
         return await evaluate(self.engine, self.scorer, self.codec, self.prompts, context.config)
 
 
@@ -166,7 +168,9 @@ async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluati
     scorer = build_scorer(config)
     try:
         prompts = build_source(config).held_out(config.eval.num_prompts)
-        yield _Evaluation(engine=engine, scorer=scorer, codec=build_codec(config), prompts=prompts)
+        yield _Evaluation(
+            engine=engine, scorer=scorer, codec=build_codec(config), prompts=prompts, base=base_weights(config)
+        )
     finally:
         await scorer.close()
         await engine.close()

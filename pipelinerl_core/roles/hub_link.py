@@ -22,7 +22,7 @@ from pipelinerl_core.errors import (
     WrongPeer,
 )
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Rows, RowsHeader
+from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.stream.client import HubClient
 
@@ -102,6 +102,10 @@ class HubLink:
     def request_all(self, messages: Sequence[tuple[Request, pa.RecordBatch | None]]) -> list[Answer]:
         """The answers to several requests that do not wait for each other, in their order."""
         return self._through_restarts(lambda client: client.request_all(messages))
+
+    def reserve(self, message: Reserve) -> tuple[Answer, list[tuple[RowsHeader, pa.RecordBatch]]]:
+        """The hub's answer, and those rows of the reserved groups that came with it."""
+        return self._through_restarts(lambda client: client.reserve(message))
 
     def request_rows(self, message: Rows) -> list[tuple[RowsHeader, pa.RecordBatch]]:
         """The record batches of reserved groups; HubUnavailable, or StreamError for rows the hub does not have."""

@@ -165,6 +165,8 @@ class Hub:
         """Answers in order."""
         if isinstance(request, Rows):
             yield from self._trainer.send_rows(request)
+        elif isinstance(request, Reserve):
+            yield from self._trainer.reserve(request)
         else:
             yield self._answer(peer, request, rows), None
 
@@ -182,8 +184,6 @@ class Hub:
                 return _or_raise(*self._groups.take(peer, [request], rows))
             case Sealed():
                 return self._sealed(peer, request)
-            case Reserve():
-                return self._trainer.reserve(request)
             case Committed():
                 return self._trainer.committed(request)
             case Bye():

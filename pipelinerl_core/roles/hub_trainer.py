@@ -5,7 +5,7 @@ A trainer reserves a step, fetches its rows, trains and commits. Reads from the 
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import pyarrow as pa
 
@@ -29,6 +29,7 @@ from pipelinerl_core.roles.hub_store import GroupKey
 from pipelinerl_core.stream.bundles import BUNDLE_BYTES
 from pipelinerl_core.stream.codec import row_bytes
 from pipelinerl_core.stream.segments import SegmentReader
+from pipelinerl_core.types import GroupRef
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,11 @@ class TrainerDesk:
                 self._state.forget_rows()
             logger.info("step %d was committed without a word; read from the store", missed)
 
-    def reserve(self, request: Reserve) -> Answer:
-        """The groups of a step, or, after the wait that the request names, that they are not ready."""
+    def reserve(self, request: Reserve) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """The groups of a step, or, after the wait that the request names, that they are not ready.
+
+        Rows that are at hand follow where the request says so: nobody waits for another message and its answer.
+        """
         deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
         with self._changed:
             while True:
@@ -99,9 +103,18 @@ class TrainerDesk:
                 self._state.awaited_step = None
             taken = self._ledger.take_left()
             self._state.forget_rows()
-        if taken:
-            self._state.return_credit(taken)
-        return answer.model_copy(update={"re": request.id})
+            places = self._at_hand(answer.groups) if request.with_rows and answer.is_ready else {}
+        try:
+            yield answer.model_copy(update={"re": request.id, "num_following": len(places)}), None
+            yield from self._runs_of(request.id, places, {})
+        finally:
+            if taken:
+                self._state.return_credit(taken)
+
+    def _at_hand(self, groups: Iterable[GroupRef]) -> dict[GroupKey, Place | None]:
+        """Those whose rows are in memory. A reader can do nothing about the others yet but ask for them."""
+        keys = ((ref.group_id, ref.attempt) for ref in groups)
+        return {key: place for key in keys if (place := self._state.rows.place(key)) is not None}
 
     def send_rows(self, request: Rows) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
         """A header and a batch for each group that a step has reserved."""
@@ -113,10 +126,15 @@ class TrainerDesk:
             yield Refused(re=request.id, code="not_reserved", detail=detail), None
             return
         segments = {key: self._segment(key) for key, place in places.items() if place is None}
+        yield from self._runs_of(request.id, places, segments)
+
+    def _runs_of(
+        self, re: int, places: "Mapping[GroupKey, Place | None]", segments: Mapping[GroupKey, tuple[str, int, int]]
+    ) -> Iterator[tuple[Answer, pa.RecordBatch]]:
         remaining = len(places)
         for run in _runs(places):
             remaining -= len(run)
-            yield self._run(request.id, run, remaining, segments)
+            yield self._run(re, run, remaining, segments)
 
     def _run(
         self, re: int, run: "_Run", remaining: int, segments: Mapping[GroupKey, tuple[str, int, int]]

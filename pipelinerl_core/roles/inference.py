@@ -16,6 +16,7 @@ from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.rollouts.runner import TextCodec
 from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.types import Int32Array, Prompt
+from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory
 
 
@@ -25,6 +26,11 @@ def model_directory(config: RunConfig) -> Path:
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
     return Path(path)
+
+
+def base_weights(config: RunConfig) -> BaseWeights | None:
+    """What the versions of the run are merged into; None where they hold all weights. Raises ConfigError."""
+    return BaseWeights(model_directory(config)) if config.weights.content == "adapters" else None
 
 
 def build_engine(config: RunConfig) -> EmbeddedEngine:

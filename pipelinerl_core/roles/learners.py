@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
+from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
@@ -25,9 +26,10 @@ from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesse
 from pipelinerl_core.roles.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
-from pipelinerl_core.training.lora import add_adapters, share_frozen
+from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
 from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
 from pipelinerl_core.training.ranks import ALONE, Ranks
+from pipelinerl_core.weights.base import BaseWeights
 
 # After a rank has ended, the others may still say why they cannot go on.
 _GRACE_SECONDS = 5.0
@@ -149,34 +151,51 @@ def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatche
     device = rank_device(config, ranks)
     if config.learner.kind == "torch":
         return _build_torch(config, device, ranks)
-    model, reference = _load(config, device)
+    model, reference, note = _load(config, device, ranks)
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
-    return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference), batcher
+    return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference, note=note), batcher
 
 
 def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[TorchLearner, PackBatcher]:
-    model, reference = _load(config, device)
+    model, reference, note = _load(config, device, ranks)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
     threads = threads if device.type == "cpu" else 1
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
-    return TorchLearner(model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks), batcher
+    learner = TorchLearner(
+        model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks, note=note
+    )
+    return learner, batcher
 
 
-def _load(config: RunConfig, device: torch.device) -> tuple[object, object]:
+def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
+    """The model to train, the reference if there is one, and with weights.content=adapters what goes with them."""
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
-    model = load_model(Path(path), config.model.dtype, device)
+    model = load_model(Path(path), config.model.dtype, device, config.learner.attention)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.learner.activation_checkpointing:
         checkpoint_activations(model)
-    return model, reference
+    note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
+    return model, reference, note
+
+
+def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:
+    """Raises ConfigError when whoever takes the adapters could not merge them into the files of the model."""
+    base_sha256 = ""
+    if ranks.rank == 0:  # the others publish nothing
+        base = BaseWeights(path)
+        weights = published_weights(model, config.learner.lora_scale)
+        base.check({weight.name: tuple(weight.base.shape) for weight in weights if weight.adapter is not None})
+        base_sha256 = base.sha256
+        base.close()
+    return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_sha256=base_sha256)
 
 
 def _reference(config: RunConfig, path: Path | str, model: object) -> object:
     # Adapters leave the base model as it was; only where ZeRO takes its weights apart it cannot be used beside them.
     if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
         return share_frozen(model)
-    return load_reference(config.loss.ref_model or path, model)
+    return load_reference(config.loss.ref_model or path, model, config.learner.attention)

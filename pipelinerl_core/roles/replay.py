@@ -1,8 +1,8 @@
 """Train recorded batches again: how a trainer restarts, and how `pipelinerl replay` proves what was trained.
 
 The rows of batches/ are trained in their order by the same learner, so that on the same machine, with the same
-threads, losses and weights come out bit for bit. With other settings of loss or learner it is a study: what another
-objective would have made of the recorded stream. Advantages and loss weights are those that were recorded.
+threads, losses and weights come out bit for bit on a CPU. With other settings of loss or learner it is a study: what
+another objective would have made of the recorded stream. Advantages and loss weights are those that were recorded.
 """
 
 import argparse
@@ -10,15 +10,18 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from pipelinerl_core.algo.adapters import Adapters
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.records import Commit, parse_commit_key
+from pipelinerl_core.records import Commit, holds_adapters, parse_commit_key
 from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.learners import open_learners
 from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
@@ -26,6 +29,7 @@ from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
 from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ class ReplayedStep:
     weights_match: bool
     """Whether the weights after it have the sha256 of the commit."""
     is_exact: bool = True
-    """Whether they must: this step and those before it were computed as they are here (`RunConfig.arithmetic`)."""
+    """Whether they must: this step and those before it were computed as they are here (see `foreign_steps`)."""
 
     @property
     def verdict(self) -> str:
@@ -87,14 +91,42 @@ def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step:
         except StoreError as error:
             logger.error("checkpoint of step %d left out, an older one must do: %s", reference.step, error)
             continue
+        _check_base(store, learner, commits)
         learner.load_state(tensors, values)
         return
     raise ConfigError(f"{store.url}: no whole checkpoint at or before step {step}; it cannot be replayed")
 
 
-def foreign_steps(store: ObjectStore, commits: dict[int, str], arithmetic: Mapping[str, str | int]) -> list[int]:
-    """Steps that were computed with another arithmetic than this; old epochs do not say, and are believed."""
+def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -> None:
+    """Raises ConfigError when the run published adapters, and the base model is another than at its start."""
+    first = read_commit(store, commits[min(commits)]).manifest
+    if first is None or first.key is None or not holds_adapters(first):
+        return
+    try:
+        recorded = WeightSubscriber(store).read(first)
+    except StoreError as error:
+        logger.error("version %d left out, so the base model is not compared: %s", first.version, error)
+        return
+    weights = learner.weights()
+    assert isinstance(recorded, Adapters)
+    assert isinstance(weights, Adapters)
+    if recorded.note.base_sha256 != weights.note.base_sha256:
+        raise ConfigError(
+            f"model.path: the model there has sha256 {weights.note.base_sha256[:12]}, this run's adapters were "
+            f"trained beside {recorded.note.base_sha256[:12]}. Put that model there"
+        )
+
+
+def foreign_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
+    """Steps that cannot be trained again to the last bit: computed with another arithmetic, or any on a GPU.
+
+    Gradients of attention are added up there in whatever order they come. Old epochs do not say how they computed,
+    and are believed.
+    """
+    if model_device(config).type == "cuda":
+        return sorted(commits)
     by_epoch = {record.epoch: record.arithmetic for record in read_epochs(store)}
+    arithmetic = config.arithmetic
     return [
         step for step, key in commits.items() if by_epoch.get(parse_commit_key(key)[1], {}) not in ({}, arithmetic)
     ]
@@ -144,7 +176,7 @@ def replay_run(
             state = learner.state()
             learner = learners.build(studied)
             learner.load_state(*state)
-        foreign = [step for step in foreign_steps(context.store, commits, context.config.arithmetic) if step > start]
+        foreign = [step for step in foreign_steps(context.store, commits, context.config) if step > start]
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.stats.step >= begin:
                 yield replace(replayed, is_exact=replayed.stats.step < min(foreign, default=end + 1))

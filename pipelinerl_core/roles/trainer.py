@@ -135,7 +135,7 @@ class Trainer:
     # ---- start -----------------------------------------------------------------------------------------------
 
     def _adopt(self, commits: dict[int, str]) -> None:
-        commit = adopt(self._store, self._learner, commits, self._epoch, self._watch.repeats)
+        commit = adopt(self._store, self._learner, commits, self._config, self._watch.repeats)
         self._committer.adopt(commit)
         self._committer.republish(commit, self._learner.weights())
         self._samples = int(commit.metrics.get("progress/samples", 0))
@@ -229,12 +229,13 @@ class Trainer:
         """
         lost: tuple[GroupKey, ...] = ()
         for _ in range(_RESERVATIONS):
-            reserved = self._reserve(step, stop, lost)
-            if reserved is None:
+            found = self._reserve(step, stop, lost)
+            if found is None:
                 return None
+            reserved, at_hand = found
             keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
             try:
-                return reserved, self._rows(step, keys)
+                return reserved, self._rows(step, keys, at_hand)
             except HubUnavailable:
                 raise
             except (StreamError, MissingObject) as error:
@@ -251,18 +252,20 @@ class Trainer:
             return True
         return False
 
-    def _reserve(self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]) -> Reserved | None:
-        """The groups of a step; None when asked to stop while waiting."""
+    def _reserve(
+        self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]
+    ) -> tuple[Reserved, dict[GroupKey, pa.RecordBatch]] | None:
+        """The groups of a step, and the rows that came with them; None when asked to stop while waiting."""
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
         reason, most_ready = "", 0
         while not stop.is_set():
             self._watch.waits(step)
-            answer = self._link.request(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
+            answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
                 raise_refusal(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
                 self._reserved_step, self._reserved = step, answer
-                return answer
+                return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason
                 self._committer.attend(answer.actors, self._learner.version, self._learner.weights)
@@ -276,23 +279,25 @@ class Trainer:
                 )
         return None
 
-    def _rows(self, step: int, keys: tuple[GroupKey, ...]) -> list[list[Rollout]]:
-        """The rollouts of reserved groups, in the order of the reservation.
+    def _rows(
+        self, step: int, keys: tuple[GroupKey, ...], at_hand: dict[GroupKey, pa.RecordBatch]
+    ) -> list[list[Rollout]]:
+        """The rollouts of reserved groups, in the order of the reservation; what is not at hand is asked for.
 
         Raises MissingObject when some have not come in time, SchemaMismatch when some are damaged.
         """
         deadline = time.monotonic() + ROWS_DEADLINE_SECONDS
-        while True:
+        while missing := tuple(key for key in keys if key not in at_hand):
             try:
-                received = self._link.request_rows(Rows(step=step, groups=keys))
+                received = self._link.request_rows(Rows(step=step, groups=missing))
             except (StreamError, MissingObject) as error:
                 if isinstance(error, SchemaMismatch | HubUnavailable) or time.monotonic() > deadline:
                     raise
                 logger.warning("step %d: rows not there yet: %s", step, error)
                 time.sleep(0.2)
                 continue
-            by_key = {(header.group_id, header.attempt): batch for header, batch in received}
-            return [decode_rollouts(by_key[key]) for key in keys]
+            at_hand |= {(header.group_id, header.attempt): batch for header, batch in received}
+        return [decode_rollouts(at_hand[key]) for key in keys]
 
     def _upload(self, step: int, batch: pa.RecordBatch) -> FileEntry:
         data = to_segment([batch])

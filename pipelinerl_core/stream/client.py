@@ -36,6 +36,7 @@ from pipelinerl_core.messages import (
     Refused,
     Request,
     Reserve,
+    Reserved,
     Rows,
     RowsHeader,
     encode,
@@ -135,11 +136,28 @@ class HubClient:
                 exchange.collect(answers, min(deadline, time.monotonic() + patience))
                 if len(answers) < len(calls) and time.monotonic() >= deadline:
                     late = next(call for call in open_calls if call.message.id not in answers)
-                    raise HubUnavailable(
-                        f"no answer to {late.message.kind} from {exchange.url} within {limit_seconds:g} s. "
-                        "Look at hub.json for a newer hub, then reconnect"
-                    )
+                    raise HubUnavailable(_late_text(late.message.kind, exchange.url, limit_seconds))
         return [answers[call.message.id] for call in calls]
+
+    def reserve(self, message: Reserve, *, timeout: float | None = None) -> tuple[Answer, list[RowsAnswer]]:
+        """The hub's answer, and the rows that followed it; those of the other groups are to be asked for.
+
+        Raises like `request`.
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        call = _Call(self._identified(message.model_copy(update={"with_rows": True})), None, self._faults)
+        with _Exchange(self._connection, [call.message.id]) as exchange:
+            while time.monotonic() < deadline:
+                exchange.send([call])
+                parts = exchange.next(min(deadline, time.monotonic() + self._patience(call.message)))
+                if parts is None or isinstance(parts[0].answer, RowsHeader):  # rows alone: the answer was lost
+                    continue
+                answer = parts[0].answer
+                if not isinstance(answer, Reserved) or not answer.num_following:
+                    return answer, []
+                return answer, exchange.following(answer.num_following, self._retry_seconds)
+        raise HubUnavailable(_late_text(call.message.kind, self.url, limit_seconds))
 
     def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
         """The rows of every group that `message` names, in its order; what was lost is asked for again.
@@ -189,6 +207,11 @@ def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
         raise ConfigError(
             f"{name!r} cannot be the name of a peer: 1 to 100 printable characters, no slash, no dot in front"
         ) from None
+
+
+def _late_text(kind: str, url: str, limit_seconds: float) -> str:
+    where = "Look at hub.json for a newer hub, then reconnect"
+    return f"no answer to {kind} from {url} within {limit_seconds:g} s. {where}"
 
 
 class _Call:
@@ -255,6 +278,15 @@ class _Exchange:
                 if answer.remaining == 0:
                     return found
         return found
+
+    def following(self, num_groups: int, patience_seconds: float) -> "list[RowsAnswer]":
+        """The rows behind an answer, as many as come without a pause of `patience_seconds`."""
+        found: dict[tuple[int, int], RowsAnswer] = {}
+        while len(found) < num_groups and (parts := self.next(time.monotonic() + patience_seconds)) is not None:
+            for answer, rows in parts:
+                if isinstance(answer, RowsHeader) and rows is not None:  # else: the answer once more
+                    found[answer.group_id, answer.attempt] = (answer, rows)
+        return list(found.values())
 
     def next(self, until: float) -> list[Received] | None:
         """The next answers before `until`, or None. Raises HubUnavailable when none will come."""

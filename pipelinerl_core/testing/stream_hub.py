@@ -82,7 +82,7 @@ class QueueHub:
         elif isinstance(request, Group):
             yield Ack(re=request.id, note=self._accept(peer, request, rows)), None
         elif isinstance(request, Reserve):
-            yield self._reserve(request), None
+            yield from self._reserve_rows(request)
         else:
             yield Ack(re=request.id), None
 
@@ -103,6 +103,13 @@ class QueueHub:
             self._ready.append(key)
             self._condition.notify_all()
         return "new"
+
+    def _reserve_rows(self, request: Reserve) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        answer = self._reserve(request)
+        groups = answer.groups if request.with_rows else ()
+        yield answer.model_copy(update={"num_following": len(groups)}), None
+        keys = tuple((ref.group_id, ref.attempt) for ref in groups)
+        yield from self._hand_out(Rows(id=request.id, step=request.step, groups=keys))
 
     def _reserve(self, request: Reserve) -> Reserved:
         with self._condition:

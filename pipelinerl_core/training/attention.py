@@ -1,25 +1,44 @@
-"""Attention over packed sequences, as an attention function of transformers.
+"""Attention over packed sequences, as attention functions of transformers; none of them has a dense mask.
 
-Every other layer works on the packed tokens alone. Attention scatters queries, keys and values into one padded row
-per sequence, runs a causal kernel, and gathers the results back. Padding stands right of the real tokens, so the
-causal rule alone keeps it away from them and no mask is needed.
+Every other layer works on the packed tokens alone. For attention there are three ways:
+
+    padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
+             results. Padding stands right of the real tokens, so the causal rule alone keeps it away from them.
+             Anywhere, any type; costs S * L^2 whatever the other lengths.
+    varlen   torch's flash attention, which is told where sequences begin. A GPU, bfloat16 or float16.
+    flex     torch's flex attention, compiled, which is told which blocks of the pack are seen. A GPU, any type.
+
+`learner.attention` chooses (training/attention_choice.py).
 
 Shapes: B = 1, T = packed tokens, S = sequences, L = longest sequence, H = heads, D = head size, F = H * D.
 """
 
+import importlib
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from pipelinerl_core.algo.packed import PackLayout
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.training.block_masks import block_mask
 
+varlen_attn: Any = None
+"""Torch's flash attention over packed sequences, in the versions that have it."""
+with suppress(ImportError):  # the benchmark of GPUs runs with older versions too
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+# Names for `set_attn_implementation`. No mask function is registered under them, so transformers builds no mask.
 PACKED_ATTENTION = "pipelinerl_packed"
-"""Name for `set_attn_implementation`. No mask function is registered under it, so transformers builds no mask."""
+VARLEN_ATTENTION = "pipelinerl_varlen"
+FLEX_ATTENTION = "pipelinerl_flex"
 
 
 class _Pad(torch.autograd.Function):
@@ -71,12 +90,12 @@ def packed_attention(
     Keys and values may have fewer heads than queries (grouped-query attention). Returns [B, T, H, D].
     Raises ConfigError when a sliding window would cut a sequence, and ValueError without a layout.
     """
-    if layout is None:
-        raise ValueError("packed attention needs layout=PackLayout(...) in the call of the model")
+    layout = _needed(layout)
     if sliding_window is not None and layout.longest > sliding_window:
         raise ConfigError(
             f"a sequence of {layout.longest} tokens is longer than the model's sliding window of {sliding_window}; "
-            "only full attention is supported. Lower rollouts.max_tokens or take a model with full attention"
+            "learner.attention=padded knows full attention only. Lower rollouts.max_tokens, or take a model with "
+            "full attention"
         )
     attended_SHLD = scaled_dot_product_attention(
         _pad_heads(query_BHTD, layout),
@@ -102,4 +121,85 @@ def _pad_heads(packed_BHTD: Tensor, layout: PackLayout) -> Tensor:
     return padded.view(layout.num_sequences, layout.longest, num_heads, head_dim).transpose(1, 2)
 
 
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+def varlen_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: None,
+    *,
+    layout: PackLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` by torch's flash attention, whose work is sum L^2 over the sequences. Without dropout.
+
+    Raises ValueError without a layout, and whatever torch says of a device or type that it has no kernel for.
+    """
+    layout = _needed(layout)
+    query_THD, key_THD, value_THD = (heads[0].transpose(0, 1) for heads in (query_BHTD, key_BHTD, value_BHTD))
+    attended_THD = varlen_attn(
+        query_THD,
+        key_THD,
+        value_THD,
+        layout.cu_seqlens,
+        layout.cu_seqlens,
+        layout.longest,
+        layout.longest,
+        scale=scaling,
+        # How far a query sees back and ahead. transformers counts the query itself as one of its window.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=key_THD.shape[1] != query_THD.shape[1],
+    )
+    return attended_THD[None], None
+
+
+def flex_packed_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: None,
+    *,
+    layout: PackLayout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` by torch's flex attention, over the blocks that some sequence needs. Without dropout.
+
+    Raises ValueError without a layout, and NotImplementedError for gradients on a CPU.
+    """
+    layout = _needed(layout)
+    function = _compiled() if query_BHTD.is_cuda else flex_attention
+    attended_BHTD = function(
+        query_BHTD,
+        key_BHTD,
+        value_BHTD,
+        block_mask=block_mask(layout, sliding_window),
+        scale=scaling,
+        enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
+    )
+    return attended_BHTD.transpose(1, 2), None
+
+
+@cache
+def _compiled() -> Any:
+    # Packs have any number of tokens: one kernel for all of them. Not compiled it would hold all scores, T * T.
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _needed(layout: PackLayout | None) -> PackLayout:
+    if layout is None:
+        raise ValueError("packed attention needs layout=PackLayout(...) in the call of the model")
+    return layout
+
+
+ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    PACKED_ATTENTION: packed_attention,
+    VARLEN_ATTENTION: varlen_attention,
+    FLEX_ATTENTION: flex_packed_attention,
+}
+for _name, _function in ATTENTION_FUNCTIONS.items():
+    AttentionInterface.register(_name, _function)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -55,6 +56,7 @@ class DeepSpeedLearner:
         ranks: Ranks,
         version: int = 0,
         reference: Any = None,
+        note: AdapterNote | None = None,
     ) -> None:
         """As TorchLearner; torch's default process group exists already, with one rank too.
 
@@ -63,6 +65,7 @@ class DeepSpeedLearner:
         self.version = version
         self._config = config
         self._ranks = ranks
+        self._note = note
         self._batcher = batcher
         self._device: torch.device = model.device
         value_seed = config.seed if config.loss.advantage == "value" else None
@@ -142,13 +145,13 @@ class DeepSpeedLearner:
         return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
 
     def weights(self) -> dict[str, Tensor]:
-        """Snapshot of the weights by parameter name, in the model's type, adapters merged; empty on ranks but 0."""
+        """As the torch learner's; empty on ranks but 0."""
         found: dict[str, Tensor] = {}
         for lot in self._lots():
             with self._gathered([part for weight in lot for part in weight.parts]):
                 if self._ranks.rank == 0:
                     found |= {weight.name: weight.merged() for weight in lot}
-        return found
+        return found if self._note is None else Adapters(found, self._note)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """As the torch learner's, whatever the stage and the number of ranks; tensors are empty on ranks but 0."""
@@ -188,7 +191,8 @@ class DeepSpeedLearner:
 
     def _lots(self) -> Iterator[list[PublishedWeight]]:
         lot: list[PublishedWeight] = []
-        for weight in published_weights(self._policy.model, self._config.learner.lora_scale):
+        scale, is_alone = self._config.learner.lora_scale, self._note is not None
+        for weight in published_weights(self._policy.model, scale, adapters_alone=is_alone):
             lot.append(weight)
             if (
                 sum(getattr(part, "ds_numel", part.numel()) for one in lot for part in one.parts)

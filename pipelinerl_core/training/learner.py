@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
@@ -69,12 +70,15 @@ class TorchLearner:
         threads: int = 1,
         reference: Any = None,
         ranks: Ranks = ALONE,
+        note: AdapterNote | None = None,
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
 
         reference: a model of `load_reference` for loss.kl_coefficient; it needs as much memory as the weights.
 
         threads: packs computed at once, each on one core; 1 leaves the number of torch's threads as it is.
+
+        note: publish adapters alone, with this; None: all weights, adapters merged.
         """
         self.version = version
         self._config = config
@@ -84,6 +88,7 @@ class TorchLearner:
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._batcher = batcher
         self._ranks = ranks
+        self._note = note
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
         # One core per pack: a small model's matrix products are too small to share one among threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
@@ -108,14 +113,14 @@ class TorchLearner:
         if self._ranks.size > 1:
             self._ranks.sum_(self._optimizer.gradients())
         grad_norm = self._optimizer.grad_norm()
-        totals = sums.over_ranks(self._ranks, self._model.device)
-        totals.check_finite(step, grad_norm.item())
+        totals = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the one wait for a GPU in a step
+        totals.check_finite(step, totals.grad_norm)
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         self._optimizer.step(grad_norm, learning_rate=lr)
         self.version = step
         return totals.stats(
             step,
-            grad_norm=grad_norm.item(),
+            grad_norm=totals.grad_norm,
             learning_rate=lr,
             has_reference=self._reference is not None,
             has_values=self._policy.value_head is not None,
@@ -139,9 +144,14 @@ class TorchLearner:
         return score_rollouts(self._policy, self._batcher.rollouts(rollouts), len(rollouts), self._model.device)
 
     def weights(self) -> dict[str, Tensor]:
-        """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged."""
-        published = published_weights(self._model, self._config.learner.lora_scale)
-        return {weight.name: weight.merged() for weight in published}
+        """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged.
+
+        With a note it is `Adapters`.
+        """
+        scale, note = self._config.learner.lora_scale, self._note
+        published = published_weights(self._model, scale, adapters_alone=note is not None)
+        tensors = {weight.name: weight.merged() for weight in published}
+        return tensors if note is None else Adapters(tensors, note)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.

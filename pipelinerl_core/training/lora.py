@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): W + s * B @ A, where W is frozen and A and B are trained.
 
 peft puts them beside the linear layers of the decoder blocks. What leaves the trainer is the merged weight under the
-base model's own name, so nobody else has to know; what a checkpoint holds are the adapters.
+base model's own name, so nobody else has to know, or (weights.content=adapters) the factors alone, which the receiver
+merges by the same function; what a checkpoint holds are the adapters.
 
 Shapes: O, I = outputs and inputs of a linear layer, R = rank of its adapter.
 """
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pipelinerl_core.algo.adapters import factor_names, is_factor, merge
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError
 
 # peft's wrappers in a name: the layer that is wrapped, and the adapter's own name between factor and `weight`.
 _BASE, _OWN_NAME = ".base_layer.", re.compile(r"\.(lora_[AB])\.default\.")
-_FACTOR = re.compile(r"\.lora_[AB]\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +48,7 @@ class PublishedWeight:
         """W + s * B @ A in float32, rounded once to the type of W; a copy of its own, on the CPU."""
         if self.adapter is None:
             return self.base.detach().to("cpu", copy=True).contiguous()
-        a_RI, b_OR = (factor.detach().float() for factor in self.adapter)
-        merged_OI = torch.addmm(self.base.detach().float(), b_OR, a_RI, alpha=self.scale)
-        return merged_OI.to(self.base.dtype).cpu().contiguous()
+        return merge(self.base, *self.adapter, self.scale).cpu().contiguous()
 
 
 def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:
@@ -91,25 +90,21 @@ def trained_parameters(model: Any) -> dict[str, Tensor]:
     return {_clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def published_weights(model: Any, scale: float) -> list[PublishedWeight]:
-    """Every weight of the base model, tied ones once, in its order; `scale` is s."""
+def published_weights(model: Any, scale: float, *, adapters_alone: bool = False) -> list[PublishedWeight]:
+    """Every weight of the base model, tied ones once, in its order; `scale` is s. Or the factors as they are."""
     named = {_clean(name): parameter for name, parameter in model.named_parameters()}
     return [
-        PublishedWeight(name, parameter, _adapter(named, name), scale)
+        PublishedWeight(name, parameter, None if adapters_alone else _adapter(named, name), scale)
         for name, parameter in named.items()
-        if not is_adapter(name)
+        if is_factor(name) == adapters_alone
     ]
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a name of `trained_parameters`, or one made of it, is that of an adapter's factor."""
-    return _FACTOR.search(name) is not None
-
-
 def _adapter(named: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor] | None:
-    layer, _, kind = name.rpartition(".")
-    a_RI, b_OR = (named.get(f"{layer}.{factor}.weight") for factor in ("lora_A", "lora_B"))
-    return (a_RI, b_OR) if kind == "weight" and a_RI is not None and b_OR is not None else None
+    if not name.endswith(".weight"):
+        return None
+    a_RI, b_OR = (named.get(factor) for factor in factor_names(name))
+    return None if a_RI is None or b_OR is None else (a_RI, b_OR)
 
 
 def _clean(name: str) -> str:

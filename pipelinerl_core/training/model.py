@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pipelinerl_core.algo.packed import PackedBatch, PackLayout
+from pipelinerl_core.algo.packed import PackedBatch, PackLayout, layout_of
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.training.attention import PACKED_ATTENTION
+from pipelinerl_core.training.attention_choice import AttentionKind, Heads, choose_attention
 
 # Largest difference of log-probabilities between a plain forward and ours on a few tokens: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -38,27 +38,33 @@ class ModelDimensions:
     """Longest sequence the model was made for."""
 
 
-def load_model(path: Path | str, dtype: Literal["float32", "bfloat16"], device: torch.device | str = "cpu") -> Any:
+def load_model(
+    path: Path | str,
+    dtype: Literal["float32", "bfloat16"],
+    device: torch.device | str = "cpu",
+    attention: AttentionKind = "auto",
+) -> Any:
     """The causal language model in a directory, on a device, ready for `hidden_states`.
 
     Dropout is off for good (eval mode): the ratio compares the policy that sampled with the one that is trained, and
     dropout would make them differ at equal weights.
 
-    Raises ConfigError when there is no model, or when it computes something that packs cannot reproduce.
+    Raises ConfigError when there is no model, when it computes something that packs cannot reproduce, or when this
+    way of attention does not work on the device.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json there. Give the directory of a Hugging Face model")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return prepare_model(model.to(device))
+    return prepare_model(model.to(device), attention)
 
 
-def load_reference(path: Path | str, model: Any) -> Any:
+def load_reference(path: Path | str, model: Any, attention: AttentionKind = "auto") -> Any:
     """The frozen model in a directory that `model` is held against, of its type and on its device.
 
     Raises ConfigError when there is none, or when its vocabulary is another.
     """
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype is torch.bfloat16 else "float32"
-    reference = load_model(path, dtype, model.device).requires_grad_(False)
+    reference = load_model(path, dtype, model.device, attention).requires_grad_(False)
     sizes = reference.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -68,14 +74,16 @@ def load_reference(path: Path | str, model: Any) -> Any:
     return reference
 
 
-def prepare_model(model: Any) -> Any:
+def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
     """Switch a transformers model to packed attention, in place, and check that it computes the same."""
     model.eval()
     model.requires_grad_(True)
     model.config.use_cache = False
     model.set_attn_implementation("sdpa")
     expected = [_plain_logprobs(model, ids) for ids in _check_sequences(model)]
-    model.set_attn_implementation(PACKED_ATTENTION)
+    sizes = model_dimensions(model)
+    heads = Heads(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, model.dtype, model.device)
+    model.set_attn_implementation(choose_attention(attention, heads))
     difference = max(
         (found - wanted).abs().max().item() for found, wanted in zip(_packed_logprobs(model), expected, strict=True)
     )
@@ -153,10 +161,8 @@ def _plain_logprobs(model: Any, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _packed_logprobs(model: Any) -> list[Tensor]:
-    sequences, longest = _check_sequences(model), max(_CHECK_LENGTHS)
+    sequences, layout = _check_sequences(model), layout_of(_CHECK_LENGTHS).to(model.device)
     positions_T = torch.cat([torch.arange(length) for length in _CHECK_LENGTHS])
-    slots_T = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(_CHECK_LENGTHS)])
-    layout = PackLayout(slots_T=slots_T.to(model.device), num_sequences=len(_CHECK_LENGTHS), longest=longest)
     hidden_TC = _packed_forward(model, torch.cat(sequences).to(model.device), positions_T.to(model.device), layout)
     logits_TV = hidden_TC.float() @ head_weight(model).float().T
     return list(torch.log_softmax(logits_TV, -1).split(list(_CHECK_LENGTHS)))  # type: ignore[no-untyped-call]

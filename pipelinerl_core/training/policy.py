@@ -97,7 +97,7 @@ def pack_loss(
         batch.rollout_logprobs_N,
         advantages_N,
         batch.loss_weights_N,
-        batch.loss_mask_N,
+        batch.trained_M,
         entropy_N=output.entropy_N,
         sequence_N=batch.sequence_N,
         num_sequences=batch.layout.num_sequences,
@@ -107,8 +107,8 @@ def pack_loss(
     sums = compute_loss(tokens, config)
     if values_N is None:
         return sums
-    trained_N = batch.loss_mask_N
-    squares_M = (values_N[trained_N] - batch.advantages_N[trained_N]).square()
+    rewards_M = batch.advantages_N.index_select(0, batch.trained_M)
+    squares_M = (values_N.index_select(0, batch.trained_M) - rewards_M).square()
     error = (tokens.loss_weights_M * squares_M).sum()
     return replace(
         sums, loss=sums.loss + 0.5 * config.value_coefficient * error, value_error=squares_M.detach().sum()

@@ -36,14 +36,14 @@ class Ranks:
                 tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
                 start += tensor.numel()
 
-    def gather(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
-        """The values of every rank, in order of rank, exactly; each rank gives as many."""
-        if self.size == 1:
-            return [list(values)]
-        own = torch.tensor(values, dtype=torch.float64, device=device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own)
-        return [tensor.tolist() for tensor in found]
+    def gather(self, own: Tensor) -> list[list[float]]:
+        """The vector of every rank, in order of rank, exactly, once its device has computed it; all are as long."""
+        found = [own]
+        if self.size > 1:
+            found = [torch.empty_like(own) for _ in range(self.size)]
+            dist.all_gather(found, own)
+        rows: list[list[float]] = torch.stack(found).tolist()
+        return rows
 
 
 ALONE = Ranks()

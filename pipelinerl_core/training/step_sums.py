@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipelinerl_core.algo.importance import EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LossSums
-from pipelinerl_core.algo.mismatch import LogprobDifferences, difference_stats
-from pipelinerl_core.algo.packed import PackedBatch
+from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences, difference_stats
+from pipelinerl_core.algo.packed import PackedBatch, moved
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.types import StepStats
@@ -28,7 +28,8 @@ _KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs")
 class StepSums:
     """Sums over packs; packs that hold no row, which only keep ranks in step, count nothing.
 
-    They stay on the device until `over_ranks`: a pack does not wait for the figures of the one before.
+    They stay on the device until `over_ranks`, the one place of a step that waits for it: nothing here may ask how
+    large a number is, or how many there are of something.
     """
 
     version: int
@@ -69,19 +70,30 @@ class StepSums:
         self.log_ratios.append(log_ratios_N)
         self.sequence_log_ratios.append(sequence_log_ratios(log_ratios_N, batch.sequence_N, num_sequences))
         lags_N = self.version - batch.versions_N
-        self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.loss_mask_N, num_sequences=num_sequences)
+        self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
 
-    def over_ranks(self, ranks: Ranks, device: torch.device) -> "StepTotals":
-        """The same over all ranks; every rank gets it, and must ask for it."""
-        # In their order: a replay must find the same bits.
-        own = reduce(torch.add, self.of_packs).tolist() if self.of_packs else [0.0] * len(_OF_PACK)
-        own += [float(self.known[name]) for name in _KNOWN]
-        parts = [own, self.differences.sums, ess_terms(self.log_ratios), ess_terms(self.sequence_log_ratios)]
-        flat = ranks.gather([value for part in parts for value in part], device)
+    def over_ranks(self, ranks: Ranks, device: torch.device, grad_norm: Tensor | None = None) -> "StepTotals":
+        """The same over all ranks; every rank gets it, and must ask for it.
+
+        grad_norm: [] of all ranks together, if it is known by now.
+        """
+        differences_of_packs = self.differences.sums()
+        parts = [
+            # In their order: a replay must find the same bits.
+            reduce(torch.add, self.of_packs) if self.of_packs else _zeros(len(_OF_PACK)),
+            torch.tensor([self.known[name] for name in _KNOWN], dtype=torch.float64),
+            _zeros(3 * len(CAUSES)) if differences_of_packs is None else differences_of_packs,
+            ess_terms(self.log_ratios),
+            ess_terms(self.sequence_log_ratios),
+            _zeros(1) if grad_norm is None else grad_norm.double().reshape(1),
+        ]
+        flat = ranks.gather(torch.cat([moved(part, device) for part in parts]))
         cuts = list(accumulate(map(len, parts), initial=0))
         per_rank = [[row[start:end] for start, end in pairwise(cuts)] for row in flat]
-        sums, differences, token_terms, sequence_terms = zip(*per_rank, strict=True)
+        sums, known, differences, token_terms, sequence_terms, norms = zip(*per_rank, strict=True)
+        sums = tuple([*one, *other] for one, other in zip(sums, known, strict=True))
         return StepTotals(
+            grad_norm=norms[ranks.rank][0],
             sums=dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True)),
             differences=difference_stats([sum(column) for column in zip(*differences, strict=True)]),
             ess=total_ess([EssTerms(*terms) for terms in token_terms]),
@@ -93,6 +105,8 @@ class StepSums:
 class StepTotals:
     """An optimizer step, all ranks together."""
 
+    grad_norm: float
+    """Before clipping; 0 if it was not known."""
     sums: dict[str, float]
     differences: dict[str, float | None]
     """Fields of StepStats (algo/mismatch.py)."""
@@ -150,3 +164,7 @@ class StepTotals:
             pack_fill=sums["num_tokens"] / max(1.0, sums["budget_tokens"]),
             compute_seconds=compute_seconds,
         )
+
+
+def _zeros(num: int) -> Tensor:
+    return torch.zeros(num, dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pipelinerl_core.algo.packed import PackLayout
+from pipelinerl_core.algo.packed import layout_of
 from pipelinerl_core.config.model_path import SumsModel
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 
@@ -135,13 +135,13 @@ def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
 def _loss(model: Qwen2ForCausalLM, rows: list[Row]) -> Tensor:
     """Sum of the cross-entropy over completion tokens; only attention ever sees padding."""
     lengths = [len(ids) for ids, _ in rows]
-    longest = max(lengths)
     ids_T = torch.tensor(list(itertools.chain.from_iterable(ids for ids, _ in rows)))
     positions_T = torch.cat([torch.arange(length) for length in lengths])
     rows_T = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
-    layout = PackLayout(slots_T=rows_T * longest + positions_T, num_sequences=len(rows), longest=longest)
     prompts_T = torch.tensor([num_prompt for _, num_prompt in rows])[rows_T]
     targets_C = (positions_T >= prompts_T).nonzero().squeeze(1)
-    output = model.model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout)
+    output = model.model(
+        input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, layout=layout_of(lengths)
+    )
     logits_CV = model.lm_head(output.last_hidden_state[0, targets_C - 1])
     return functional.cross_entropy(logits_CV, ids_T[targets_C], reduction="sum")

@@ -1,4 +1,7 @@
-"""The bytes of one weight version: one safetensors file and the manifest that vouches for it."""
+"""The bytes of one weight version: one safetensors file and the manifest that vouches for it.
+
+The file holds all weights, or adapters alone with a note in its header (algo/adapters.py).
+"""
 
 import hashlib
 import json
@@ -6,20 +9,50 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
+from safetensors import SafetensorError
 from safetensors import torch as safetensors
 
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.errors import ChecksumMismatch
+from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
 UNREADABLE_COUNTER = "unreadable_version"
 """Counter in an actor's syncs: the announced version that it could not read, -1 for none."""
 
 
+# One key of the header for the whole note: several would be written in any order.
+_NOTE_KEY = "pipelinerl.adapters"
+_LENGTH_BYTES = 8
+
+
 def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """safetensors bytes of a state dict, names sorted: equal weights give equal bytes."""
-    return safetensors.save({name: tensors[name].contiguous() for name in sorted(tensors)})
+    """safetensors bytes of a state dict, names sorted: equal weights give equal bytes.
+
+    Those of `Adapters` carry the note, so that the checksum of a version covers scale and base model too.
+    """
+    metadata = None
+    if isinstance(tensors, Adapters):
+        metadata = {_NOTE_KEY: json.dumps(asdict(tensors.note), sort_keys=True)}
+    return safetensors.save({name: tensors[name].contiguous() for name in sorted(tensors)}, metadata)
+
+
+def deserialize(data: bytes, where: str) -> dict[str, torch.Tensor]:
+    """The inverse of `serialize`: `Adapters` where the header says so. Raises ChecksumMismatch for anything else."""
+    try:
+        tensors = safetensors.load(data)
+        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        text = header.get("__metadata__", {}).get(_NOTE_KEY)
+        return tensors if text is None else Adapters(tensors, AdapterNote(**json.loads(text)))
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise ChecksumMismatch(f"{where}: not a file of weights: {error}") from None
+
+
+def is_weights(entry: FileEntry) -> bool:
+    """Whether it is the file of a version that holds its weights, or its adapters."""
+    return entry.name in (WEIGHTS_FILE, ADAPTERS_FILE)
 
 
 def entry_of(name: str, data: bytes) -> FileEntry:

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import weights_prefix
+from pipelinerl_core.records import WEIGHTS_FILE, weights_prefix
 from pipelinerl_core.types import WeightManifest
-from pipelinerl_core.weights.files import MANIFEST_FILE, WEIGHTS_FILE, entry_of, manifest_bytes, serialize
+from pipelinerl_core.weights.files import MANIFEST_FILE, entry_of, manifest_bytes, serialize
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,12 @@ def shm_directory(run_id: str) -> Path:
 class WeightPublisher:
     """Publishes versions of one trainer epoch. Not thread-safe: one publishing thread."""
 
-    def __init__(self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool) -> None:
+    def __init__(
+        self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool, file_name: str = WEIGHTS_FILE
+    ) -> None:
+        """file_name: what the versions hold, WEIGHTS_FILE or ADAPTERS_FILE."""
         self._store = store
+        self._file_name = file_name
         self._epoch = epoch
         self._shm = shm_directory(run_id) if use_shm else None
         self._kept: deque[Path] = deque()
@@ -49,7 +53,7 @@ class WeightPublisher:
 
         A version that shared memory has no room for goes to the object store.
         """
-        entry = entry_of(WEIGHTS_FILE, data)
+        entry = entry_of(self._file_name, data)
         prefix = weights_prefix(version, self._epoch)
         directory = self._shm / f"{version:08d}.{self._epoch}" if self._shm else None
         if directory is not None and not self._put_shm(directory, data):
@@ -73,11 +77,11 @@ class WeightPublisher:
 
     def _put_shm(self, directory: Path, data: bytes) -> bool:
         """Whether the weights are in shared memory; what is older than the last few versions is not any more."""
-        partial = directory / f".{WEIGHTS_FILE}.{os.getpid()}"
+        partial = directory / f".{self._file_name}.{os.getpid()}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(data)
-            partial.replace(directory / WEIGHTS_FILE)
+            partial.replace(directory / self._file_name)
         except OSError as error:
             logger.warning(
                 "%s takes no more weights (%s): they go through %s. Give it room for %d versions, for example by "

@@ -1,41 +1,60 @@
-"""Actor side of the weights: read, verify, stage. All of it happens outside the pause."""
+"""Actor side of the weights: read, verify, merge adapters, stage. All of it happens outside the pause."""
 
 import socket
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors import torch as safetensors
+import torch
 
+from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
 from pipelinerl_core.types import FileEntry, WeightManifest
-from pipelinerl_core.weights.files import WEIGHTS_FILE, verify
+from pipelinerl_core.weights.base import BaseWeights
+from pipelinerl_core.weights.files import deserialize, is_weights, verify
 
 
 class WeightSubscriber:
     """Fetches versions by manifest, from shared memory where that is this host's, else from the object store."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, base: BaseWeights | None = None) -> None:
+        """base: what adapters are merged into; a run with weights.content=merged needs none."""
         self._store = store
+        self._base = base
         self._host = socket.gethostname()
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
-        """The verified tensors of a version; MissingObject if it is gone, ChecksumMismatch if it is damaged."""
-        entry = next(entry for entry in manifest.files if entry.name == WEIGHTS_FILE)
+        """The verified tensors of a version; MissingObject if it is gone, ChecksumMismatch if it is damaged.
+
+        Adapters come merged: the update has the adapted weights alone. ChecksumMismatch if they are not those of the
+        base model that is here.
+        """
+        tensors, num_bytes, path = self._read(manifest)
+        is_partial = isinstance(tensors, Adapters)
+        if isinstance(tensors, Adapters):
+            where = f"weights of version {manifest.version}"
+            if self._base is None:
+                raise ChecksumMismatch(f"{where}: adapters, in a run with weights.content=merged")
+            tensors, path = self._base.merged(tensors, where), None
+        return WeightUpdate(
+            version=manifest.version,
+            tensors=tensors,
+            num_bytes=num_bytes,
+            path=None if path is None else str(path),
+            is_partial=is_partial,
+        )
+
+    def read(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        """The verified tensors of a version as they were published: all weights, or `Adapters`. Raises as `fetch`."""
+        return self._read(manifest)[0]
+
+    def _read(self, manifest: WeightManifest) -> tuple[dict[str, torch.Tensor], int, Path | None]:
+        """Tensors, bytes, and the file in shared memory if they are from there."""
+        entry = next(entry for entry in manifest.files if is_weights(entry))
         path = self._path(manifest, entry)
         data = self._from_shm(path, manifest, entry) if path is not None else None
         if data is None:
             path, data = None, self._from_store(manifest, entry)
-        try:
-            tensors = safetensors.load(data)
-        except SafetensorError as error:
-            raise ChecksumMismatch(f"version {manifest.version}: not a safetensors file: {error}") from None
-        return WeightUpdate(
-            version=manifest.version,
-            tensors=tensors,
-            num_bytes=len(data),
-            path=None if path is None else str(path),
-        )
+        return deserialize(data, f"weights of version {manifest.version}"), len(data), path
 
     def _path(self, manifest: WeightManifest, entry: FileEntry) -> Path | None:
         """The file in this host's shared memory, if the version was put there."""

@@ -84,6 +84,7 @@ def run_campaign(
 
 def inject(world: World, name: str, fault: Callable[[World], str]) -> Injected:
     """Let a fault happen; returns when two further steps are committed."""
+    world.look_at_memory()
     step, begun = world.committed, time.monotonic()
     detail = fault(world)
     seconds = time.monotonic() - begun

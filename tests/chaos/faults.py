@@ -109,7 +109,7 @@ def damaged_log(world: World) -> str:
 
 def damaged_weights(world: World) -> str:
     """The newest weights are damaged wherever they are, and an actor must read them because it dies."""
-    paths = [*world.shm.glob("[0-9]*/model.safetensors"), *world.directory.glob("weights/*/model.safetensors")]
+    paths = [*world.shm.glob("[0-9]*/*.safetensors"), *world.directory.glob("weights/*/*.safetensors")]
     newest = max(path.parent.name for path in paths)
     for path in [path for path in paths if path.parent.name == newest]:
         damage(path, world)

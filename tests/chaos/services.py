@@ -1,23 +1,33 @@
 """Servers around a run that can vanish and come back: Prefect, MLflow, S3."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
+"""A server alone takes seconds; one that comes back shares two cores with two engines and two ranks at full work."""
+_PORTS = range(20_000, 30_000)
+"""Below those that Linux gives to outgoing connections, and to listeners that ask for any."""
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A port of loopback that nobody listens on, and that the system gives to nobody while its server is away.
+
+    One who connects to a dead server's port may otherwise get that very port for himself.
+    """
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError(f"no free port in {_PORTS}")
 
 
 class Service:
@@ -79,4 +89,7 @@ def mlflow_server(home: Path) -> Service:
     """An MLflow server on SQLite."""
     arguments = ["mlflow", "server", "--workers", "1", "--backend-store-uri", f"sqlite:///{home}/mlflow.db"]
     arguments += ["--default-artifact-root", str(home / "mlartifacts")]
-    return Service("mlflow", arguments, home, free_port(), {"MLFLOW_DISABLE_TELEMETRY": "true"})
+    # Without them it is one process: its job runner starts seven more, and each loads all of MLflow. That was most of
+    # a start, which took longer than two minutes beside a run with vLLM.
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    return Service("mlflow", arguments, home, free_port(), environment)

@@ -3,13 +3,16 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +21,17 @@ import psutil
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import ask_to_drain
 from pipelinerl_core.weights.publish import shm_directory
+from tasks.scratch import compiler_cache, link_compiler_cache
 from tests.chaos.proxy import FaultyProxy
 from tests.chaos.services import mlflow_server, prefect_server
 from tests.conftest import ACCESS_KEY, BUCKET, SECRET_KEY, start_rclone, stop_rclone
 
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 4.0
-RECOVERY_SECONDS = 180.0
-"""Longest time between a fault and two further commits."""
+FIRST_SECONDS = 600.0
+"""From the start of the command to the third step: two engines of vLLM load, beside whatever else a machine does."""
+RECOVERY_SECONDS = 300.0
+"""Longest time between a fault and two further commits, and until there is a process for the next fault."""
 END_SECONDS = 240.0
 """From the wish to drain to the end of the command; MLflow may have been away until then."""
 
@@ -52,10 +58,16 @@ class World:
         self.settings = (*SETTINGS, *settings)
         self.prefect, self.mlflow = prefect_server(home), mlflow_server(home)
         self.proxy: FaultyProxy | None = None
+        self._directory = home / "runs"
         self._rclone: Any = None
         self._command: subprocess.Popen[str] | None = None
+        self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
+        """TMPDIR of the command; short, as the system's own is."""
+        link_compiler_cache(self._temporary)
         self._seen: dict[int, float] = {}
         """pid -> creation time of every process the run ever had, as far as somebody looked."""
+        self._memory: set[Path] = set()
+        """Shared memory that they had open."""
         self.num_starts = 0
         self.returning: list[threading.Timer] = []
         """They bring servers back that are away."""
@@ -73,14 +85,13 @@ class World:
             self._prefix = uuid.uuid4().hex[:8]
             self.root, self._directory = f"s3://{BUCKET}/{self._prefix}", self.home / "s3" / BUCKET / self._prefix
         else:
-            self._directory = self.home / "runs"
             self._directory.mkdir()
             self.root = f"file://{self._directory}"
         for service in (self.prefect, self.mlflow):
             service.wait()
         settings = (*self.settings, f"tracking.mlflow_uri={self.mlflow.url}")
         self._launch("train", "quickstart", *settings)
-        self.wait_for("the first steps", lambda: self.committed >= 3, 300)
+        self.wait_for("the first steps", lambda: self.committed >= 3, FIRST_SECONDS)
 
     def resume(self) -> None:
         """Start a command that goes on with the run, which must not be running."""
@@ -113,9 +124,10 @@ class World:
         """End what is left of it all."""
         for timer in self.returning:
             timer.cancel()
+            timer.join()  # it may be at it already
         if self._command is not None and self._command.poll() is None:
-            self._command.kill()
-            self._command.wait(20)
+            with suppress(AssertionError):  # the complaint is another one
+                self.kill_command()
         for service in (self.prefect, self.mlflow):
             service.kill()
         if self.proxy is not None:
@@ -123,9 +135,13 @@ class World:
             self.proxy.server_close()
         if self._rclone is not None:
             stop_rclone(self._rclone.process)
+        runs = [path.parent.name for path in self._directory.glob("*/run.json")]
+        for path in [self._temporary, *map(shm_directory, runs)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _launch(self, *arguments: str) -> None:
-        environment = {**os.environ, "PREFECT_API_URL": f"{self.prefect.url}/api", **self.aws(self.proxy)}
+        environment = {**os.environ, "TMPDIR": str(self._temporary), **self.aws(self.proxy)}
+        environment["PREFECT_API_URL"] = f"{self.prefect.url}/api"
         command = [sys.executable, "-m", "flows.cli", *arguments, "--root", self.root, "--json"]
         with (self.home / "stdout.txt").open("w") as results, (self.home / "stderr.txt").open("a") as log:
             self._command = subprocess.Popen(
@@ -183,9 +199,23 @@ class World:
                 continue
         return found
 
+    def look_at_memory(self) -> None:
+        """Shared memory of the processes (vLLM's channels), remembered for `leftovers`."""
+        for process in self.look():
+            with suppress(OSError):
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                self._memory.update(Path(line.split()[-1]) for line in lines if "/dev/shm/psm_" in line)
+
     def leftovers(self) -> list[str]:
-        """Processes and shared memory that have outlived the run."""
-        found = [str(self.shm)] if self.shm.exists() else []
+        """Processes, shared memory and temporary files that have outlived the run."""
+        found = self.leftover_processes() + ([str(self.shm)] if self.shm.exists() else [])
+        kept = (compiler_cache().name, f"pipelinerl-{os.getuid()}")  # the latter: logs of runs on S3
+        found += [str(path) for path in self._temporary.iterdir() if path.name not in kept]
+        return found + [str(path) for path in self._memory if path.exists()]
+
+    def leftover_processes(self) -> list[str]:
+        """`leftovers` without the files, which a killed flow cannot remove; the next one does."""
+        found = []
         for pid, created in self._seen.items():
             try:
                 process = psutil.Process(pid)
@@ -203,7 +233,7 @@ class World:
             found[:] = [process for process in self.look() if has_words(process, words)]
             return bool(found)
 
-        self.wait_for(f"a process with {words}", has_any, 60)
+        self.wait_for(f"a process with {words}", has_any, RECOVERY_SECONDS)
         return self.random.choice(found)
 
     def kill_command(self) -> None:
@@ -213,10 +243,6 @@ class World:
         self._command.send_signal(signal.SIGKILL)
         self._command.wait(20)
         self.wait_for("the end of every child", lambda: not self.leftover_processes(), 20, is_running=False)
-
-    def leftover_processes(self) -> list[str]:
-        """`leftovers` without shared memory, which a killed flow cannot remove."""
-        return [found for found in self.leftovers() if found != str(self.shm)]
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True) -> float:
         """Poll until it holds, returns the seconds; fails at the deadline, or when the command has ended."""

@@ -1,22 +1,13 @@
-"""Engines for the contract suite. vLLM's engine cores take 20 s to start, so the tests of a session share them."""
+"""Engines for the contract suite."""
 
 import asyncio
-import gc
-import threading
-import warnings
 
 import pytest
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.engine.embedded import EmbeddedEngine
-from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing.emulation import emulated_clock
-from pipelinerl_core.testing.models import VOCAB_SIZE
-
-DEADLINE_SECONDS = 60
-START_SECONDS = 120
-# vLLM's attention on a CPU knows no smaller heads than 32.
-LONGEST = 256
+from tests.vllm_cores import DEADLINE_SECONDS, VLLMBuilder
 
 
 def _embedded(model, **options):
@@ -55,110 +46,6 @@ class EmbeddedBuilder:
 
     def run(self, coroutine):
         return asyncio.run(asyncio.wait_for(coroutine, DEADLINE_SECONDS))
-
-
-class VLLMCores:
-    """Engine cores by architecture, on an event loop of their own."""
-
-    def __init__(self, directory):
-        self._directory = directory
-        self._cores = {}
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-cores", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine, seconds=START_SECONDS + DEADLINE_SECONDS):
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(coroutine, seconds), self._loop).result()
-
-    async def core(self, model):
-        """A running engine core for models like this one, and the directory it was started from."""
-        key = f"{model.config.model_type}-{model.config.tie_word_embeddings}"
-        if key not in self._cores or self._cores[key][0].is_dead:
-            self._cores[key] = await self._start(model, self._directory / key)
-        return self._cores[key]
-
-    async def _start(self, model, directory):
-        from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
-
-        class SharedCore(VLLMCore):
-            async def close(self):
-                """It outlives the engine: the next test takes it over."""
-                if not self.is_dead:
-                    await self.resume()
-
-        model.save_pretrained(directory)
-        core = SharedCore(
-            CoreSettings(
-                model=str(directory),
-                dtype="float32",
-                max_len=LONGEST,
-                max_sequences=16,
-                seed=0,
-                kv_bytes=2**26,
-                block_size=32,
-                stream_interval=1,
-            )
-        )
-        await core.start()
-        return core, directory
-
-    def close(self):
-        from pipelinerl_core.engine.vllm_core import VLLMCore
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of the ZeroMQ contexts
-            for core, _ in self._cores.values():
-                self.run(VLLMCore.close(core))
-            gc.collect()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-
-
-class VLLMBuilder:
-    """As EmbeddedBuilder; one engine at a time on each core."""
-
-    def __init__(self, cores):
-        self._cores = cores
-        self._engines = []
-
-    async def __call__(self, model, *, slots=4, max_len=96, eos_token_ids=(), kv="keep", weight_version=0):
-        from pipelinerl_core.engine.vllm import VLLMEngine
-        from pipelinerl_core.engine.vllm_weights import StagedWeights
-
-        core, directory = await self._cores.core(model)
-        engine = VLLMEngine(
-            core,
-            StagedWeights(str(directory)),
-            slots=slots,
-            max_len=max_len,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=eos_token_ids,
-            weight_version=weight_version,
-            kv=kv,
-        )
-        await engine.open()
-        tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        await engine.swap(WeightUpdate(version=weight_version, tensors=tensors, num_bytes=1))
-        self._engines.append(engine)
-        return engine
-
-    def run(self, coroutine):
-        async def main():
-            try:
-                return await asyncio.wait_for(coroutine, START_SECONDS + DEADLINE_SECONDS)
-            finally:
-                while self._engines:
-                    await self._engines.pop().close()
-
-        return self._cores.run(main())
-
-
-@pytest.fixture(scope="session")
-def vllm_cores(tmp_path_factory):
-    """Ended with the session."""
-    cores = VLLMCores(tmp_path_factory.mktemp("vllm"))
-    yield cores
-    cores.close()
 
 
 @pytest.fixture(params=[*sorted(EMBEDDED), pytest.param("vllm", marks=VLLM_MARKS)])

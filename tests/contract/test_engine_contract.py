@@ -252,6 +252,27 @@ def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_hea
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
 
+def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
+    new, newest = weights_of(tiny_model(seed=1)), weights_of(tiny_model(seed=2))
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
+    part = {name: newest[name] for name in names}
+
+    async def main():
+        engine = await build(tiny_model())
+        await engine.swap(update_of(new, 1))
+        with pytest.raises(SwapError, match="the update lacks"):
+            await engine.swap(update_of(part, 2))
+        await engine.swap(dataclasses.replace(update_of(part, 2), is_partial=True))
+        return await finish(engine, ask())
+
+    completion = build.run(main())
+    mixed = tiny_model()
+    mixed.load_state_dict(new | part)
+    np.testing.assert_allclose(
+        completion.rollout_logprobs, reference_logprobs({2: mixed}, PROMPT, completion), atol=1e-4
+    )
+
+
 # ---- abort and continuation --------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,8 @@ _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 0.7
 """Pages move things into place."""
 _SAID_CHARS = 3000
+_GONE = "Inspected target navigated or closed"
+"""The protocol's words when the page that was asked has made way for the next one."""
 
 
 def find_chromium() -> str:
@@ -74,8 +76,13 @@ class Page:
         self.call("Runtime.evaluate", expression=f"location.href = {json.dumps(url)}")
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, as JSON; None when it throws."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """What a JavaScript expression gives, as JSON; None when it throws, or the page makes way for another."""
+        try:
+            answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        except AssertionError as error:
+            if _GONE in str(error):
+                return None
+            raise
         return answer["result"].get("value") if "exceptionDetails" not in answer else None
 
     @property

@@ -18,6 +18,8 @@ import psutil
 
 from tests.integration.pipeline import ROOT
 
+MAX_RESUMES = 2
+"""Of flow runs that never come to run."""
 POOLS = ("control", "actors", "trainers")
 PREFECT = str(Path(sys.executable).parent / "prefect")
 _DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
@@ -126,15 +128,15 @@ class Prefect:
     def start(self) -> None:
         """Wait for the server, deploy twice, start the workers."""
         await_(self.is_healthy, f"the Prefect server, {self.home / 'log'}", 120)
-        first, again = self.deploy(), self.deploy()
+        first, again = (self.deploy("--max-resumes", str(MAX_RESUMES)) for _ in range(2))
         assert set(first["pools"].values()) == set(first["automations"].values()) == {"created"}
         assert set(again["pools"].values()) == set(again["automations"].values()) == {"unchanged"}
         assert set(again["pools"]) == set(POOLS)
         self.processes += [self.spawn("worker", "start", "--pool", pool) for pool in POOLS]
 
-    def deploy(self) -> dict[str, Any]:
+    def deploy(self, *arguments: str) -> dict[str, Any]:
         """`pipelinerl deploy --json`."""
-        command = [sys.executable, "-m", "flows.cli", "deploy", "--json"]
+        command = [sys.executable, "-m", "flows.cli", "deploy", "--json", *arguments]
         done = subprocess.run(
             command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
         )

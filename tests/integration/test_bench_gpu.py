@@ -58,6 +58,7 @@ def test_vllm_is_measured_beside_it_where_it_is_installed():
     (learner,) = result["learner"]
     assert learner["size"] == "tiny"
     assert learner["tokens_per_second"] > 0
+    assert [row["attention"] for row in result["attention"]] == ["padded", "varlen", "flex"]
     assert [row["engine"] for row in rows] == ["embedded", "vllm"]
     for row in rows:
         check(row)

@@ -171,8 +171,8 @@ def test_mlflow_shows_metrics_parameters_tags_datasets_and_a_table_of_rollouts(w
     close_assistant(page)
     place, _, query = url.partition("?")
     page.go(f"{place}/model-metrics?{query}", width=1600, height=1000)
-    close_assistant(page)
     page.until("a chart", "!!document.querySelector('.js-plotly-plot')")
+    close_assistant(page)
     page.sees("actor", "lag", "progress", "reward", "tokens", "weights")
     page.fill("document.querySelector('input[placeholder*=metric]')", "^lag/|^reward/")
     page.until("the charts of this search", "document.querySelectorAll('.js-plotly-plot').length === 5")
@@ -180,8 +180,8 @@ def test_mlflow_shows_metrics_parameters_tags_datasets_and_a_table_of_rollouts(w
     page.value(f"document.head.append(Object.assign(document.createElement('style'), {hide}))")
     picture("mlflow.png")
     page.go(f"{place}/artifacts/rollouts.json?{query}", width=1600, height=800)
-    close_assistant(page)
     page.sees("rollouts.json", "View as table", "completion", "versions", "outcome", "scored", "actor-0", "<eos>")
+    close_assistant(page)
     picture("mlflow-rollouts.png")
 
 

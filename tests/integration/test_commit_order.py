@@ -114,6 +114,13 @@ class MortalLink(HubLink):
             self._fate.sent(message)
         return answer
 
+    def reserve(self, message):
+        self._fate.check()
+        answer, rows = super().reserve(message)
+        if answer.is_ready:
+            self._fate.sent(message)
+        return answer, rows
+
     def close(self, *, bye=True):
         super().close(bye=bye and not self._fate.is_dead)
 

@@ -97,7 +97,7 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
 
 def test_the_short_learning_benchmark_shows_that_the_pipeline_is_faster(tmp_path, prepared_model):
     begun = time.monotonic()
-    document = finished(start(tmp_path, "bench", "learning", "--short"), tmp_path)
+    document = finished(start(tmp_path, "bench", "learning", "--short", "eval.num_prompts=100"), tmp_path)
     assert time.monotonic() - begun < 300
     assert document["emulated"]
     assert list(document["arms"]) == ["pipeline", "conventional-1"]

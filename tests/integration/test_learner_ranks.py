@@ -23,6 +23,7 @@ STAGES = (0, 1, 2, 3)
 # At the first steps the gradient of adapters is small, B being 0; it is to be clipped too.
 CLIP_NORM, LORA_CLIP_NORM = 0.005, 0.0002
 LORA = ("learner.lora_rank=3", "learner.lora_alpha=1.5", f"learner.clip_norm={LORA_CLIP_NORM}")
+ALONE = "weights.content=adapters"
 BF16_STAGES = (1, 2, 3)
 
 
@@ -53,6 +54,7 @@ TWO_RANKS = [
     case("lora_zero0", *deepspeed(0, *LORA)),
     case("lora_zero2_after_torch", *deepspeed(2, *LORA), steps=(2,), load="lora_torch"),
     case("lora_zero3_after_torch", *deepspeed(3, *LORA), steps=(2,), load="lora_torch"),
+    case("adapters_zero3_after_torch", *deepspeed(3, *LORA, ALONE), steps=(2,), load="lora_torch"),
 ]
 ONE_RANK = [
     case("zero3_alone", *deepspeed(3)),
@@ -100,11 +102,19 @@ def found(common, tmp_path_factory):
     return run_cases(2, TWO_RANKS, common, out) | run_cases(1, ONE_RANK, common, out)
 
 
+KINDS = (
+    ("float32", ()),
+    ("value", ("loss.advantage=value",)),
+    ("lora", LORA),
+    ("adapters", (*LORA, ALONE)),
+)
+
+
 @pytest.fixture(scope="module")
 def wanted(common, found):
     """What a case must end with after step 1 or 2: the torch learner alone, in bfloat16 on the same packs."""
     results = {}
-    for kind, more in (("float32", ()), ("value", ("loss.advantage=value",)), ("lora", LORA)):
+    for kind, more in KINDS:
         config = load_config("quickstart", [*common, *more])
         learner = build_alone(config)
         for step in (1, 2):
@@ -119,7 +129,8 @@ def wanted(common, found):
 def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     tensors, told = found[one["name"]]
     step = one["steps"][-1]
-    kind = {"bf16": "bfloat16", "lora": "lora", "value": "value"}.get(one["name"].partition("_")[0], "float32")
+    prefix = one["name"].partition("_")[0]
+    kind = "bfloat16" if prefix == "bf16" else prefix if prefix in dict(KINDS) else "float32"
     state, told_wanted = wanted[kind, step]
     assert tensors.keys() == state.keys()
     for name, tensor in state.items():
@@ -132,7 +143,7 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
             torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-5)
     last, stats = told["steps"][-1], told_wanted["steps"][-1]
     assert last["grad_norm"] == pytest.approx(stats["grad_norm"], rel=1e-5)
-    assert stats["grad_norm"] > 2 * (LORA_CLIP_NORM if kind == "lora" else CLIP_NORM)  # it was clipped
+    assert stats["grad_norm"] > 2 * (LORA_CLIP_NORM if kind in ("lora", "adapters") else CLIP_NORM)  # it was clipped
     for name in ("loss", "ess", "ess_sequence", "ratio_mean", "kl", "entropy", "num_trained_tokens", "num_tokens"):
         assert last[name] == pytest.approx(stats[name], rel=1e-5, abs=1e-6), name
     assert told["values"] == {"version": step}

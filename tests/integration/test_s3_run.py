@@ -15,14 +15,15 @@ from tests.integration.pipeline import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3]
 
-STEPS = 20
+STEPS = 8
+SMALL = ["trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=40"]
 
 
 @pytest.mark.timeout(500)
 def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     command = [sys.executable, "-m", "flows.cli", "train", "quickstart", f"trainer.steps={STEPS}"]
-    command += ["eval.num_prompts=100", f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
+    command += [*SMALL, f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
     with (tmp_path / "log").open("w") as log:
         printed = subprocess.run(
             [*command, "--root", s3_url, "--json"],

@@ -18,6 +18,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
+from tests.vllm_cores import LONGEST, START_SECONDS, VLLMBuilder
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,6 +94,12 @@ def start(tmp_path):
     return _start
 
 
+@pytest.fixture
+def shared(vllm_cores):
+    """As `start`, on a core that tests share: `await shared(model(), slots=..., max_len=...)`, `shared.run(...)`."""
+    return VLLMBuilder(vllm_cores, max_sequences=64, stream_interval=4)
+
+
 def engine_cores():
     """Processes of vLLM below this one."""
     return [child for child in psutil.Process().children(recursive=True) if _is_vllm(child)]
@@ -123,9 +130,9 @@ def check(completion, models, prompt=PROMPT):
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-3)
 
 
-def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_it(start):
+def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_it(shared):
     async def main():
-        engine = await start()
+        engine = await shared(model(), slots=8, max_len=LONGEST)
         core = engine._keeper.core
         await finish(engine, ask("fill", max_tokens=2))
         await engine.swap(update(1, 1))
@@ -145,7 +152,7 @@ def test_a_prefix_of_old_weights_is_served_without_the_salt_and_never_with_it(st
         await engine.close()
         return stale, fresh
 
-    stale, fresh = asyncio.run(main())
+    stale, fresh = shared.run(main())
     check(fresh, {1: model(1)})
     row = _first_row(model(1))
     assert abs(stale.logprobs[0] - row[stale.token_ids[0]]) > 0.01
@@ -158,9 +165,9 @@ def _first_row(of):
         return torch.log_softmax(of(torch.tensor([PROMPT])).logits[0, -1].float(), dim=-1).tolist()
 
 
-def test_thousands_of_short_requests(start):
+def test_thousands_of_short_requests(shared):
     async def main():
-        engine = await start(slots=64)
+        engine = await shared(model(), slots=64, max_len=LONGEST)
         rng = np.random.default_rng(1)
         requests = [
             ask(f"r{i}", prompt=rng.integers(0, VOCAB_SIZE, 3).tolist(), max_tokens=int(rng.integers(1, 6)))
@@ -171,7 +178,7 @@ def test_thousands_of_short_requests(start):
         await engine.close()
         return requests, completions, stats
 
-    requests, completions, stats = asyncio.run(main())
+    requests, completions, stats = shared.run(main())
     assert [len(c.token_ids) for c in completions] == [r.max_tokens for r in requests]
     assert stats.num_tokens == sum(r.max_tokens for r in requests)
     assert (stats.running, stats.waiting) == (0, 0)
@@ -198,7 +205,14 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     assert all(found in ([0, 1], [1]) for found in versions)
 
 
-def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(start, tmp_path):
+async def _until(condition):
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(shared, tmp_path):
     """weights.transport=nccl, over gloo: join, a broadcast in mid-sequence, the death of what received it."""
     store = open_store(f"file://{tmp_path}/run")
     broadcaster = WeightBroadcaster(
@@ -207,24 +221,22 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     tensors = {name: parameter.detach() for name, parameter in model(1).named_parameters()}
 
     async def main():
-        engine = await start(slots=4)
+        engine = await shared(model(), slots=4, max_len=LONGEST)
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
         assert broadcaster.attend({"actor-0": engine.group}, tensors) is False
         group = read_group(store, broadcaster.number)
         with pytest.raises(EngineError, match="init_weight_transfer_engine"):
             await engine.join(dataclasses.replace(group, ticket="gloo:127.0.0.1:1", deadline_seconds=2), 1)
         await engine.join(group, group.first_ranks["actor-0"])
-        assert broadcaster.attend({"actor-0": engine.group}, tensors) is True
+        await _until(lambda: broadcaster.attend({"actor-0": engine.group}, tensors))  # its own thread meets
+        assert broadcaster.number == group.number
         await sampled(engine, 60)
         sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, tensors))
         report = await engine.swap(WeightUpdate(version=1, tensors={}, num_bytes=1, group=group.number))
         await sending
         await sampled(engine, 100)
         kill_engine_core()
-        deadline = time.monotonic() + 60
-        while not engine.needs_weights:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.05)
+        await _until(lambda: engine.needs_weights)
         assert (engine.group, engine.weight_version) == (0, 1)
         assert not any(task.done() for task in tasks)  # nothing is sampled by the weights of the model directory
         with pytest.raises(SwapError, match="the engine is in 0"):
@@ -234,7 +246,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         await engine.close()
         return report, completions
 
-    report, completions = asyncio.run(main())
+    report, completions = shared.run(main())
     broadcaster.close()
     assert (report.version, report.num_running) == (1, 4)
     for completion in completions:
@@ -247,9 +259,9 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     assert [span.version for span in completions[0].weight_spans] == [0, 1]
 
 
-def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):
+def test_sequences_outlive_their_engine_core_and_keep_what_they_had(shared):
     async def main():
-        engine = await start(slots=4)
+        engine = await shared(model(), slots=4, max_len=LONGEST)
         await engine.swap(update(1, 1))
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
         await sampled(engine, 60)
@@ -261,7 +273,7 @@ def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):
         await engine.close()
         return before, completions, report, after
 
-    before, completions, report, after = asyncio.run(main())
+    before, completions, report, after = shared.run(main())
     assert before.running == 4
     assert [c.finish_reason for c in completions] == [FinishReason.LENGTH] * 6
     assert [len(c.token_ids) for c in completions] == [180] * 6
@@ -272,9 +284,9 @@ def test_sequences_outlive_their_engine_core_and_keep_what_they_had(start):
     assert report.version == 2
 
 
-def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_new_ones_next_time(start):
+def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_new_ones_next_time(shared):
     async def main():
-        engine = await start(slots=4)
+        engine = await shared(model(), slots=4, max_len=LONGEST)
         await engine.swap(update(1, 1))
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(4)]
         await sampled(engine, 40)
@@ -296,7 +308,7 @@ def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_
         return completions
 
     models = {1: model(1), 2: model(2)}
-    for completion in asyncio.run(main()):
+    for completion in shared.run(main()):
         assert [span.version for span in completion.weight_spans][-1] == 2
         expected = reference_logprobs(models, PROMPT, completion)
         assert len(completion.token_ids) == 180
@@ -304,9 +316,9 @@ def test_a_core_that_dies_in_a_swap_comes_back_on_the_old_weights_and_takes_the_
         np.testing.assert_allclose(completion.rollout_logprobs[:settled], expected[:settled], atol=1e-3)
 
 
-def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(start):
+def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(shared):
     async def main():
-        engine = await start(slots=2)
+        engine = await shared(model(), slots=2, max_len=LONGEST)
 
         async def no_start():
             raise EngineError("no memory")
@@ -321,7 +333,7 @@ def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(start):
             engine.generate(ask("b"))
         await engine.close()
 
-    asyncio.run(main())
+    shared.run(main())
 
 
 def test_a_cache_that_is_too_small_for_all_slots_takes_fewer_and_loses_nothing(start):

@@ -18,19 +18,20 @@ from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
-from tests.integration.prefect_server import Prefect, await_, postgres
+from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CANCEL_SECONDS = 40.0
 """Within which a cancelled run leaves nothing behind."""
+SETTLED_SECONDS = 5.0
+"""A worker asks for work every two seconds."""
 
 
-@pytest.fixture
-def prefect(tmp_path: Path) -> Iterator[Prefect]:
-    home = tmp_path / "prefect"
-    home.mkdir()
-    with postgres(tmp_path) as database:
+@pytest.fixture(scope="module")
+def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
+    home = tmp_path_factory.mktemp("prefect")
+    with postgres(home) as database:
         server = Prefect(home, database)
         try:
             server.start()
@@ -178,3 +179,19 @@ def check_no_torch(prefect: Prefect) -> int:
         assert "libtorch" not in mapped
         assert "vllm" not in mapped
     return len(processes)
+
+
+def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
+    """It was Running, its host is gone, and where it is started now its process ends at once."""
+    (deployment,) = prefect.ask("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
+    body = {"state": {"type": "PENDING"}, "job_variables": {"command": "false"}}
+    run = prefect.ask(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
+    for state in ("RUNNING", "CRASHED"):
+        prefect.set_state(run, type=state)
+    await_(lambda: prefect.run(run)["state_name"] == "GivenUp", "giving up", 120)
+    time.sleep(SETTLED_SECONDS)
+    found = prefect.run(run)
+    assert (found["state_type"], found["state_name"], found["run_count"]) == ("FAILED", "GivenUp", 1)
+    assert f"resumed {MAX_RESUMES} times after a crash, and it never came to run" in found["state"]["message"]
+    states = [state["name"] for state in prefect.ask(f"/flow_run_states/?flow_run_id={run}")]
+    assert states.count("AwaitingRetry") == MAX_RESUMES + 1, states

@@ -20,7 +20,7 @@ def tokens_of(trainer, rollout, lags, *, advantages=None, weights=None, mask=Non
         rollout,
         torch.ones(num) if advantages is None else advantages,
         torch.ones(num) if weights is None else weights,
-        torch.ones(num, dtype=torch.bool) if mask is None else mask,
+        torch.arange(num) if mask is None else mask.nonzero()[:, 0],
         entropy_N=torch.ones(num),
         sequence_N=torch.zeros(num, dtype=torch.int64) if sequence is None else sequence,
         num_sequences=1,
@@ -151,7 +151,7 @@ def test_garbage_on_masked_tokens_reaches_neither_loss_nor_gradient():
 def test_lags_of_another_shape_or_type_are_refused(lags):
     arguments = {"entropy_N": torch.ones(3), "sequence_N": torch.zeros(3).long(), "num_sequences": 1}
     with pytest.raises(ValueError, match=r"lags is \([23],\) .*it must be int64, one number per token"):
-        select(*[torch.ones(3)] * 4, torch.ones(3, dtype=torch.bool), lags_N=lags, **arguments)
+        select(*[torch.ones(3)] * 4, torch.arange(3), lags_N=lags, **arguments)
 
 
 @pytest.mark.parametrize(

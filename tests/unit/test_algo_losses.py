@@ -38,7 +38,7 @@ def compute(config, trainer, rollout, advantages, weights, mask, sequence=SEQUEN
     entropy = torch.ones_like(rollout) if entropy is None else entropy
     # The number of a sequence is the lag of its tokens too.
     others = {"entropy_N": entropy, "sequence_N": sequence, "num_sequences": 8, "lags_N": sequence}
-    return compute_loss(select(trainer, rollout, advantages, weights, mask, **others), config)
+    return compute_loss(select(trainer, rollout, advantages, weights, mask.nonzero()[:, 0], **others), config)
 
 
 def four_tokens():
@@ -213,7 +213,8 @@ def test_ratios_that_no_float_can_hold_stay_finite(config):
 @pytest.mark.parametrize(
     ("position", "replacement", "message"),
     [
-        (4, torch.ones(4), "loss_mask is torch.float32"),
+        (4, torch.ones(4), r"trained is \(4,\) torch.float32"),
+        (4, torch.ones(4, dtype=torch.bool), r"trained is \(4,\) torch.bool"),
         (1, torch.zeros(3), r"rollout_logprobs is \(3,\)"),
         (2, torch.ones(4, dtype=torch.int64), "advantages is .* torch.int64"),
         (3, torch.ones(4, 1), r"loss_weights is \(4, 1\)"),
@@ -224,7 +225,8 @@ def test_ratios_that_no_float_can_hold_stay_finite(config):
     ],
 )
 def test_wrong_shapes_and_types_are_refused(position, replacement, message):
-    arguments = [*four_tokens(), SEQUENCES, torch.ones(4)]
+    *tokens, mask = four_tokens()
+    arguments = [*tokens, mask.nonzero()[:, 0], SEQUENCES, torch.ones(4)]
     arguments[position] = replacement
     *tensors, sequence, entropy = arguments
     with pytest.raises(ValueError, match=message):
@@ -251,7 +253,8 @@ def test_a_rollout_that_is_too_far_from_its_weights_is_left_out_whole(kind, rati
 def test_the_divergence_from_a_reference_is_a_penalty_by_the_weight_of_each_token(kind):
     config, value, gradient, _ = BY_HAND[kind]
     config = config.model_copy(update={"kl_coefficient": 0.1})
-    trainer, *rest = four_tokens()
+    trainer, *rest, mask = four_tokens()
+    rest.append(mask.nonzero()[:, 0])
     reference = torch.log(torch.tensor([math.nan, 0.5, 0.3, 0.4]))  # ratios 1, 1/2 and 1/2 to the trainer's
     others = {"entropy_N": torch.ones(4), "sequence_N": SEQUENCES, "num_sequences": 2, "lags_N": SEQUENCES}
     sums = compute_loss(select(trainer, *rest, ref_logprobs_N=reference, **others), config)

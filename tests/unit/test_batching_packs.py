@@ -161,7 +161,7 @@ def test_a_pack_keeps_unsampled_tokens_as_input_only():
     assert (batch.layout.num_sequences, batch.layout.longest) == (2, 6)
     assert batch.source_N.tolist() == [2, 4, 5, 6]
     assert batch.target_ids_N.tolist() == [1, 3, 4, 9]
-    assert batch.loss_mask_N.tolist() == [False, True, True, True]
+    assert batch.trained_M.tolist() == [1, 2, 3]
     assert batch.sequence_N.tolist() == [0, 0, 0, 1]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipelinerl_core.roles import bench_gpu_learner
+from pipelinerl_core.roles import bench_gpu_attention, bench_gpu_learner
 from pipelinerl_core.roles.bench_gpu_learner import measure_learner, model_flops, peak_tflops, table
 from pipelinerl_core.training.model import ModelDimensions
 
@@ -43,3 +43,16 @@ def test_a_tiny_learner_is_measured_on_the_cpu(monkeypatch, dtype):
     assert table([row])[-1].endswith("| - | - |")
     measured = {**row, "utilisation": 0.41, "peak_tflops": 989.0, "peak_bytes": 2**31}
     assert table([measured])[-1].endswith("| 41.0% of 989 | 2.0 |")
+
+
+def test_the_ways_of_attention_are_compared_and_one_that_does_not_work_says_why(monkeypatch):
+    monkeypatch.setattr(bench_gpu_attention, "ROUNDS", 1)
+    rows = bench_gpu_attention.compare_attention("tiny", device="cpu", dtype="float32", pack_tokens=64)
+    padded, varlen, flex = rows
+    assert padded["tokens_per_second"] > 0
+    assert (padded["attention"], padded["difference_max"]) == ("padded", 0.0)
+    assert "it needs a GPU" in varlen["problem"]
+    assert "it needs a GPU" in flex["problem"]
+    lines = bench_gpu_attention.table(rows)
+    assert lines[2].startswith("| tiny | padded | 0.")
+    assert lines[3].startswith("| tiny | varlen | - |")

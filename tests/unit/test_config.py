@@ -62,6 +62,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
         ("learner.lora_alpha=16", "Set learner.lora_rank too"),
         ('learner.lora_targets=["q_proj"]', "Set learner.lora_rank too"),
+        ("weights.content=adapters", "with learner.lora_rank=0 there are none. Set learner.lora_rank too"),
         ("trainer.ranks=0", "greater than or equal to 1"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
@@ -153,6 +154,15 @@ def test_the_lag_of_full_engines_is_the_documented_formula():
 
 def test_every_key_has_help():
     assert [key for key, info in fields() if not info.description and not key.endswith("kind")] == []
+
+
+def test_adapters_alone_are_not_broadcast():
+    adapters = ["learner.lora_rank=8", "weights.content=adapters"]
+    load_config("quickstart", [*adapters, "weights.transport=object_store"])
+    with pytest.raises(
+        ConfigError, match=r"weights.content=adapters are to be merged first\. Set weights.transport=shm"
+    ):
+        load_config("quickstart", [*adapters, "weights.transport=nccl", "engine.kind=vllm"])
 
 
 def test_no_key_appears_unannounced():

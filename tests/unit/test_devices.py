@@ -47,9 +47,7 @@ def test_new_weights_are_staged_where_the_model_is():
     decoder.load(staged)
 
 
-def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypatch):
-    # How many tokens a mask leaves is not known without data.
-    monkeypatch.setattr("torch.fx.experimental._config.meta_nonzero_assume_all_nonzero", True)
+def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model():
     model = tiny_model()
     model.set_attn_implementation(PACKED_ATTENTION)
     model = model.to(ELSEWHERE)
@@ -72,7 +70,7 @@ def test_forward_and_backward_of_a_pack_stay_on_the_device_of_the_model(monkeypa
         batch.rollout_logprobs_N,
         batch.advantages_N,
         batch.loss_weights_N,
-        batch.loss_mask_N,
+        batch.trained_M,
         entropy_N=entropy_N,
         sequence_N=batch.sequence_N,
         num_sequences=batch.layout.num_sequences,

@@ -128,3 +128,19 @@ def test_what_a_killed_predecessor_staged_is_removed(shm):
 def test_without_shared_memory_there_is_no_directory(monkeypatch, tmp_path):
     monkeypatch.setattr("pipelinerl_core.weights.staging.SHM_ROOT", tmp_path / "none")
     assert staging.staging_directory("run", "actor-0") is None
+
+
+def test_a_partial_update_is_staged_with_the_weights_that_are_loaded(model, tmp_path):
+    staged = StagedWeights(model, tmp_path / "staged")
+    base, new, newest = weights(0), weights(1), weights(2)
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
+    part, other = ({name: tensors[name] for name in names} for tensors in (new, newest))
+    with pytest.raises(SwapError, match="the update lacks"):
+        staged.check(part)
+    staged.check(part, is_partial=True)
+    for version, tensors in ((1, part), (2, other)):
+        path = staged.stage(WeightUpdate(version=version, tensors=tensors, num_bytes=1, is_partial=True))
+        torch.testing.assert_close(load_file(path), base | tensors, rtol=0, atol=0)
+        staged.take(path)
+    with pytest.raises(SwapError, match="names 'x'"):
+        staged.check({"x": torch.zeros(1)}, is_partial=True)

@@ -75,7 +75,9 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path):
 
 
 def test_bench_without_a_benchmark_of_that_name_is_refused():
-    assert "no such benchmark; there are: engine, gpu, learner, learning, stream, vllm" in refused("bench", "engines")
+    assert "no such benchmark; there are: adapters, engine, gpu, learner, learning, stream, vllm" in refused(
+        "bench", "engines"
+    )
 
 
 TWO_ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain")

@@ -63,10 +63,18 @@ def test_wrong_kinds_and_directories_are_refused(tmp_path):
     assert read_project(tmp_path, "process")["name"] == "pipelinerl"
 
 
-def test_the_automations_are_three_and_an_alarm_goes_to_the_block_that_is_named():
-    names = ["pipelinerl-unresponsive", "pipelinerl-resume", "pipelinerl-alarm"]
+def test_the_automations_are_four_and_an_alarm_goes_to_the_block_that_is_named():
+    names = ["pipelinerl-unresponsive", "pipelinerl-resume", "pipelinerl-give-up", "pipelinerl-alarm"]
     assert [automation.name for automation in wanted_automations(None)] == names
     block = "3f7b1a52-9c1e-4b9d-8d1f-1a2b3c4d5e6f"
-    (action,) = wanted_automations(UUID(block))[2].actions
+    (action,) = wanted_automations(UUID(block))[3].actions
     assert (action.type, str(action.block_document_id)) == ("send-notification", block)
-    assert [action.type for action in wanted_automations(None)[2].actions] == ["do-nothing"]
+    assert [action.type for action in wanted_automations(None)[3].actions] == ["do-nothing"]
+
+
+def test_resuming_gives_up_as_late_as_is_asked_for(tmp_path):
+    give_up = wanted_automations(None, 7)[2]
+    assert give_up.trigger.threshold == 7
+    assert "resumed 7 times after a crash, and it never came to run" in give_up.actions[0].message
+    with pytest.raises(ConfigError, match="--max-resumes 1: at least 2"):
+        deploy("process", "", ROOT, 1)

@@ -538,6 +538,28 @@ def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
     assert (header.group_id, batch.num_rows) == (0, 2)
 
 
+def test_rows_in_memory_follow_the_reservation_and_the_others_are_asked_for(talk):
+    leases = talk.sync(want=2).leases
+    refs = tuple(rows_of(lease)[0] for lease in leases)
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    ledger.committed(0, (), (), manifest(0))
+    new = Talk(talk.store.url.removeprefix("file://"), ledger)
+    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
+    new("a", Register(role="actor", name="actor-0", epoch=1))
+    message = Reserve(step=1, epoch=2, wait_seconds=0, with_rows=True)
+    ((nothing_yet, _),) = new.hub.handle("t", message, None)
+    assert (len(nothing_yet.groups), nothing_yet.num_following) == (2, 0)
+    held = LeaseRef(group_id=1, attempt=0, lease_id=leases[1].lease_id)
+    new("a", Register(role="actor", name="actor-0", epoch=1, leases=(held,)))
+    ref, batch = rows_of(leases[1])
+    new("a", Group(lease_id=leases[1].lease_id, ref=ref), batch)
+    (answer, _), (header, rows) = new.hub.handle("t", message, None)
+    assert (len(answer.groups), answer.num_following) == (2, 1)
+    assert (header.group_id, header.remaining, rows.num_rows) == (1, 0, 2)
+    ((plain, _),) = new.hub.handle("t", message.model_copy(update={"with_rows": False}), None)
+    assert (plain.groups, plain.num_following) == (answer.groups, 0)
+
+
 def test_rows_of_a_damaged_segment_are_refused_and_their_group_is_leased_again(talk, tmp_path):
     leases = talk.sync(want=2).leases
     refs = tuple(rows_of(lease)[0] for lease in leases)

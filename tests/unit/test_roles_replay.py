@@ -5,9 +5,12 @@ import logging
 import pytest
 import torch
 
+from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.records import CheckpointRef, Commit, commit_key
-from pipelinerl_core.roles.replay import restore
+from pipelinerl_core.roles import replay
+from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.roles.replay import foreign_steps, restore
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 
@@ -68,3 +71,16 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
     with pytest.raises(ConfigError, match="no whole checkpoint at or before step 5"):
         restored(run)
+
+
+def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(run, monkeypatch):
+    store, commits = run
+    config = load_config("quickstart")
+    assert foreign_steps(store, commits, config) == []  # nothing says how they were computed
+    other = load_config("quickstart", ["trainer.pack_tokens=64"]).arithmetic
+    while take_epoch(store, "trainer", -1, other).epoch < EPOCH:
+        pass
+    assert foreign_steps(store, commits, config) == list(range(6))
+    assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
+    monkeypatch.setattr(replay, "model_device", lambda _: torch.device("cuda"))
+    assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))

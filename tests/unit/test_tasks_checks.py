@@ -82,6 +82,26 @@ def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path,
     checks.check_space(config("weights.transport=object_store"), f"file://{tmp_path}")
 
 
+def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_need_it_all(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}, "b": {"shape": [7]}})
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1}))
+    adapters = (f"model.path={model}", "learner.lora_rank=8", "weights.content=adapters", "trainer.steps=299")
+    # 300 versions of 8 * (1000 + 500) * 4 bytes, 9 x 100 MB of checkpoints, and 200 MB for the rest.
+    with pytest.raises(ConfigError, match=r"needs about 1\.1 GB for 300 durable weight versions of 0 MB"):
+        checks.check_space(config(*adapters, "weights.durable_every=1"), f"file://{tmp_path}")
+    free = {str(tmp_path): 10**12}
+    monkeypatch.setattr(
+        checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free.get(str(path), 150_000_000)})
+    )
+    checks.check_space(config(*adapters), f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match=r"/dev/shm: 150 MB free, .* about 200 MB for 2 merged models of 100 MB"):
+        checks.check_space(config(*adapters, "engine.kind=vllm"), f"file://{tmp_path}")
+
+
 def test_a_directory_without_config_json_is_no_model(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         checks.check_model(config(f"model.path={tmp_path}"))

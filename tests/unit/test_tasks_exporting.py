@@ -5,14 +5,16 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError
-from pipelinerl_core.records import Commit, RunRecord, commit_key
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, PipelineRLError
+from pipelinerl_core.records import ADAPTERS_FILE, Commit, RunRecord, commit_key
 from pipelinerl_core.roles.history import take_epoch
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import entry_of, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from tasks.exporting import export, with_metadata
@@ -75,6 +77,39 @@ def test_what_cannot_be_exported_is_said_in_one_line(run, tmp_path):
     with pytest.raises(ChecksumMismatch, match="not the bytes that were committed"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_merged_into_the_starting_model(run, tmp_path):
+    start, store = tmp_path / "start", open_store(run)
+    base = load_file(start / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    factors = dict(zip(factor_names(name), (torch.ones(1, 8), torch.full((8, 1), 0.5)), strict=True))
+    record = RunRecord.model_validate_json(store.get("run.json"))
+    config = load_config("quickstart", [f"model.path={start}", "learner.lora_rank=1", "weights.content=adapters"])
+    store.put(
+        "run.json", record.model_copy(update={"config": config.model_dump(mode="json")}).model_dump_json().encode()
+    )
+    note = AdapterNote(scale=2.0, dtype="float32", base_sha256=BaseWeights(start).sha256)
+    weights = Adapters(factors, note)
+    (key,) = (key for key in store.list("commits") if key.startswith("commits/00000002"))
+    commit = Commit.model_validate_json(store.get(key))
+    publisher = WeightPublisher(store, run_id="one", epoch=commit.epoch, use_shm=False, file_name=ADAPTERS_FILE)
+    sha256 = entry_of("x", serialize(weights)).sha256
+    commit = commit.model_copy(
+        update={"manifest": publisher.publish(2, weights, durable=True), "weights_sha256": sha256}
+    )
+    store.put(key, commit.model_dump_json().encode())
+
+    document = export(run, tmp_path / "out")
+
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(parameter, base[other] + (other == name)) for other, parameter in loaded.items())
+    assert document["num_bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+    base[name][0] += 1.0
+    save_file(base, start / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PipelineRLError, match="version 2: adapters of a base model with sha256"):
+        export(run, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_header_with_metadata_keeps_it(tmp_path):

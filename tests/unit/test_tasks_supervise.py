@@ -195,6 +195,39 @@ def test_a_stop_during_the_backoff_ends_the_supervision(tmp_path, monkeypatch):
     assert (tmp_path / "starts").read_text() == "x", "a stopped role must not be started again"
 
 
+def test_every_life_has_a_temporary_directory_of_its_own_which_goes_with_it(tmp_path):
+    program = (
+        COUNT
+        + "directory = os.environ['TMPDIR']; open(directory + '/left', 'w').write('x')\n"
+        + "open(sys.argv[1] + '/directories', 'a').write(directory + '\\n')\n"
+        + "os.kill(os.getpid(), signal.SIGKILL) if n == 1 else None"
+    )
+    assert run(tmp_path, program).restarts == 1
+    directories = (tmp_path / "directories").read_text().split()
+    assert len(set(directories)) == 2
+    assert not any(Path(directory).exists() for directory in directories)
+
+
+LEAVES_MEMORY = """
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=1000)
+tracker = resource_tracker._resource_tracker
+child = subprocess.Popen(["sleep", "60"], pass_fds=[tracker.getfd()])
+with open(sys.argv[1] + "/left", "w") as file:
+    file.write(f"{memory.name} {tracker._pid} {child.pid}")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path):
+    with pytest.raises(RoleFailed, match="killed by SIGKILL"):
+        run(tmp_path, COUNT + LEAVES_MEMORY, max_restarts=0)
+    name, *pids = (tmp_path / "left").read_text().split()
+    assert not (Path("/dev/shm") / name).exists()
+    assert not any(is_running(int(pid)) for pid in pids)
+
+
 def test_exit_codes_in_words():
     assert describe_exit(1) == "exited with code 1"
     assert describe_exit(-9) == "killed by SIGKILL"
@@ -206,6 +239,7 @@ def test_every_child_waits_passively_and_has_its_thread_limits():
     assert environment["GOMP_SPINCOUNT"] == "0"
     assert {environment[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")} == {"3"}
     assert environment["PIPELINERL_TOKEN"] == "secret"
+    assert next(iter(environment)) == "PYTHONUNBUFFERED", "a variable that no library sets again"
 
 
 def test_a_role_is_told_whose_child_it_is_and_never_given_the_token_on_its_command_line():

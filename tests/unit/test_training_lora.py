@@ -228,7 +228,7 @@ def test_a_replay_cannot_study_other_adapters():
 def test_committed_weights_do_not_replace_adapters(caplog):
     learner = adapted_learner(lora_config())
     before = learner.state()[0]
-    commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1"))
+    commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1", files=()))
     _take_committed_weights(MemoryStore(), learner, commit)
     assert "step 3 was trained again on other hardware: its adapters differ" in caplog.text
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[0].items())

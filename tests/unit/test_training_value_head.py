@@ -51,10 +51,8 @@ def test_rows_carry_rewards_and_the_learner_takes_the_values_from_them():
 def test_what_stands_on_a_masked_token_reaches_nothing():
     run_config = config(loss=VALUE)
     (batch,) = PackBatcher(2048).rows(rows_of(run_config))
-    mask = batch.loss_mask_N.clone()
-    mask[0] = False
-    batch = replace(batch, loss_mask_N=mask)
-    values = torch.zeros(len(mask))
+    batch = replace(batch, trained_M=batch.trained_M[1:])
+    values = torch.zeros(len(batch.target_ids_N))
     values[0] = math.nan
     values.requires_grad_()
     logprobs = batch.rollout_logprobs_N.clone().requires_grad_()

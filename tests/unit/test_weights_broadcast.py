@@ -145,7 +145,7 @@ def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
     Member(read_group(store, number), 1)
     time.sleep(0.5)
     assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
-    assert broadcaster.attend({"actor-0": number}, WEIGHTS) is True
+    until(lambda: broadcaster.attend({"actor-0": number}, WEIGHTS), "a group that has met")
     assert broadcaster.number == number
 
 

@@ -5,7 +5,7 @@ process group, no logging, no random numbers. It returns the weighted sum of its
 Normalisation is inside loss_weights (algo/weighting.py), so sums of packs, micro-batches and ranks add up to the loss
 of the whole step.
 
-Shapes: N = tokens offered to the loss, M = those of them where loss_mask is True.
+Shapes: N = tokens offered to the loss, M = those of them that are trained, where loss_mask is True.
 """
 
 import math
@@ -77,7 +77,7 @@ class TrainedTokens:
     def without_far_sequences(self, ratio_max: float) -> "TrainedTokens":
         """The same, without the sequences whose geometric mean ratio is outside of [1 / ratio_max, ratio_max]."""
         refused_M = self.sequence_means(self.log_ratio_M.detach()).abs() > math.log(ratio_max)
-        return replace(self, refused_M=refused_M, loss_weights_M=torch.where(refused_M, 0.0, self.loss_weights_M))
+        return replace(self, refused_M=refused_M, loss_weights_M=self.loss_weights_M.masked_fill(refused_M, 0.0))
 
     def sums(self, terms_M: Tensor, clipped_M: Tensor) -> LossSums:
         """What a loss returns, from the loss of each token and whether its ratio was cut."""
@@ -86,7 +86,7 @@ class TrainedTokens:
             clipped_M = clipped_M | self.refused_M
         return LossSums(
             loss=(self.loss_weights_M * terms_M).sum(),
-            num_tokens=torch.tensor(len(terms_M), device=terms_M.device),
+            num_tokens=terms_M.new_full((), len(terms_M), dtype=torch.int64),  # on a GPU without a copy
             ratio=ratio_M.sum(),
             clipped=clipped_M.sum(),
             kl=(self.rollout_logprobs_M - self.trainer_logprobs_M.detach()).sum(),
@@ -98,7 +98,7 @@ def select(
     rollout_logprobs_N: Tensor,
     advantages_N: Tensor,
     loss_weights_N: Tensor,
-    loss_mask_N: Tensor,
+    trained_M: Tensor,
     *,
     entropy_N: Tensor,
     sequence_N: Tensor,
@@ -106,37 +106,38 @@ def select(
     lags_N: Tensor,
     ref_logprobs_N: Tensor | None = None,
 ) -> TrainedTokens:
-    """The trained tokens of a pack; the arguments are those of TrainedTokens before loss_mask (bool) chooses.
+    """The trained tokens of a pack; the arguments are those of TrainedTokens before `trained_M` (places) chooses.
 
     Selected before anything is computed: a nan on a masked token would reach the gradient as 0 * nan if the mask came
-    last. Raises ValueError when shapes or types break this contract.
+    last. By places and not by a mask, whose number of tokens a GPU would be asked for. Raises ValueError when shapes
+    or types break this contract.
     """
-    if loss_mask_N.dtype != torch.bool:
-        raise ValueError(f"loss_mask is {loss_mask_N.dtype}: it must be torch.bool, because it selects tokens")
+    if trained_M.dtype != torch.int64 or trained_M.ndim != 1:
+        raise ValueError(f"trained is {tuple(trained_M.shape)} {trained_M.dtype}: it must be int64 places of tokens")
     named = {"trainer_logprobs": trainer_logprobs_N, "rollout_logprobs": rollout_logprobs_N}
     named |= {"advantages": advantages_N, "loss_weights": loss_weights_N, "entropy": entropy_N}
     if ref_logprobs_N is not None:
         named["ref_logprobs"] = ref_logprobs_N
     for name, tensor in named.items():
-        if tensor.ndim != 1 or tensor.shape != loss_mask_N.shape or not tensor.is_floating_point():
+        if tensor.ndim != 1 or tensor.shape != trainer_logprobs_N.shape or not tensor.is_floating_point():
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}: it must be floating point, one number per token, "
-                f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
+                f"in the shape of trainer_logprobs, {tuple(trainer_logprobs_N.shape)}"
             )
     for name, tensor in {"sequence": sequence_N, "lags": lags_N}.items():
-        if tensor.shape != loss_mask_N.shape or tensor.dtype != torch.int64:
+        if tensor.shape != trainer_logprobs_N.shape or tensor.dtype != torch.int64:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} {tensor.dtype}: it must be int64, one number per token, "
-                f"in the shape of loss_mask, {tuple(loss_mask_N.shape)}"
+                f"in the shape of trainer_logprobs, {tuple(trainer_logprobs_N.shape)}"
             )
     return TrainedTokens(
-        trainer_logprobs_M=trainer_logprobs_N[loss_mask_N].float(),
-        rollout_logprobs_M=rollout_logprobs_N[loss_mask_N].float(),
-        advantages_M=advantages_N[loss_mask_N],
-        loss_weights_M=loss_weights_N[loss_mask_N],
-        entropy_M=entropy_N[loss_mask_N].float(),
-        ref_logprobs_M=None if ref_logprobs_N is None else ref_logprobs_N[loss_mask_N].float(),
-        sequence_M=sequence_N[loss_mask_N],
+        trainer_logprobs_M=trainer_logprobs_N.index_select(0, trained_M).float(),
+        rollout_logprobs_M=rollout_logprobs_N.index_select(0, trained_M).float(),
+        advantages_M=advantages_N.index_select(0, trained_M),
+        loss_weights_M=loss_weights_N.index_select(0, trained_M),
+        entropy_M=entropy_N.index_select(0, trained_M).float(),
+        ref_logprobs_M=None if ref_logprobs_N is None else ref_logprobs_N.index_select(0, trained_M).float(),
+        sequence_M=sequence_N.index_select(0, trained_M),
         num_sequences=num_sequences,
-        lags_M=lags_N[loss_mask_N],
+        lags_M=lags_N.index_select(0, trained_M),
     )

@@ -1,0 +1,65 @@
+"""Low-rank adapters (LoRA) as those see them who publish and who receive them: W + s * B @ A.
+
+Both sides merge by the one function here, so that an engine has the same bits whoever merged.
+
+Shapes: O, I = outputs and inputs of a linear layer, R = rank of its adapter.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_FACTOR = re.compile(r"\.lora_[AB]\.weight$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterNote:
+    """What it takes to merge adapters, beside their factors."""
+
+    scale: float
+    """s."""
+    dtype: str
+    """Type of the merged weights, as torch calls it, without "torch."."""
+    base_sha256: str
+    """Of the weights that they were trained beside (`weights.base.BaseWeights.sha256`)."""
+
+
+class Adapters(dict[str, Tensor]):
+    """Factors by name (`<layer>.lora_A.weight` and `lora_B`), in place of all weights, with their note."""
+
+    def __init__(self, factors: Mapping[str, Tensor], note: AdapterNote) -> None:
+        super().__init__(factors)
+        self.note = note
+
+    def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name of the adapted weight, A [R, I], B [O, R]) of each adapter.
+
+        Raises ValueError when a name is not that of a factor, or a factor is without its other half.
+        """
+        for name in sorted({_FACTOR.sub("", name) if is_factor(name) else "" for name in self}):
+            a_RI, b_OR = (self.get(factor) for factor in factor_names(f"{name}.weight"))
+            if a_RI is None or b_OR is None:
+                raise ValueError(f"{name or 'one of them'}: not the two factors of an adapter")
+            yield f"{name}.weight", a_RI, b_OR
+
+
+def factor_names(weight: str) -> tuple[str, str]:
+    """Names of the factors A and B of a weight `<layer>.weight`."""
+    layer = weight.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def is_factor(name: str) -> bool:
+    """Whether it is the name of a factor."""
+    return _FACTOR.search(name) is not None
+
+
+@torch.no_grad()
+def merge(base_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """[O, I] W + s * B @ A in float32, rounded once to the type of W; on the device of W."""
+    # Copies: where in memory a factor begins, which differs between a parameter and a file, may choose the kernel.
+    a_RI, b_OR = (torch.clone(factor, memory_format=torch.contiguous_format).float() for factor in (a_RI, b_OR))
+    return torch.addmm(base_OI.float(), b_OR, a_RI, alpha=scale).to(base_OI.dtype)

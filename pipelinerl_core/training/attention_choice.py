@@ -1,0 +1,99 @@
+"""Which way of attention a model takes: the configured one, or the best of those that work where it is."""
+
+import logging
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton
+
+from pipelinerl_core.algo.packed import PackLayout, layout_of
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.training import attention
+from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
+
+AttentionKind = Literal["auto", "padded", "varlen", "flex"]
+"""Of `learner.attention`."""
+ATTENTION_NAMES = {"padded": PACKED_ATTENTION, "varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}
+"""For `set_attn_implementation`."""
+
+# In the order in which "auto" would have them, on a GPU.
+_FAST = ("varlen", "flex")
+# Of the trial: more than a block of flex attention, sequences of one token and such as end inside a block.
+_LENGTHS = (5, 150, 1, 130)
+# Largest difference from padded attention, as a share of the largest number: rounding of the type.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+_log = logging.getLogger(__name__)
+
+
+class Heads(NamedTuple):
+    """What attention works on."""
+
+    num: int
+    num_kv: int
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def choose_attention(kind: AttentionKind, heads: Heads) -> str:
+    """Name for `set_attn_implementation`; whatever is not padded has been tried here and found to compute the same.
+
+    Raises ConfigError when the configured kind does not work; "auto" then takes the next and warns.
+    """
+    if kind == "padded" or (kind == "auto" and heads.device.type != "cuda"):
+        return PACKED_ATTENTION
+    if kind != "auto":
+        problem = lack(kind, heads) or trial(kind, heads)
+        if problem is not None:
+            raise ConfigError(f"learner.attention={kind}: {problem}. Set learner.attention=auto")
+        return ATTENTION_NAMES[kind]
+    for one in _FAST:
+        if lack(one, heads) is None:
+            problem = trial(one, heads)
+            if problem is None:
+                _log.info("attention over packs: %s", one)
+                return ATTENTION_NAMES[one]
+            _log.warning("attention: %s does not work here (%s); the next best is taken", one, problem)
+    return PACKED_ATTENTION
+
+
+def lack(kind: str, heads: Heads) -> str | None:
+    """What a kind of attention needs and does not have here; None: nothing."""
+    if heads.device.type != "cuda":
+        return f"the model is on {heads.device}, and it needs a GPU"
+    if kind == "varlen" and heads.dtype not in (torch.bfloat16, torch.float16):
+        return f"flash attention has no {str(heads.dtype).removeprefix('torch.')}"
+    if kind == "varlen" and attention.varlen_attn is None:
+        return f"torch {torch.__version__} has no varlen_attn"
+    if kind == "flex" and not has_triton():
+        return "torch cannot compile for this GPU (Triton is missing)"
+    return None
+
+
+def trial(kind: str, heads: Heads) -> str | None:
+    """What is wrong with a kind of attention, forward and backward on a small pack beside padded; None: nothing."""
+    layout = layout_of(_LENGTHS).to(heads.device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, num, sum(_LENGTHS), heads.size) for num in (heads.num, heads.num_kv, heads.num_kv)]
+    inputs = [torch.randn(shape, generator=generator).to(heads.device, heads.dtype) for shape in shapes]
+    wanted = _results(PACKED_ATTENTION, inputs, layout)
+    try:
+        found = _results(ATTENTION_NAMES[kind], inputs, layout)
+    except Exception as error:  # noqa: BLE001 - kernels and compilers fail in ways of their own
+        return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    differences = [
+        ((one - other).abs().max() / other.abs().max()).item() for one, other in zip(found, wanted, strict=True)
+    ]
+    tolerance = _TOLERANCE[heads.dtype]
+    if all(difference <= tolerance for difference in differences):  # so that a nan is none
+        return None
+    return f"it differs from padded attention by {max(differences):.2g} of its values (at most {tolerance:g})"
+
+
+def _results(name: str, inputs: list[Tensor], layout: PackLayout) -> list[Tensor]:
+    """What comes out, and the gradients of its sum of squares."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    attended, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *leaves, None, layout=layout)
+    return [attended.detach(), *torch.autograd.grad(attended.float().square().sum(), leaves)]

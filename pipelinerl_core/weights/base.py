@@ -1,0 +1,123 @@
+"""The weights that adapters are merged into: those of the model directory that a run starts from.
+
+Read from the files when they are asked for, memory-mapped: nothing but the merged layers is held twice.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pipelinerl_core.algo.adapters import Adapters, merge
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.records import WEIGHTS_FILE
+
+_INDEX_FILE = "model.safetensors.index.json"
+_SHOWN_DIGITS = 12
+
+
+class BaseWeights:
+    """Weights of a model directory by the names in its safetensors files. The files must not change."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ConfigError when the directory has no weights in safetensors files."""
+        self._directory = directory
+        self._open_files = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        for path in _weight_files(directory):
+            file: Any = self._open_files.enter_context(safe_open(path, framework="pt"))
+            self._file_of |= dict.fromkeys(file.keys(), file)
+        if not self._file_of:
+            raise ConfigError(
+                f"model.path={directory}: weights.content=adapters are merged into weights of safetensors files, "
+                "and it has none. Convert them, or set weights.content=merged"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def tensor(self, name: str) -> Tensor:
+        """A weight in the type of its file; memory-mapped, so that pages are read as they are used."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, from the header of its file."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ConfigError unless the files have these weights, by name and shape: adapters could not be merged."""
+        for name, shape in shapes.items():
+            if name not in self or self.shape(name) != shape:
+                found = f"{list(self.shape(name))} there" if name in self else "not there"
+                raise ConfigError(
+                    f"model.path={self._directory}: weights.content=adapters are merged into the weights of its "
+                    f"files, but {name} {list(shape)} is {found}. Set weights.content=merged"
+                )
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of all weights: name, type, shape and bytes of each, by name. How they are split among files is no matter.
+
+        Reads every file once, at first use.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self._file_of):
+            tensor = self.tensor(name)
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def merged(self, adapters: Adapters, where: str) -> dict[str, Tensor]:
+        """The adapted weights, merged, in the type of the note; memory for these and one layer more.
+
+        Raises ChecksumMismatch when the adapters are those of another base model, or do not fit it.
+        """
+        note = adapters.note
+        if note.base_sha256 != self.sha256:
+            raise ChecksumMismatch(
+                f"{where}: adapters of a base model with sha256 {note.base_sha256[:_SHOWN_DIGITS]}, but that in "
+                f"{self._directory} has {self.sha256[:_SHOWN_DIGITS]}. Put the model there that the run started from"
+            )
+        dtype = _dtype(note.dtype, where)
+        try:
+            return {
+                name: merge(self.tensor(name).to(dtype), a_RI, b_OR, note.scale)
+                for name, a_RI, b_OR in adapters.pairs()
+            }
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ChecksumMismatch(f"{where}: no adapters of the model in {self._directory}: {error}") from None
+
+    def whole(self, adapters: Adapters, where: str) -> dict[str, Tensor]:
+        """`merged`, and all other weights, in the type of the note; memory-mapped where that is theirs."""
+        dtype = _dtype(adapters.note.dtype, where)
+        merged = self.merged(adapters, where)
+        return {name: merged[name] if name in merged else self.tensor(name).to(dtype) for name in self._file_of}
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file_of = {}
+        self._open_files.close()
+
+
+def _dtype(name: str, where: str) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ChecksumMismatch(f"{where}: adapters of a type {name!r}, which torch does not have")
+    return dtype
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Those that transformers loads: what an index names, else the one file, else all there are."""
+    index = directory / _INDEX_FILE
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    single = directory / WEIGHTS_FILE
+    return [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

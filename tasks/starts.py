@@ -1,0 +1,47 @@
+"""How often one Prefect flow run was started again without a new commit; whatever crashes it would do so for ever."""
+
+import logging
+
+from pipelinerl_core.errors import MissingObject, PipelineRLError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.records import STARTS_KEY, StartsRecord
+from pipelinerl_core.roles.history import counted_commit_keys, read_epochs
+from pipelinerl_core.storage.object_store import open_store
+
+logger = logging.getLogger(__name__)
+
+
+def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
+    """Note in the run at `url`, which may not be there yet, that this flow run starts for the `run_count`-th time.
+
+    Raises PipelineRLError once it was started again more than `limit` times in a row and the newest commit is still
+    the same. A start after that, by hand, begins to count anew, and so does another flow run: `pipelinerl resume`.
+    """
+    store = open_store(url)
+    step = max(counted_commit_keys(store, read_epochs(store)), default=-1)
+    now = StartsRecord(flow_run_id=flow_run_id, run_count=run_count, step=step)
+    since = _read(store)
+    if since is None or since.flow_run_id != flow_run_id or since.step < step:
+        _write(store, now)
+        return
+    tries = run_count - since.run_count
+    where = "before the first commit" if step < 0 else f"after step {step}"
+    if tries > limit:
+        _write(store, now)
+        raise PipelineRLError(
+            f"given up: this flow run was started again {tries} times without a new commit {where} "
+            f"(placement.max_resumes={limit}). Look at why it crashes; Retry or `pipelinerl resume` goes on with it"
+        )
+    if tries > 0:
+        logger.warning("started again %d times without a new commit %s; %d are allowed", tries, where, limit)
+
+
+def _read(store: ObjectStore) -> StartsRecord | None:
+    try:
+        return StartsRecord.model_validate_json(store.get(STARTS_KEY))
+    except MissingObject:
+        return None
+
+
+def _write(store: ObjectStore, record: StartsRecord) -> None:
+    store.put(STARTS_KEY, record.model_dump_json().encode())

@@ -1,0 +1,178 @@
+"""A pack never waits for the device: nothing in forward, loss and backward asks it for a number.
+
+Torch's dispatcher sees every operation. What would make a GPU finish its queue is refused here, on the CPU, where the
+data are real, and on the meta device, which tells copies between devices.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipelinerl_core.algo.losses import LOSSES
+from pipelinerl_core.algo.packed import moved
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config import build_config
+from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.training.attention import PACKED_ATTENTION
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.step_sums import StepSums
+
+aten = torch.ops.aten
+# A number of the data for the host, or as many results as the data say.
+ASKING = {
+    aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten.bincount,
+    aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave,
+}  # fmt: skip
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_}
+# TensorIterator's kernels take a number on the CPU as an argument; these copy it to the device first.
+COPYING = {aten.where, aten._to_copy, aten.copy_, aten.index_fill_}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses whatever would make the host wait for a GPU; counts the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        packet = function.overloadpacket
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if packet in ASKING:
+            raise AssertionError(f"{function} waits for the device")
+        if packet in INDEXING and any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:]):
+            raise AssertionError(f"{function} by a mask waits for the device")
+        result = function(*args, **(kwargs or {}))
+        devices = {one.device for one in [*tensors, *tree_leaves(result)] if isinstance(one, torch.Tensor)}
+        if packet in COPYING and len(devices) > 1:
+            raise AssertionError(f"{function} copies between {devices}")
+        self.seen.append(packet)
+        return result
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda numbers: numbers.sum().item(),
+        lambda numbers: numbers[numbers > 0],
+        lambda numbers: bool((numbers > 0).all()),
+        lambda numbers: (numbers > 0).nonzero(),
+        lambda numbers: numbers.index_put((numbers > 0,), numbers.new_zeros(())),
+        lambda numbers: torch.where(numbers.to("meta") > 0, 0.0, numbers.to("meta")),
+        lambda numbers: numbers.to("meta"),
+    ],
+)
+def test_the_watch_sees_what_waits(waits):
+    with pytest.raises(AssertionError, match=r"waits for the device|copies between"), NoWaiting():
+        waits(torch.ones(3))
+
+
+def learner_on(device, kind="reinforce", *, everything=True, **model):
+    extras = {"advantage": "value", "kl_coefficient": 0.1, "sequence_ratio_max": 1.5, "entropy_bonus": 0.01}
+    loss = {"kind": kind, **(extras if everything else {})}
+    config = build_config({"loss": loss, "trainer": {"pack_tokens": 64}, "schedule": {"max_lag": 2}})
+    policies = [tiny_model(seed=seed, **model) for seed in (0, 1)]
+    for one in policies:
+        one.set_attn_implementation(PACKED_ATTENTION)
+        one.to(device)
+    reference = policies[1].requires_grad_(False) if everything else None
+    return TorchLearner(policies[0], config, batcher=PackBatcher(64), reference=reference), config
+
+
+def packs_of(config):
+    """Packs in which some tokens are too old to be trained."""
+    rng = np.random.default_rng(0)
+    groups = [
+        [
+            build_rollout(
+                rng, group_id=group, rollout_index=index, num_tokens=int(rng.integers(3, 20)), reward=index / 8,
+                num_versions=5,
+            )
+            for index in range(8)
+        ]
+        for group in range(2)
+    ]  # fmt: skip
+    for rollout in itertools.chain.from_iterable(groups):
+        rollout.prompt_token_ids[:] %= 19
+        rollout.completion_token_ids[:] %= 19
+    packs = PackBatcher(64).rows(assemble_rows(5, groups, config).rows)
+    assert len(packs) > 2
+    assert 0 < sum(len(pack.trained_M) for pack in packs) < sum(len(pack.target_ids_N) for pack in packs)
+    return packs
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_forward_loss_and_backward_of_a_pack_ask_for_nothing(kind, device):
+    learner, config = learner_on(torch.device(device), kind)
+    learner.version = 4
+    sums = StepSums(4, 64)
+    batches = [pack.to(torch.device(device)) for pack in packs_of(config)]
+    for batch in batches:
+        with NoWaiting() as mode:
+            result = learner._backward(batch)
+            learner._optimizer.add_grads(result.gradients)
+            sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
+        # The backward pass was seen too, and its parts of this code.
+        assert {aten.index_copy_, aten.addmm_, aten._softmax_backward_data} & set(mode.seen)
+        assert len(mode.seen) > 300
+
+
+def test_a_large_bfloat16_head_is_cut_without_asking():
+    learner, config = learner_on(torch.device("cpu"), everything=False, vocab_size=5000)
+    learner._model.to(torch.bfloat16)
+    with NoWaiting():
+        learner._backward(packs_of(config)[0])
+
+
+def test_a_step_asks_once():
+    learner, config = learner_on(torch.device("cpu"), everything=False)
+    packs = packs_of(config)
+    learner.version = 4
+    asked = []
+    tolist = torch.Tensor.tolist
+
+    class Counting(NoWaiting):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            try:
+                return super().__torch_dispatch__(function, types, args, kwargs)
+            except AssertionError:
+                asked.append(function)
+                return function(*args, **(kwargs or {}))
+
+    with pytest.MonkeyPatch.context() as patch, Counting():
+        patch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tuple(tensor.shape)) or tolist(tensor))
+        learner.step_packs(packs)
+    # All figures and the gradient's norm at once. Vectors of 3 are made of the answer, on the host (total_ess).
+    assert [one for one in asked if one != (3,)] == [(1, 28)]
+
+
+class Recorded:
+    """Stands in for a tensor on the CPU; there is no GPU to move one to."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.calls = []
+
+    def pin_memory(self):
+        self.calls.append("pin")
+        return self
+
+    def to(self, device, non_blocking=False):
+        self.calls.append((device.type, non_blocking))
+        return self
+
+
+def test_a_copy_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for():
+    to_gpu, to_cpu = Recorded(), Recorded()
+    moved(to_gpu, torch.device("cuda"))
+    moved(to_cpu, torch.device("cpu"))
+    assert to_gpu.calls == ["pin", ("cuda", True)]
+    assert to_cpu.calls == [("cpu", False)]

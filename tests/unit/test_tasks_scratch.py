@@ -1,0 +1,156 @@
+"""Temporary directories of role processes: their own, short, and gone with them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from pipelinerl_core.roles.context import OUTER_TEMPORARY_VARIABLE, log_directory
+from tasks import scratch
+from tasks.scratch import compiler_cache, own_temporary, scratch_directory
+
+ROOT = Path(__file__).parents[2]
+# What vLLM calls its sockets.
+SOCKET = "1a423857-47e1-469b-8d08-a6800a88a956"
+
+
+@pytest.fixture
+def outer(monkeypatch):
+    """A temporary directory of this host that nobody else uses, with a path nearly as short as /tmp's."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        monkeypatch.setenv(OUTER_TEMPORARY_VARIABLE, directory)
+        yield Path(directory)
+
+
+LEAVES_THINGS = """
+import os, signal, sys, tempfile
+tempfile.mkdtemp(); tempfile.mkstemp()
+open(sys.argv[1], "w").write(tempfile.gettempdir())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_leaves_goes_with_its_directory(outer, tmp_path):
+    with own_temporary(os.environ) as environment:
+        command = [sys.executable, "-c", LEAVES_THINGS, str(tmp_path / "where")]
+        ended = subprocess.run(command, env=environment, check=False)
+        inside = Path((tmp_path / "where").read_text())
+        assert ended.returncode == -signal.SIGKILL
+        assert inside == Path(environment["TMPDIR"])
+        assert len(list(inside.iterdir())) == 3, "two of its own, and the way to the compiler's cache"
+    assert list(outer.iterdir()) == [compiler_cache()]
+
+
+STRAGGLER = """
+import os, sys, time
+directory = os.open(sys.argv[1], os.O_RDONLY)
+print(flush=True)
+for n in range(300):
+    os.mkdir(str(n), dir_fd=directory)
+    time.sleep(0.001)
+"""
+
+
+def test_it_goes_although_something_still_writes_into_it(outer):
+    with scratch_directory() as directory:
+        command = [sys.executable, "-I", "-S", "-c", STRAGGLER, str(directory)]
+        straggler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert straggler.stdout is not None
+        with straggler.stdout:
+            straggler.stdout.readline()
+    assert list(outer.iterdir()) == []
+    straggler.wait(10)
+    assert list(outer.iterdir()) == []
+
+
+OWNER = """
+import time, tasks.scratch
+with tasks.scratch.scratch_directory() as directory:
+    print(directory, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_directory_of_a_killed_supervisor_goes_at_the_next_start_and_a_live_one_stays(outer):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert owner.stdout is not None
+    with owner.stdout:
+        abandoned = Path(owner.stdout.readline().strip())
+    with scratch_directory() as other:
+        assert {abandoned, other} == set(outer.iterdir()), "its owner lives"
+        owner.kill()
+        owner.wait(10)
+        with scratch_directory() as newest:
+            assert {other, newest} == set(outer.iterdir())
+    assert list(outer.iterdir()) == []
+
+
+def test_a_socket_fits_however_long_the_path_of_the_hosts_directory_is(tmp_path, monkeypatch):
+    long = tmp_path / ("d" * 80)
+    long.mkdir()
+    monkeypatch.setenv(OUTER_TEMPORARY_VARIABLE, str(long))
+    with own_temporary({}) as environment, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{environment['TMPDIR']}/{SOCKET}")
+        assert environment[OUTER_TEMPORARY_VARIABLE] == str(long)
+    assert not Path(environment["TMPDIR"]).exists()
+
+
+def test_a_directory_that_is_taken_for_an_abandoned_one_while_it_is_made_is_made_again(outer, monkeypatch):
+    lock, taken = scratch.fcntl.flock, []
+
+    def late(descriptor: int, how: int) -> None:
+        if not taken:
+            taken.extend(outer.iterdir())
+            taken[0].rmdir()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(scratch.fcntl, "flock", late)
+    with scratch_directory() as directory:
+        assert [directory] == list(outer.iterdir()) != taken
+
+
+def test_logs_stay_where_others_find_them(outer, monkeypatch):
+    with own_temporary({"PATH": "/bin"}) as environment:
+        assert environment["PATH"] == "/bin"
+        assert environment[OUTER_TEMPORARY_VARIABLE] == str(outer)
+        monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])  # as in the role
+        assert log_directory("s3://bucket/run", "run").parents[2] == outer
+
+
+def test_compiled_code_is_there_for_the_next_process(outer, monkeypatch):
+    seen = []
+    for _ in range(2):
+        with own_temporary(os.environ) as environment:
+            monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])  # as in the role
+            cache = Path(default_cache_dir())
+            seen.append(sorted(path.name for path in cache.iterdir()))
+            (cache / "header.gch").touch()
+    assert seen == [[], ["header.gch"]]
+    assert [path.name for path in outer.iterdir()] == [cache.name], "the processes' own directories are gone"
+
+
+MANY = """
+import tasks.scratch
+for _ in range(40):
+    with tasks.scratch.scratch_directory() as directory:
+        (directory / "x").touch()
+"""
+
+
+def test_starts_at_the_same_moment_do_not_take_each_others_directories(outer):
+    several = [subprocess.Popen([sys.executable, "-c", MANY], cwd=ROOT) for _ in range(3)]
+    assert [one.wait(30) for one in several] == [0, 0, 0]
+    assert list(outer.iterdir()) == []
+
+
+def test_a_process_runs_where_no_temporary_directory_can_be_made(monkeypatch, caplog):
+    monkeypatch.setenv(OUTER_TEMPORARY_VARIABLE, "/tmp/there-is-no-such-directory")
+    with own_temporary({"PATH": "/bin"}) as environment:
+        assert environment == {"PATH": "/bin"}
+    assert "no temporary directory below /tmp/there-is-no-such-directory" in caplog.text

@@ -1,0 +1,279 @@
+"""Attention over packs: three ways that compute the same, and which of them is taken where.
+
+On a CPU flex attention has no compiled kernel and refuses gradients, though its plain form has them: the refusal is
+lifted here. Flash attention has none at all: a stand-in in plain torch takes its place and checks what it is given.
+"""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from pipelinerl_core.algo.packed import layout_of
+from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config import build_config, load_config
+from pipelinerl_core.config.load import resume_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.training import attention, attention_choice
+from pipelinerl_core.training.attention import (
+    ATTENTION_FUNCTIONS,
+    FLEX_ATTENTION,
+    PACKED_ATTENTION,
+    VARLEN_ATTENTION,
+)
+from pipelinerl_core.training.attention_choice import Heads, choose_attention, lack
+from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.model import hidden_states, prepare_model
+from tests.unit.test_no_waiting import NoWaiting
+
+# Torch's tracer of the plain form of flex attention looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+PACKS = [(5, 1, 3), (1,), (1, 130, 1, 20), (260,), (64, 64, 128, 5)]
+HEADS = [(4, 4), (4, 2)]
+GPU = torch.device("cuda")  # a name: nothing here is put on one
+
+
+def plain_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    """What torch.nn.attention.varlen.varlen_attn says it computes, one sequence and all pairs at a time."""
+    num_tokens = query.shape[0]
+    assert cu_q is cu_k
+    assert (cu_q.dtype, cu_q.ndim, cu_q.is_contiguous()) == (torch.int32, 1, True)
+    bounds = cu_q.tolist()
+    assert (bounds[0], bounds[-1]) == (0, num_tokens)
+    assert max_q == max_k == max(np.diff(bounds))
+    assert query.ndim == 3
+    assert key.shape == value.shape == (num_tokens, key.shape[1], query.shape[2])
+    assert all(one.stride(-1) == 1 for one in (query, key, value))  # the kernel reads whole heads
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert window_size[1] == 0
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        ahead = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (ahead >= 0) & ((ahead <= window_size[0]) | (window_size[0] == -1))
+        heads = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(attended[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Flash and flex attention with gradients on a CPU."""
+    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._warn_once", lambda *_, **__: None)
+
+
+def outcome(name, lengths, heads, **options):
+    """What comes out of an attention function, and its gradients."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, sum(lengths), num, 8) for num in (heads[0], heads[1], heads[1])]
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    heads_of = [leaf.transpose(1, 2) for leaf in leaves]  # as a model has them
+    found, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *heads_of, None, layout=layout_of(lengths), **options)
+    assert found.shape == shapes[0]
+    weights = torch.randn(found.shape, generator=generator)
+    return [found.detach(), *torch.autograd.grad((found * weights).sum(), leaves)]
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("name", [VARLEN_ATTENTION, FLEX_ATTENTION])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", PACKS)
+def test_values_and_gradients_are_those_of_padded_attention(name, heads, lengths):
+    found = outcome(name, lengths, heads, scaling=0.3)
+    torch.testing.assert_close(found, outcome(PACKED_ATTENTION, lengths, heads, scaling=0.3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("window", [1, 7, 200])
+def test_a_sliding_window_counts_the_token_itself(window):
+    lengths, heads = (150, 3, 40), (4, 2)
+    flex, varlen = (
+        outcome(name, lengths, heads, sliding_window=window) for name in (FLEX_ATTENTION, VARLEN_ATTENTION)
+    )
+    torch.testing.assert_close(flex, varlen, rtol=1e-4, atol=1e-5)
+    if window == 1:  # its own value, nothing else
+        values = torch.randn(1, sum(lengths), 4, 8)
+        alone, _ = ATTENTION_FUNCTIONS[FLEX_ATTENTION](
+            torch.nn.Module(), *[values.transpose(1, 2)] * 3, None, layout=layout_of(lengths), sliding_window=1
+        )
+        torch.testing.assert_close(alone, values)
+    if window > max(lengths):
+        torch.testing.assert_close(flex, outcome(PACKED_ATTENTION, lengths, heads), rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(ConfigError, match=f"longer than the model's sliding window of {window}"):
+            outcome(PACKED_ATTENTION, lengths, heads, sliding_window=window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 60, 128, 129, 300])
+def test_blocks_are_those_that_torch_finds_by_asking_for_every_pair(window):
+    rng = np.random.default_rng(window or 0)
+    for _ in range(6):
+        lengths = tuple(rng.integers(1, rng.choice([5, 200, 600]), rng.integers(1, 8)).tolist())
+        layout = layout_of(lengths)
+        mask = block_mask(layout, window)
+        num = sum(lengths)
+        wanted = create_block_mask(mask.mask_mod, None, None, num, num, device="cpu", BLOCK_SIZE=BLOCK_TOKENS)
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(mask, name), getattr(wanted, name)), (name, lengths)
+            places = name.replace("num_blocks", "indices")
+            assert torch.equal(getattr(mask, places), getattr(wanted, places)), (places, lengths)
+        assert mask.seq_lengths == wanted.seq_lengths
+        assert block_mask(layout, window) is mask  # for all layers of a pack
+        some, all_pairs = blocks(lengths, window)
+        assert not (some & all_pairs).any()
+
+
+def pack():
+    rng = np.random.default_rng(0)
+    (batch,) = PackBatcher(4096).rollouts([build_rollout(rng, num_tokens=num) for num in (1, 140, 9)])
+    batch.input_ids_T.remainder_(19)
+    batch.target_ids_N.remainder_(19)
+    return batch
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("name", [VARLEN_ATTENTION, FLEX_ATTENTION])
+def test_a_model_computes_the_same_with_all_of_them(name):
+    model, batch = tiny_model(), pack()
+    states = []
+    for one in (PACKED_ATTENTION, name):
+        model.set_attn_implementation(one)
+        states.append(hidden_states(model, batch))
+    gradients = [torch.autograd.grad(state.square().sum(), list(model.parameters())) for state in states]
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+def test_torchs_own_flash_attention_takes_what_it_is_given_and_waits_for_nothing():
+    # Its meta kernels: shapes and types, forward and backward.
+    model = tiny_model(hidden_size=64).to("meta", torch.bfloat16)
+    model.set_attn_implementation(VARLEN_ATTENTION)
+    learner = TorchLearner(model, build_config({}), batcher=PackBatcher(64))
+    batch = pack().to(torch.device("meta"))
+    with NoWaiting() as mode:
+        gradients = learner._backward(batch).gradients
+    assert torch.ops.torch_attn._varlen_attn_backward in mode.seen
+    shapes = [one.shape for one in model.parameters()]
+    assert [one.shape for one in gradients] == shapes
+
+
+def heads_on(device, dtype=torch.bfloat16):
+    return Heads(4, 2, 8, dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "broken", "expected"),
+    [
+        ("auto", torch.bfloat16, (), VARLEN_ATTENTION),
+        ("auto", torch.float32, (), FLEX_ATTENTION),
+        ("auto", torch.bfloat16, ("varlen",), FLEX_ATTENTION),
+        ("auto", torch.float32, ("flex",), PACKED_ATTENTION),
+        ("auto", torch.bfloat16, ("varlen", "flex"), PACKED_ATTENTION),
+        ("padded", torch.bfloat16, (), PACKED_ATTENTION),
+        ("varlen", torch.bfloat16, (), VARLEN_ATTENTION),
+        ("flex", torch.bfloat16, (), FLEX_ATTENTION),
+    ],
+)
+def test_a_gpu_takes_the_best_that_works_there(monkeypatch, caplog, kind, dtype, broken, expected):
+    monkeypatch.setattr(attention_choice, "has_triton", lambda: True)
+    monkeypatch.setattr(attention_choice, "trial", lambda one, _: "it is broken" if one in broken else None)
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention(kind, heads_on(GPU, dtype)) == expected
+    assert len(caplog.records) == len(broken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "says"),
+    [
+        ("varlen", heads_on(torch.device("cpu")), "the model is on cpu, and it needs a GPU"),
+        ("flex", heads_on(torch.device("cpu")), "the model is on cpu, and it needs a GPU"),
+        ("varlen", heads_on(GPU, torch.float32), "flash attention has no float32"),
+        ("flex", heads_on(GPU), "Triton is missing"),
+    ],
+)
+def test_what_does_not_work_is_refused_in_one_line(monkeypatch, kind, heads, says):
+    monkeypatch.setattr(attention_choice, "has_triton", lambda: False)
+    with pytest.raises(
+        ConfigError, match=f"learner.attention={kind}: .*{says}.* Set learner.attention=auto"
+    ) as raised:
+        choose_attention(kind, heads)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_a_kernel_or_a_compiler_auto_is_padded_and_says_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(attention_choice, "has_triton", lambda: False)
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    assert "has no varlen_attn" in lack("varlen", heads_on(GPU))
+    assert choose_attention("auto", heads_on(GPU)) == PACKED_ATTENTION
+    assert choose_attention("auto", heads_on(torch.device("cpu"))) == PACKED_ATTENTION
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("kind", ["varlen", "flex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_finds_what_computes_something_else(monkeypatch, kind, dtype):
+    heads = heads_on(torch.device("cpu"), dtype)
+    assert attention_choice.trial(kind, heads) is None
+    name = {"varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}[kind]
+    right = ATTENTION_FUNCTIONS[name]
+    wrong = {
+        "differs from padded attention by": lambda *args, **kwargs: right(*args, **kwargs, scaling=0.1),
+        "RuntimeError: no kernel image": lambda *args, **kwargs: (_ for _ in ()).throw(
+            RuntimeError("no kernel image\nis there")
+        ),
+    }
+    for says, function in wrong.items():
+        monkeypatch.setitem(ATTENTION_FUNCTIONS, name, function)
+        problem = attention_choice.trial(kind, heads)
+        assert says in problem
+        assert "\n" not in problem
+
+
+def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
+    model = prepare_model(tiny_model())
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    with pytest.raises(ConfigError, match=r"learner\.attention=flex: the model is on cpu"):
+        prepare_model(tiny_model(), "flex")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["learner.attention=varlen"], "no float32, but model.dtype=float32. Set learner.attention=auto or flex"),
+        (["learner.attention=flex"], "model.device=auto with engine.kind=embedded is the CPU"),
+        (["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"], "is the CPU"),
+        (["learner.attention=flash"], "'auto', 'padded', 'varlen' or 'flex'"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_before_anything_starts(overrides, says):
+    with pytest.raises(ConfigError) as raised:
+        load_config("quickstart", overrides)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_runs_from_before_the_setting_were_padded_and_train_again_to_the_last_bit():
+    config = load_config("quickstart")
+    values = config.model_dump(mode="json")
+    del values["learner"]["attention"]
+    assert build_config(values) == config
+    assert "attention" not in config.arithmetic
+    assert resume_config(config, ["learner.attention=padded"]).arithmetic == config.arithmetic
+    on_gpu = ["model.device=cuda", "engine.kind=vllm", "model.dtype=bfloat16"]
+    found = [
+        load_config("quickstart", [*on_gpu, f"learner.attention={kind}"]).arithmetic.get("attention")
+        for kind in ("auto", "varlen", "flex", "padded")
+    ]
+    assert found == ["auto", "varlen", "flex", None]

@@ -1,0 +1,277 @@
+"""weights.content=adapters: what is published is small, what an engine gets is what merged versions hold."""
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters, merge
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.records import ADAPTERS_FILE, CheckpointRef, Commit, EpochRecord, commit_key, holds_adapters
+from pipelinerl_core.roles.adopt import _take_committed_weights
+from pipelinerl_core.roles.committer import Committer, ComputedStep
+from pipelinerl_core.roles.inference import base_weights
+from pipelinerl_core.roles.learners import build_alone
+from pipelinerl_core.roles.replay import restore
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.training.lora import trained_parameters
+from pipelinerl_core.weights.base import BaseWeights
+from pipelinerl_core.weights.files import deserialize, serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.unit.test_roles_actor_loop import Engine, Link, actor, turns
+
+LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
+
+
+@pytest.fixture
+def model(tmp_path):
+    tiny_model("qwen2", 0).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(autouse=True)
+def shm(monkeypatch, tmp_path):
+    monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
+    return tmp_path / "shm"
+
+
+def config_of(model, *overrides, content="adapters"):
+    return load_config("quickstart", [f"model.path={model}", *LORA, f"weights.content={content}", *overrides])
+
+
+def learner_of(config):
+    """As after some steps: B is 0 at first, which would hide A."""
+    learner = build_alone(config)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in trained_parameters(learner._model).items():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    return learner
+
+
+def publish(store, weights, *, use_shm=False, version=3, durable=True):
+    publisher = WeightPublisher(store, run_id="run", epoch=1, use_shm=use_shm, file_name=ADAPTERS_FILE)
+    return publisher.publish(version, weights, durable=durable)
+
+
+@pytest.mark.parametrize("use_shm", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("targets", ["[]", '["q_proj","down_proj"]'])
+def test_merged_by_the_receiver_is_what_the_trainer_would_have_published(model, dtype, targets, use_shm):
+    changes = (f"model.dtype={dtype}", f"learner.lora_targets={targets}")
+    config = config_of(model, *changes)
+    adapters, merged = (
+        learner_of(config).weights(),
+        learner_of(config_of(model, *changes, content="merged")).weights(),
+    )
+    store = MemoryStore()
+    manifest = publish(store, adapters, use_shm=use_shm, durable=not use_shm)
+    assert holds_adapters(manifest)
+    subscriber = WeightSubscriber(store, base_weights(config))
+
+    update = subscriber.fetch(manifest)
+
+    assert update.is_partial
+    assert update.path is None  # a file that holds no weights is not for an engine
+    assert update.num_bytes == manifest.num_bytes < len(serialize(merged))
+    assert len(update.tensors) == (4 if "q_proj" in targets else 14)
+    for name, tensor in update.tensors.items():
+        assert tensor.dtype == getattr(torch, dtype)
+        assert torch.equal(tensor, merged[name]), name
+        assert not torch.equal(tensor, load_file(model / "model.safetensors")[name].to(tensor.dtype))
+    whole = BaseWeights(model).whole(subscriber.read(manifest), "here")
+    assert serialize(whole) == serialize(merged)
+
+
+def test_the_bits_do_not_depend_on_threads_or_on_where_the_factors_are():
+    base, a, b = torch.randn(96, 80), torch.randn(8, 80), torch.randn(96, 8)
+    shifted = torch.zeros(a.numel() + 1)[1:].view_as(a).copy_(a)
+    threads = torch.get_num_threads()
+    found = [merge(base, a, b, 2.0), merge(base, shifted, b, 2.0)]
+    try:
+        torch.set_num_threads(2)
+        found.append(merge(base, a, b, 2.0))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_the_note_travels_in_the_file_and_counts_for_its_checksum():
+    factors = {"l.lora_A.weight": torch.ones(1, 2), "l.lora_B.weight": torch.ones(3, 1)}
+    notes = [
+        AdapterNote(scale=s, dtype="float32", base_sha256=base) for s, base in ((2.0, "a"), (2.5, "a"), (2.0, "b"))
+    ]
+    data = [serialize(Adapters(factors, note)) for note in notes]
+    assert len(set(data)) == 3
+    assert serialize(Adapters(dict(reversed(factors.items())), notes[0])) == data[0]
+    read = deserialize(data[1], "here")
+    assert isinstance(read, Adapters)
+    assert read.note == notes[1]
+    assert [(name, a.shape, b.shape) for name, a, b in read.pairs()] == [("l.weight", (1, 2), (3, 1))]
+    assert not isinstance(deserialize(serialize(factors), "here"), Adapters)
+
+
+def test_the_base_model_is_known_by_its_weights_not_by_its_files(model, tmp_path):
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, sharded / file)
+    save_file({"x": torch.zeros(1)}, sharded / "optimizer.safetensors")  # transformers does not read it
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert BaseWeights(sharded).sha256 == BaseWeights(model).sha256
+    tensors[names[0]].view(-1)[0] += 1e-6
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert BaseWeights(tmp_path).sha256 != BaseWeights(model).sha256
+
+
+@pytest.mark.parametrize("is_read_by", ["subscriber", "actor"])
+def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_path, caplog, is_read_by):
+    other = tmp_path / "other"
+    tiny_model("qwen2", 1).save_pretrained(other)
+    store = MemoryStore()
+    manifest = publish(store, learner_of(config_of(model)).weights())
+    subscriber = WeightSubscriber(store, BaseWeights(other))
+    found, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
+    says = f"weights of version 3: adapters of a base model with sha256 {wanted}, but that in {other} has {found}"
+    if is_read_by == "subscriber":
+        with pytest.raises(ChecksumMismatch, match=says):
+            subscriber.fetch(manifest)
+        return
+
+    async def main():
+        engine = Engine(0)
+        one = actor(Link(), engine)
+        one._subscriber, one._newest = subscriber, manifest
+        loop = asyncio.create_task(one._swap_loop())
+        for _ in range(3):
+            one._newer.set()
+            await turns(40)
+        loop.cancel()
+        return engine.num_swaps, one._unreadable
+
+    caplog.set_level(logging.WARNING)
+    assert asyncio.run(main()) == (0, 3)
+    (line,) = caplog.messages  # once, not with every sync
+    assert says in line
+    assert "\n" not in line
+
+
+def test_a_damaged_file_reaches_no_engine(model):
+    store = MemoryStore()
+    manifest = publish(store, learner_of(config_of(model)).weights())
+    key = f"{manifest.key}/{ADAPTERS_FILE}"
+    data = store.get(key)
+    store.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(ChecksumMismatch, match="sha256"):
+        WeightSubscriber(store, BaseWeights(model)).fetch(manifest)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda a: a.pop(next(name for name in a if "lora_B" in name)), "not the two factors of an adapter"),
+        (lambda a: a.update(x=torch.ones(1)), "not the two factors"),
+        (lambda a: a.update({"y.lora_A.weight": torch.ones(1, 2), "y.lora_B.weight": torch.ones(3, 1)}), "y.weight"),
+        (
+            lambda a: a.update({name: t[:, :-1] for name, t in a.items() if "lora_A" in name}),
+            "no adapters of the model",
+        ),
+        (lambda a: setattr(a, "note", replace(a.note, dtype="load")), "'load', which torch does not have"),
+        (lambda a: setattr(a, "note", replace(a.note, dtype="float33")), "'float33', which torch does not have"),
+    ],
+)
+def test_adapters_that_do_not_fit_the_model_are_one_line(model, change, says):
+    adapters = learner_of(config_of(model)).weights()
+    change(adapters)
+    with pytest.raises(ChecksumMismatch, match=says):
+        BaseWeights(model).merged(adapters, "version 3")
+
+
+def test_whoever_expects_merged_weights_refuses_adapters(model):
+    store = MemoryStore()
+    manifest = publish(store, learner_of(config_of(model)).weights())
+    with pytest.raises(ChecksumMismatch, match=r"adapters, in a run with weights.content=merged"):
+        WeightSubscriber(store).fetch(manifest)
+
+
+def test_a_model_whose_files_do_not_have_the_weights_is_refused_at_the_start(model, tmp_path):
+    config = config_of(model)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({other: tensor for other, tensor in tensors.items() if other != name}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"{name} \[48, 32\] is not there. Set weights.content=merged"):
+        BaseWeights(tmp_path).check({name: (48, 32)})
+    with pytest.raises(ConfigError, match=r"is \[48, 32\] there"):
+        BaseWeights(model).check({name: (32, 48)})
+    (model / "model.safetensors").rename(tmp_path / "elsewhere")
+    torch.save(tensors, model / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"it has none. Convert them, or set weights.content=merged"):
+        build_alone(config)
+    with pytest.raises(ConfigError, match="it has none"):
+        base_weights(config)
+    assert base_weights(config_of(model, content="merged")) is None
+
+
+# ---- roles ---------------------------------------------------------------------------------------------------------
+
+
+def commit_with(manifest, step=0):
+    return Commit(
+        run_id="run", step=step, epoch=1, batches=(), weights_sha256="", manifest=manifest,
+        checkpoint=CheckpointRef(step=0, epoch=1), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
+    )  # fmt: skip
+
+
+def test_the_committer_names_the_file_for_what_it_holds(model):
+    store, config = MemoryStore(), config_of(model, "weights.transport=object_store")
+    epoch = EpochRecord(epoch=1, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1)
+    committer = Committer(store, config, run_id="run", epoch=epoch, link=None)
+    weights = learner_of(config).weights()
+    committer.submit(
+        ComputedStep(step=0, weights=weights, state=None, batch=None, reserved=None, reserved_at=0.0, computed_at=0.0)
+    )
+    committer.flush()
+    committer.close()
+    manifest = committer.newest.manifest
+    assert [entry.name for entry in manifest.files] == [ADAPTERS_FILE]
+    assert manifest.files[0].sha256 == committer.newest.weights_sha256
+    assert WeightSubscriber(store, BaseWeights(model)).fetch(manifest).version == 0
+
+
+def test_a_run_does_not_go_on_beside_another_model(model, tmp_path):
+    store, learner = MemoryStore(), learner_of(config_of(model))
+    save_checkpoint(store, 0, 1, *learner.state())
+    manifest = publish(store, learner.weights(), version=0)
+    store.put(commit_key(0, 1), commit_with(manifest).model_dump_json().encode())
+    commits = {0: commit_key(0, 1)}
+    restore(store, learner, commits, 0)
+    tiny_model("qwen2", 1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"model.path: the model there has sha256 .* adapters were trained beside"):
+        restore(store, learner_of(config_of(tmp_path / "other")), commits, 0)
+    store.delete([f"{manifest.key}/{ADAPTERS_FILE}"])  # an old version that is lost keeps nobody from going on
+    restore(store, learner, commits, 0)
+
+
+def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(model):
+    store, config = MemoryStore(), config_of(model)
+    committed = learner_of(config).weights()
+    learner = build_alone(config)
+    manifest = publish(store, committed)
+    sha256 = manifest.files[0].sha256
+    commit = SimpleNamespace(step=3, manifest=manifest, weights_sha256=sha256)
+    _take_committed_weights(store, learner, commit)
+    assert serialize(learner.weights()) == serialize(committed)
