@@ -10,6 +10,7 @@ ENGINE ?= embedded
 LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
 DEEPSPEED := $(VENV)/.installed-deepspeed
+SLOW = $(BIN)/python -m pytest -q --durations=25
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -56,11 +57,13 @@ test: install ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	@echo "first what can run side by side (SIDE_BY_SIDE in tests/conftest.py), then the rest"; status=0; \
-	for part in "xdist_group:--numprocesses=2 --dist=loadgroup" "not xdist_group:"; do \
-		$(BIN)/python -m pytest -q --durations=25 -m "slow and not gpu and $${part%%:*}" $${part#*:} $(ARGS) \
-			|| { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
-	done; exit $$status
+	@echo "two groups side by side (SIDE_BY_SIDE in tests/conftest.py), then the rest"; status=0; \
+	$(SLOW) -m "slow and not gpu and side_of_vllm" $(ARGS) > .side-of-vllm.log 2>&1 & vllm=$$!; \
+	trap 'kill $$vllm' INT TERM; \
+	$(SLOW) -m "slow and not gpu and side_of_others" $(ARGS) || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
+	wait $$vllm || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; cat .side-of-vllm.log; \
+	$(SLOW) -m "slow and not gpu and not side_of_vllm and not side_of_others" $(ARGS) \
+		|| { code=$$?; [ $$code -eq 5 ] || status=$$code; }; exit $$status
 
 chaos: install ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)

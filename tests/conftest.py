@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 # Before anything imports torch: on two cores OpenMP's default spin-wait slows busy neighbours down 10 to 30 times.
 for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("OMP_NUM_THREADS", "1")):
     os.environ.setdefault(name, value)
@@ -20,8 +22,8 @@ for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("O
 # Slow tests that keep one core busy at most and have time to spare: `make test-slow` runs the two groups side by
 # side, each in a process of its own, and everything else afterwards, one by one.
 SIDE_BY_SIDE = {
-    "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu"),
-    "others": (  # all that call apt-get or `make` are in one group: these do not run twice at once
+    "side_of_vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu"),
+    "side_of_others": (  # all that call apt-get or `make` are in one group: these do not run twice at once
         "test_bench_learner", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
         "test_learner_ranks", "test_local_server", "test_peers", "test_prepare", "test_prompts_sources",
     ),
@@ -35,11 +37,11 @@ BUCKET = "bucket"
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of SIDE_BY_SIDE the mark `xdist_group`."""
+    """Give the tests of SIDE_BY_SIDE the mark of their side."""
     for item in items:
         group = _GROUP_OF.get(item.path.stem)
         if group is not None and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(getattr(pytest.mark, group))
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,14 @@ def find_rclone() -> str:
 
 
 def start_rclone(root: Path) -> S3Server:
-    """Serve `root` on a free loopback port; returns once it accepts connections (10 seconds at most)."""
+    """Serve `root` on a free loopback port; returns once it accepts connections (60 seconds at most)."""
     (root / BUCKET).mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [find_rclone(), "serve", "s3", str(root), "--addr", f"127.0.0.1:{port}", "--config", "/dev/null"]
     process = subprocess.Popen(
         [*command, "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -78,14 +78,14 @@ def start_rclone(root: Path) -> S3Server:
         except OSError:
             if process.poll() is not None or time.monotonic() > deadline:
                 stop_rclone(process)
-                pytest.fail(f"rclone serve s3 did not answer on port {port} within 10 s")
+                pytest.fail(f"rclone serve s3 did not answer on port {port} within 60 s")
             time.sleep(0.05)
 
 
 def stop_rclone(process: subprocess.Popen[bytes]) -> None:
     """End it and wait."""
     process.kill()
-    process.wait(timeout=5)
+    process.wait(timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def inject(world: World, name: str, fault: Callable[[World], str]) -> Injected:
 
 def complaints(world: World, outcome: Outcome, *, replays: bool) -> list[str]:
     """What should not be: nothing."""
+    with suppress(AssertionError):  # killed a moment ago; `leftovers` names what stays
+        world.wait_for("the end of every child", lambda: not world.leftover_processes(), 20, is_running=False)
     found = [f"left behind: {one}" for one in world.leftovers()]
     if outcome.steps != world.committed:
         found.append(f"the report has {outcome.steps} steps, {world.committed} are committed")

@@ -107,20 +107,36 @@ def damaged_log(world: World) -> str:
     return f"{'/'.join(logs[-1].parts[-3:])}, {name} {kill(f'--name {name}', world)}"
 
 
+def until_one_is_damaged(choose: Callable[[], str]) -> str:
+    """Old versions and checkpoints go while one looks: then another is chosen."""
+    for _ in range(20):
+        with suppress(FileNotFoundError):
+            return choose()
+    raise AssertionError("what was to be damaged was always gone")
+
+
 def damaged_weights(world: World) -> str:
     """The newest weights are damaged wherever they are, and an actor must read them because it dies."""
-    paths = [*world.shm.glob("[0-9]*/*.safetensors"), *world.directory.glob("weights/*/*.safetensors")]
-    newest = max(path.parent.name for path in paths)
-    for path in [path for path in paths if path.parent.name == newest]:
-        damage(path, world)
-    return f"version {newest}, actor {kill('roles.actor', world)}"
+
+    def choose() -> str:
+        paths = [*world.shm.glob("[0-9]*/*.safetensors"), *world.directory.glob("weights/*/*.safetensors")]
+        newest = max(path.parent.name for path in paths)
+        for path in [path for path in paths if path.parent.name == newest]:
+            damage(path, world)
+        return newest
+
+    return f"version {until_one_is_damaged(choose)}, actor {kill('roles.actor', world)}"
 
 
 def damaged_checkpoint(world: World) -> str:
     """The newest checkpoint is damaged, and the trainer must read it because it dies."""
-    newest = max(path.parent for path in world.directory.glob("checkpoints/*/manifest.json"))
-    damage(newest / "state.safetensors", world)
-    return f"step {newest.name}, trainer {kill('roles.trainer --run', world)}"
+
+    def choose() -> str:
+        newest = max(path.parent for path in world.directory.glob("checkpoints/*/manifest.json"))
+        damage(newest / "state.safetensors", world)
+        return newest.name
+
+    return f"step {until_one_is_damaged(choose)}, trainer {kill('roles.trainer --run', world)}"
 
 
 def away(service: Callable[[World], Service], seconds: float, world: World) -> str:

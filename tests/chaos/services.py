@@ -1,33 +1,19 @@
 """Servers around a run that can vanish and come back: Prefect, MLflow, S3."""
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from tests.ports import free_port
+
 START_SECONDS = 300.0
 """A server alone takes seconds; one that comes back shares two cores with two engines and two ranks at full work."""
-_PORTS = range(20_000, 30_000)
-"""Below those that Linux gives to outgoing connections, and to listeners that ask for any."""
-
-
-def free_port() -> int:
-    """A port of loopback that nobody listens on, and that the system gives to nobody while its server is away.
-
-    One who connects to a dead server's port may otherwise get that very port for himself.
-    """
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError(f"no free port in {_PORTS}")
 
 
 class Service:
@@ -62,7 +48,7 @@ class Service:
         """kill -9 of it and of its workers."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
     def _answers(self) -> bool:

@@ -241,8 +241,10 @@ class World:
         assert self._command is not None
         self.look()
         self._command.send_signal(signal.SIGKILL)
-        self._command.wait(20)
+        self._command.wait(60)
         self.wait_for("the end of every child", lambda: not self.leftover_processes(), 20, is_running=False)
+        for path in self._temporary.glob("tmp*"):  # its own, of an upload to MLflow; nobody knows them now
+            shutil.rmtree(path, ignore_errors=True)
 
     def wait_for(self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True) -> float:
         """Poll until it holds, returns the seconds; fails at the deadline, or when the command has ended."""

@@ -68,7 +68,7 @@ def assert_spans_cover(completion):
 
 
 async def until(condition, what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         await asyncio.sleep(0)
@@ -173,8 +173,9 @@ def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv
             asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=85 + i, seed=i)))
             for i in range(6)
         ]
-        for version, num_tokens in ((1, 70), (2, 150)):
-            await until(lambda n=num_tokens: engine.stats().num_tokens >= n, f"{num_tokens} tokens")
+        for version in (1, 2):
+            wanted = engine.stats().num_tokens + 70
+            await until(lambda n=wanted: engine.stats().num_tokens >= n, f"{wanted} tokens")
             await engine.swap(update_of(weights_of(models[version]), version))
         return await asyncio.gather(*tasks)
 
@@ -191,7 +192,7 @@ def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_
     async def main():
         engine = await build(tiny_model(), slots=2, kv="drain")
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]
-        await until(lambda: engine.stats().num_tokens >= 4, "4 tokens")
+        await until(lambda: engine.stats().running == 2, "two running")
         report = await engine.swap(update_of(weights_of(tiny_model(seed=1)), 1))
         assert report.num_running == 0
         return await asyncio.gather(*tasks)
@@ -381,11 +382,12 @@ def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
 
 
 async def quiet(engine):
-    """Returns once an engine that was told to pause has come to rest; fails if it does not within a second."""
-    for _ in range(50):
+    """Returns once an engine that was told to pause has come to rest; fails if it does not within 20 seconds."""
+    for _ in range(1000):
+        is_asked = any(task.get_name() == "vllm-pause" for task in asyncio.all_tasks())  # the core has not answered
         before = engine.stats()
         await asyncio.sleep(0.02)
-        if engine.stats() == before:  # tokens, steps, KV and running_seconds among it
+        if not is_asked and engine.stats() == before:  # tokens, steps, KV and running_seconds among it
             return before
     raise AssertionError("never came to rest")
 
@@ -455,8 +457,8 @@ def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
     async def main():
         engine = await build(tiny_model(seed=0))
         task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
-        for version, num_tokens in ((1, 9), (2, 18)):
-            await paused_after(engine, num_tokens)
+        for version in (1, 2):
+            await paused_after(engine, engine.stats().num_tokens + 9)
             report = await engine.swap(update_of(weights_of(models[version]), version))
             assert (report.version, report.num_running) == (version, 1)
             before = await quiet(engine)  # a swap does not end the pause

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -20,9 +20,9 @@ import psutil
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 """Deadline of one command of the protocol."""
-SEE_SECONDS = 40.0
+SEE_SECONDS = 120.0
 """Deadline of what a page is to show."""
 WIDTH, HEIGHT = 1280, 900
 _START_SECONDS = 60.0
@@ -168,14 +168,15 @@ def browser() -> Iterator[Page]:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             port = _port(Path(home), process)
-            with urlopen(Request(f"http://127.0.0.1:{port}/json/new", method="PUT"), timeout=10) as answer:
+            with urlopen(Request(f"http://127.0.0.1:{port}/json/new", method="PUT"), timeout=60) as answer:
                 address = json.load(answer)["webSocketDebuggerUrl"]
-            with connect(address, max_size=None, compression=None, open_timeout=10) as connection:
+            with connect(address, max_size=None, compression=None, open_timeout=60) as connection:
                 yield Page(connection)
         finally:
             for one in [*psutil.Process(process.pid).children(recursive=True), process]:
-                one.kill()
-            process.wait(timeout=10)
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait(timeout=60)
 
 
 def _port(home: Path, process: subprocess.Popen[bytes]) -> int:

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,20 +16,13 @@ from urllib.request import Request, urlopen
 import psutil
 
 from tests.integration.pipeline import ROOT
+from tests.ports import free_port
 
 MAX_RESUMES = 2
 """Of flow runs that never come to run."""
 POOLS = ("control", "actors", "trainers")
 PREFECT = str(Path(sys.executable).parent / "prefect")
 _DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def postgres_programs() -> Path:
@@ -67,7 +59,7 @@ def postgres(directory: Path) -> Iterator[str]:
         yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
     finally:
         kill_tree(server.pid)
-        server.wait(timeout=10)
+        server.wait(timeout=60)
 
 
 def await_(condition: Callable[[], Any], what: str, seconds: float) -> Any:
@@ -122,7 +114,7 @@ class Prefect:
         """POST with a body, GET without."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
-        with urlopen(request, timeout=10) as answer:
+        with urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def start(self) -> None:
@@ -185,4 +177,4 @@ class Prefect:
         for process in self.processes:
             kill_tree(process.pid)
         for process in self.processes:
-            process.wait(timeout=10)
+            process.wait(timeout=60)

@@ -12,9 +12,9 @@ from pipelinerl_core.training.checkpoint import load_checkpoint
 from tasks.exporting import export
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 4
+STEPS = 8
 SETTINGS = [
     f"trainer.steps={STEPS}",
     "trainer.groups_per_step=8",
@@ -35,7 +35,7 @@ def test_a_run_of_adapters_closes_goes_on_replays_and_gives_the_model_back(tmp_p
         with role("trainer", url, log):
             wait_for(lambda: committed_steps(url) >= 2, "step 2", seconds=120)
         with role("trainer", url, log) as trainer:  # the first was killed
-            assert trainer.wait(timeout=120) == 0, log.read_text()[-3000:]
+            assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
     assert_closes(url)
     store = open_store(url)
     commits = counted_commit_keys(store, read_epochs(store))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.pipeline import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LEARNER = ["--learner-sizes", "tiny", "--learner-tokens", "128"]
 ARGUMENTS = ["--device", "cpu", "--size", "tiny", "--slots", "4", "--max-tokens", "32", *LEARNER, "--json"]
@@ -25,7 +25,7 @@ runpy.run_module("pipelinerl_core.roles.bench_gpu", run_name="__main__")
 def run(command, *arguments):
     return subprocess.run(
         [sys.executable, *command, *ARGUMENTS, *arguments],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280,
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=560,
     )  # fmt: skip
 
 

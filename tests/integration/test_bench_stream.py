@@ -22,11 +22,12 @@ def test_every_group_arrives_once_within_the_memory_of_a_hub_whose_trainer_stood
     with HubUnderLoad.open(cell) as load:
         trainer = SimulatedTrainer(load.hub_url(), load.token, cell.num_tokens)
         load.begin()
-        row_bytes, deadline = [], time.monotonic() + 30
-        while load.live()["ready"] < 120:  # four times as many as fit: the others are in segments
-            row_bytes.append(load.live()["row_bytes"])
+        row_bytes, deadline = [], time.monotonic() + 120
+        while (live := load.live())["ready"] < 120:  # four times as many as fit: the others are in segments
+            row_bytes.append(live["row_bytes"])
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        row_bytes.append(live["row_bytes"])
         assert 0 < max(row_bytes) <= BUDGET
         assert [trainer.take_step() for _ in range(4)] == [30] * 4
         assert trainer.take_step(wait_seconds=0) == 0

@@ -129,7 +129,7 @@ def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restar
             for thread in threads:
                 thread.start()
             if restart_hub:
-                wait_for(lambda: committed_steps(url) >= 2 or bool(failures), "step 2")
+                wait_for(lambda: committed_steps(url) >= 2 or bool(failures), "step 2", seconds=200)
                 hub.kill()
                 hub.wait()
             else:
@@ -147,10 +147,10 @@ def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restar
 
 def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
-        thread.join(timeout=100)
+        thread.join(timeout=200)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_losing_every_third_message_and_the_hub_changes_no_trained_row(tmp_path, monkeypatch, prepared_model):
     monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
     clean, faulty = str(tmp_path / "clean"), str(tmp_path / "faulty")

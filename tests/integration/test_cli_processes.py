@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import psutil
@@ -26,6 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 900.0
 SMALL = ("trainer.groups_per_step=16", "engine.concurrency=64")
+STEPS = 90
+# What the supervision allows itself at a stop adds up to 22 s, with servers that do not answer; it takes 2 of them.
+STOP_SECONDS = 25.0
 
 
 STARTED: "list[subprocess.Popen[str]]" = []
@@ -90,23 +94,28 @@ def health_of(run: Path) -> dict[str, int]:
     """Name of a role that lives -> status of its /readyz."""
     found = {}
     for role in live_roles(open_store(str(run))):
-        with urlopen(f"{role.url}/readyz", timeout=10) as answer:
-            found[role.name] = answer.status
+        try:
+            with urlopen(f"{role.url}/readyz", timeout=10) as answer:
+                found[role.name] = answer.status
+        except HTTPError as error:  # not ready
+            found[role.name] = error.code
+        except OSError:  # it has gone, or is slow
+            found[role.name] = 0
     return found
 
 
 def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_one_run(tmp_path):
-    started = start(tmp_path, "train", "quickstart", "trainer.steps=30", "eval.num_prompts=0", *SMALL)
+    started = start(tmp_path, "train", "quickstart", f"trainer.steps={STEPS}", "eval.num_prompts=0", *SMALL)
     until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
     (run,) = run_directories(tmp_path)
     refused = start(tmp_path, "resume", run.name)
-    assert refused.wait(60) == 2
+    assert refused.wait(120) == 2
     assert "this run is live" in (tmp_path / "stderr.txt").read_text()
 
     pids = children(started)
     started.kill()
     started.wait(10)
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 5)
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 30)
     assert json.loads((run / HUB_KEY).read_text())["live"]["state"] == "run", "the hub had no time to say goodbye"
 
     reached = committed(tmp_path)
@@ -115,39 +124,46 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     pids = children(resumed)
     begun = time.monotonic()
     resumed.send_signal(signal.SIGINT)
-    assert resumed.wait(30) == 130
-    assert time.monotonic() - begun < 10
-    assert left_over(tmp_path, pids) == []
+    assert resumed.wait(90) == 130
+    assert time.monotonic() - begun < STOP_SECONDS
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
     assert not (SHARED_MEMORY / f"pipelinerl-{run.name}").exists()
     assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
 
     drained = start(tmp_path, "resume", "latest")
     reached = committed(tmp_path)
     until("progress after the stop", lambda: committed(tmp_path) >= reached + 2, 180, drained)
-    assert health_of(run) == {"hub": 200, "trainer": 200, "actor-0": 200}
-    assert start(tmp_path, "drain", "latest").wait(30) == 0
-    assert drained.wait(60) == 0
-    assert reached + 2 <= committed(tmp_path) < 30
+    ready = {"hub": 200, "trainer": 200, "actor-0": 200}
+    until("all to be ready", lambda: health_of(run) == ready, 60, drained)
+    assert start(tmp_path, "drain", "latest").wait(90) == 0
+    assert drained.wait(180) == 0
+    assert reached + 2 <= committed(tmp_path) < STEPS
     assert "drained after step" in (tmp_path / "stderr.txt").read_text()
-    assert start(tmp_path, "drain", "latest").wait(30) == 2  # nobody runs it
+    assert start(tmp_path, "drain", "latest").wait(90) == 2  # nobody runs it
 
     last = start(tmp_path, "resume", "latest")
     assert last.wait(600) == 0
-    report = json.loads((tmp_path / "stdout.txt").read_text())
-    assert (report["run_id"], report["steps"], health_of(run)) == (run.name, 30, {})
+    until("no role to be left", lambda: health_of(run) == {}, 150)  # a silent one is listed for two minutes
+    check_ended(tmp_path, run)
+
+
+def check_ended(root: Path, run: Path) -> None:
+    """One report of one whole run."""
+    report = json.loads((root / "stdout.txt").read_text())
+    assert (report["run_id"], report["steps"]) == (run.name, STEPS)
     assert (run / "report.html").stat().st_size > 10_000
     follower = RunFollower(open_store(str(run)))
     follower.refresh()
-    assert list(follower.commits) == list(range(31)), "every step is committed exactly once"
+    assert list(follower.commits) == list(range(STEPS + 1)), "every step is committed exactly once"
     assert_closes(str(run))
 
 
 def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
-    started = start(tmp_path, "train", "quickstart", "trainer.steps=30")
+    started = start(tmp_path, "train", "quickstart", f"trainer.steps={STEPS}")
     until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS, started)
     pids = children(started)
     begun = time.monotonic()
     started.terminate()
-    assert started.wait(30) == 143
-    assert time.monotonic() - begun < 10
-    assert left_over(tmp_path, pids) == []
+    assert started.wait(90) == 143
+    assert time.monotonic() - begun < STOP_SECONDS
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)

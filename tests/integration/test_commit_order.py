@@ -27,7 +27,7 @@ from pipelinerl_core.weights.publish import shm_directory
 from tasks import replaying
 from tests.integration.pipeline import TOKEN, assert_closes, make_run, role, trained_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # step -> the write after which its trainer dies: a pattern of keys, or the message that was answered.
 CRASHES: dict[int, str | type] = {

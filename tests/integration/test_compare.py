@@ -12,14 +12,22 @@ from mlflow import MlflowClient
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.evaluations import durable_versions
 from pipelinerl_core.tracking.follow import RunFollower
-from tests.integration.test_cli_processes import START_SECONDS, children, committed, left_over, start, until
+from tests.integration.test_cli_processes import (
+    START_SECONDS,
+    STOP_SECONDS,
+    children,
+    committed,
+    left_over,
+    start,
+    until,
+)
 from tests.integration.test_cli_processes import nothing_is_left as nothing_is_left  # a fixture for every test
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ARMS = ("--arm", "keep: engine.kv=keep", "--arm", "drain: engine.kv=drain", "--seeds", "0")
-TINY = ("trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=100", "trainer.steps=60")
+TINY = ("trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=100", "trainer.steps=400")
 # Untrained, the model has 0.2 already: ten steps are enough to be past this target.
 COMPARE = ("compare", *ARMS, *TINY, "--target", "0.1", "--margin", "0")
 
@@ -31,7 +39,7 @@ FIGURES = {
 
 
 def finished(process: "subprocess.Popen[str]", root: Path) -> dict:
-    assert process.wait(600) == 0, (root / "stderr.txt").read_text()[-3000:]
+    assert process.wait(1000) == 0, (root / "stderr.txt").read_text()[-3000:]
     return json.loads((root / "stdout.txt").read_text())
 
 
@@ -58,13 +66,13 @@ def assert_mlflow_shows(root: Path, document: dict) -> None:
 
 def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_path):
     started = start(tmp_path, *COMPARE)
-    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
+    until("step 1", lambda: committed(tmp_path) >= 1, START_SECONDS, started)
     pids = children(started)
     begun = time.monotonic()
     started.send_signal(signal.SIGINT)
-    assert started.wait(30) == 130
-    assert time.monotonic() - begun < 12
-    assert left_over(tmp_path, pids) == []
+    assert started.wait(90) == 130
+    assert time.monotonic() - begun < STOP_SECONDS
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
     assert "go on with the same command" in (tmp_path / "stderr.txt").read_text()
 
     document = finished(start(tmp_path, *COMPARE), tmp_path)
@@ -76,7 +84,7 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
     for run in document["runs"]:
         follower = RunFollower(open_store(str(tmp_path / run["run_id"])))
         follower.refresh()
-        assert 10 <= max(follower.commits) < 60
+        assert 10 <= max(follower.commits) < 400
         durable = durable_versions(follower.commits.values())
         assert list(follower.evals) == durable[:2], "two versions past the target are enough"
     for arm in ("keep", "drain"):
@@ -98,7 +106,7 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
 def test_the_short_learning_benchmark_shows_that_the_pipeline_is_faster(tmp_path, prepared_model):
     begun = time.monotonic()
     document = finished(start(tmp_path, "bench", "learning", "--short", "eval.num_prompts=100"), tmp_path)
-    assert time.monotonic() - begun < 300
+    assert time.monotonic() - begun < 900
     assert document["emulated"]
     assert list(document["arms"]) == ["pipeline", "conventional-1"]
     assert all(entry.keys() == FIGURES for entry in document["arms"].values())

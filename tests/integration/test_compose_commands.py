@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
-from tests.integration.prefect_server import free_port, kill_tree, postgres, postgres_programs
+from tests.integration.prefect_server import kill_tree, postgres, postgres_programs
+from tests.ports import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"

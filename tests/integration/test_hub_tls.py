@@ -35,7 +35,7 @@ def server():
     made = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN, credentials=CREDENTIALS)
     made.start()
     yield made
-    assert made.shutdown(2.0)
+    assert made.shutdown(30.0)
 
 
 @contextlib.contextmanager
@@ -85,11 +85,11 @@ def test_a_hub_for_other_hosts_warns_without_tls_and_writes_its_key_nowhere_with
     make_run(url, f"placement.hub_tls={is_tls}", "placement.hub_host=0.0.0.0")
     with role("hub", url, log):
         record = record_of(tmp_path)
-        written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert record.url.partition("://")[0] == ("grpc+tls" if is_tls else "grpc")
     assert record.certificate.startswith("-----BEGIN CERTIFICATE-----" if is_tls else "")
     assert b"PRIVATE KEY" not in written
-    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line]
+    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line and "stood still" not in line]
     assert [line.rpartition("; ")[2] for line in warnings] == ([] if is_tls else ["set placement.hub_tls=true"])
 
 
@@ -137,16 +137,17 @@ def sync(boot_id: str) -> Sync:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_run_over_tls_survives_its_hub(tmp_path, prepared_model):
     url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
     make_run(url, "placement.hub_tls=true", "trainer.steps=8", "trainer.groups_per_step=8", "eval.num_prompts=0")
     with role("trainer", url, log) as trainer, role("actor", url, log) as actor:
         with role("hub", url, log) as hub:
-            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=90)
+            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=180)
             hub.kill()
         with role("hub", url, log):
-            assert trainer.wait(timeout=120) == 0, log.read_text()[-3000:]
-            assert actor.wait(timeout=30) == 0
+            assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
+            assert actor.wait(timeout=60) == 0
     groups = trained_groups(url)
     assert len(groups) == len(set(groups)) == 64
     assert_closes(url)

@@ -57,7 +57,7 @@ def run(packages: Path, *command: str | Path, text: str = "") -> str:
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.roles.learners import build_alone
 from tests.integration.rank_cases import rows_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 BETA1 = 0.9

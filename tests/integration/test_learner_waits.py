@@ -14,6 +14,6 @@ pytestmark = pytest.mark.slow
 def test_a_pack_under_zero_waits_for_nothing():
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.waiting_case"],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]

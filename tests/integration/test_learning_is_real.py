@@ -54,7 +54,7 @@ def train(directory: Path, config: RunConfig, *, shuffled: bool) -> str:
     )
     log = directory / "log"
     with role("hub", url, log), role("trainer", url, log), role("actor", url, log):
-        wait_for(lambda: committed_steps(url) >= STEPS, f"step {STEPS}", seconds=300)
+        wait_for(lambda: committed_steps(url) >= STEPS, f"step {STEPS}", seconds=400)
         time.sleep(1)
     shutil.rmtree(shm_directory(url.rpartition("/")[2]), ignore_errors=True)
     return url
@@ -79,7 +79,7 @@ def accuracy(url: str, version: str, config: RunConfig) -> float:
     return asyncio.run(measure())
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_true_rewards_teach_and_shuffled_rewards_do_not(tmp_path, monkeypatch, prepared_model):
     monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
     config = load_config("quickstart")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 def answers(url: str) -> bool:
     try:
-        with urlopen(f"{url}/health", timeout=2) as answer:
+        with urlopen(f"{url}/health", timeout=30) as answer:
             return answer.status == 200
     except (URLError, OSError):
         return False
@@ -65,7 +65,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path):
         url = parent.stdout.readline().strip()
         assert answers(url)
         os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 30
     while servers_under(tmp_path):
         assert time.monotonic() < deadline, "the server outlived its parent"
         time.sleep(0.05)

@@ -105,7 +105,7 @@ def test_trl_has_the_gradient_of_our_learner(tmp_path, prepared_model, generatio
     call = f"compare_trl({str(tmp_path)!r}, {str(prepared_model)!r}, {generation == 'continuous'})"
     command = [sys.executable, "-W", "ignore", "-c", f"from tests.integration.test_peers import compare_trl; {call}"]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES), "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, timeout=200, env=environment, cwd=ROOT)
+    subprocess.run(command, check=True, timeout=400, env=environment, cwd=ROOT)
 
 
 def compare_trl(out, model, continuous_batching):

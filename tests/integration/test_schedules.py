@@ -21,7 +21,7 @@ from tests.integration.pipeline import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
 OVERRIDES = (
@@ -100,8 +100,8 @@ def test_without_lag_the_deterministic_pipeline_is_the_synchronous_run_bit_for_b
 
 def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_none(tmp_path, prepared_model):
     url = str(tmp_path / "schedules-april")
-    # A decode step lasts 200 * 1e-4 s = 20 ms, so that the pause finds most groups unfinished.
-    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-4", "emulation.train_token_seconds=1e-6")
+    # A decode step lasts 200 * 4e-4 s = 80 ms, so that the pause finds most groups unfinished.
+    slow = ("emulation.accelerators=1", "emulation.token_seconds=4e-4", "emulation.train_token_seconds=4e-3")
     rules = ("engine.concurrency=32", "schedule.kind=april", "schedule.alpha=2", "schedule.max_lag=1")
     commits = train(url, *rules, *slow)
     assert announced(commits) == list(range(STEPS + 1))
@@ -118,12 +118,12 @@ def test_a_conventional_run_announces_ends_of_phases_and_survives_its_trainer_in
     tmp_path, prepared_model
 ):
     url, log = str(tmp_path / "schedules-conventional"), tmp_path / "log"
-    # A step that lasts about a second, so that the trainer is killed in the step it is to be killed in.
-    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=4e-3")
+    # A step that lasts about five seconds, so that the trainer is killed in the step it is to be killed in.
+    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=1.2e-2")
     with begun(url, log, *TWO_STEPS_A_PHASE, *slow):
         first = start_role("trainer", url, log)
         try:
-            wait_for(lambda: committed_steps(url) >= 3, "step 3")
+            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=150)
         finally:
             first.kill()
             first.wait(timeout=10)

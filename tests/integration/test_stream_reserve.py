@@ -29,7 +29,7 @@ def hub():
         actor.request(Group(lease_id=rollouts[0].lease_id, ref=group_ref(rollouts)), encode_rollouts("run", rollouts))
     actor.close()
     yield service
-    assert server.shutdown(2.0)
+    assert server.shutdown(30.0)
 
 
 def reserve(client, step):
@@ -41,7 +41,7 @@ def reserve(client, step):
 
 
 def test_the_rows_come_with_the_answer(hub):
-    client = HubClient(hub.url, token=TOKEN, role="trainer", name="trainer")
+    client = HubClient(hub.url, token=TOKEN, role="trainer", name="trainer", retry_seconds=30)
     for step, expected in ((1, [0, 1, 2, 3]), (2, [4, 5, 6, 7]), (1, [0, 1, 2, 3])):
         assert reserve(client, step) == (expected, expected)
     assert not any(isinstance(message, Rows) for message in hub.received)
@@ -55,7 +55,7 @@ def test_the_end_of_the_hub_is_told_and_a_silent_one_is_not_waited_for(hub):
     for step in (1, 2):
         reserve(client, step)
     with pytest.raises(HubUnavailable, match=r"no answer to reserve .* within 0.2 s"):
-        client.reserve(Reserve(step=3, epoch=0, wait_seconds=1.0), timeout=0.2)
+        client.reserve(Reserve(step=3, epoch=0, wait_seconds=5.0), timeout=0.2)
     client.close(bye=False)
     with pytest.raises(HubUnavailable, match="is lost"):
         client.reserve(Reserve(step=1, epoch=0))

@@ -43,14 +43,14 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
     make_run(url, *SETTINGS)
     with role("hub", url, log) as hub, role("trainer", url, log) as trainer:
         with role("actor", url, log, "--name", "first") as first:
-            wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=90)
+            wait_for(lambda: committed_steps(url) >= 5, "step 5", seconds=150)
             wait_for(lambda: any((tmp_path / "run" / "partials").rglob("*.arrow")), "the log")
             first.send_signal(way)
-            first.wait(timeout=20)
+            first.wait(timeout=60)
         with role("actor", url, log, "--name", "second") as second:
-            assert trainer.wait(timeout=120) == 0, log.read_text()[-3000:]
-            assert second.wait(timeout=30) == 0
-        assert hub.wait(timeout=30) == 0
+            assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
+            assert second.wait(timeout=60) == 0
+        assert hub.wait(timeout=60) == 0
     groups = trained_groups(url)
     assert len(groups) == len(set(groups)) == STEPS * GROUPS
     reader = PartialReader(open_store(url))

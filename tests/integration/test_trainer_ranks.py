@@ -67,8 +67,8 @@ def test_a_rank_dies_and_the_run_goes_on_then_with_one_rank(tmp_path: Path) -> N
         wait_for(lambda: committed_steps(str(run)) > step, "the next step", 90)
         ranks = ranks_of(train)
         train.send_signal(signal.SIGINT)
-        assert train.wait(30) == 130
-    assert not [rank for rank in ranks if rank.is_running()]
+        assert train.wait(120) == 130
+    wait_for(lambda: not any(rank.is_running() for rank in ranks), "the end of the ranks", RECOVERY_SECONDS)
     assert "Traceback" not in log.read_text()
 
     one = ["trainer.ranks=1", "learner.kind=torch", "learner.zero_stage=0"]
@@ -89,14 +89,14 @@ def arithmetic_of(url: str, key: str) -> list[object]:
 
 def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
-    make_run(url, "trainer.ranks=2", *SMALL, "trainer.collective_seconds=8", "weights.durable_every=1")
+    make_run(url, "trainer.ranks=2", *SMALL, "trainer.collective_seconds=40", "weights.durable_every=1")
     log = tmp_path / "log.txt"
     with role("hub", url, log), role("actor", url, log, "--name", "actor-0"):
         with role("trainer", url, log) as trainer:
             wait_for(lambda: committed_steps(url) >= 1, "step 1", 120)
             (rank,) = psutil.Process(trainer.pid).children()
             os.kill(rank.pid, signal.SIGSTOP)
-            assert trainer.wait(60) == 1
+            assert trainer.wait(150) == 1
             assert "a rank of the trainer is gone or silent" in log.read_text()
             wait_for(lambda: not rank.is_running(), "its end", RECOVERY_SECONDS)
         context = open_run(url)
@@ -139,8 +139,9 @@ def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> Non
             (rank,) = psutil.Process(node.pid).children()
             trainer.kill()
         wait_for(lambda: not rank.is_running(), "the end of its other rank", RECOVERY_SECONDS)
+        step = committed_steps(url)
         with role("trainer", url, log) as trainer:
-            wait_for(lambda: committed_steps(url) >= 4, "step 4", 120)
+            wait_for(lambda: committed_steps(url) >= step + 2, "two more steps", 120)
             (rank,) = psutil.Process(node.pid).children()
             rank.kill()
             assert trainer.wait(RECOVERY_SECONDS) == 1

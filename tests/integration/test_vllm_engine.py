@@ -1,6 +1,7 @@
 """What is vLLM's own: stale prefixes, engine cores that die, processes that must not stay behind. Real vLLM."""
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
@@ -113,7 +114,7 @@ def _is_vllm(process):
 
 
 async def sampled(engine, num_tokens):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + START_SECONDS
     while engine.stats().num_tokens < num_tokens:
         assert time.monotonic() < deadline, f"never sampled {num_tokens} tokens"
         await asyncio.sleep(0.001)
@@ -121,7 +122,8 @@ async def sampled(engine, num_tokens):
 
 def kill_engine_core():
     for process in engine_cores():
-        process.send_signal(signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a worker goes with its core
+            process.send_signal(signal.SIGKILL)
 
 
 def check(completion, models, prompt=PROMPT):
@@ -216,7 +218,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     """weights.transport=nccl, over gloo: join, a broadcast in mid-sequence, the death of what received it."""
     store = open_store(f"file://{tmp_path}/run")
     broadcaster = WeightBroadcaster(
-        store, epoch=1, workers_per_actor=1, host="127.0.0.1", deadline_seconds=20, on_gpu=False
+        store, epoch=1, workers_per_actor=1, host="127.0.0.1", deadline_seconds=60, on_gpu=False
     )
     tensors = {name: parameter.detach() for name, parameter in model(1).named_parameters()}
 
@@ -373,6 +375,13 @@ if __name__ == "__main__":
 """
 
 
+def _lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     model().save_pretrained(tmp_path / "model")
     script = tmp_path / "orphan.py"
@@ -383,7 +392,7 @@ def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     assert len([child for child in children if _is_vllm(child)]) >= 2  # the engine core and its worker
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
-    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
-        assert time.monotonic() < deadline, [child.cmdline() for child in children if child.is_running()]
+    deadline = time.monotonic() + 30
+    while any(_lives(child) for child in children):
+        assert time.monotonic() < deadline, children
         time.sleep(0.1)

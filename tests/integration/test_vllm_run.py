@@ -1,5 +1,6 @@
 """A whole run whose engine is vLLM, and what becomes of it when engine cores are killed on the way. Real vLLM."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from tests.integration.pipeline import ROOT, assert_closes, committed_steps, tra
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
-STEPS = 12
+STEPS = 16
 GROUPS = 16
 SETTINGS = [
     "engine.kind=vllm",
@@ -96,7 +97,7 @@ def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_
     assert {manifest["key"] for manifest in manifests if manifest["is_broadcast"]} == {None}
     groups = {manifest["group"] for manifest in manifests if manifest["group"]}
     assert len(groups) >= 2  # the killed core was in one, the new one is in another
-    assert vllm_processes() == []
+    wait_for(lambda: not vllm_processes(), "the end of vLLM", seconds=30)
 
 
 def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
@@ -104,16 +105,17 @@ def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
     try:
         wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=150)
         run = next(tmp_path.glob("quickstart-*"))
-        for step in (3, 6):
+        for step in (3, 10):
             wait_for(lambda at=step: committed_steps(str(run)) >= at, f"step {step}", seconds=150)
             wait_for(engine_cores, "an engine core", seconds=60)  # the one before may be starting still
             for process in engine_cores():
-                process.send_signal(signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):  # a worker goes with its core
+                    process.send_signal(signal.SIGKILL)
     except BaseException:
         end(command)
         raise
     report = finished(command, tmp_path)
     check_report(report, run)
     assert report["multi_version_fraction"] > 0  # weights were swapped in the middle of sequences
-    assert report["num_swaps"] >= STEPS // 2  # an actor that is behind takes the newest, and the last come too late
-    assert vllm_processes() == []
+    assert report["num_swaps"] >= 6  # an actor that is behind takes the newest, and the last come too late
+    wait_for(lambda: not vllm_processes(), "the end of vLLM", seconds=30)

@@ -20,7 +20,7 @@ from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CANCEL_SECONDS = 40.0
 """Within which a cancelled run leaves nothing behind."""
@@ -64,12 +64,18 @@ class Job:
     def take_steps(self, num: int, what: str) -> None:
         """Wait until so many more steps are committed."""
         target = committed_steps(self.url) + num
-        await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {what}", 120)
+        await_(lambda: committed_steps(self.url) >= target, f"{num} steps after {what}", 300)
 
     def newest(self, name: str) -> dict:
         """Newest flow run of an actor, or of a host of the trainer."""
         others = [run for run in self.prefect.runs() if run["id"] != self.id]
         return [run for run in others if name_of(run["parameters"]) == name][-1]
+
+    def state_of(self, name: str) -> str:
+        """Of the newest; empty while there is none."""
+        with suppress(IndexError):
+            return str(self.newest(name)["state_type"])
+        return ""
 
     def await_state(self, run_id: str, *states: str) -> None:
         await_(lambda: self.prefect.run(run_id)["state_type"] in states, f"{run_id} in {states}", 60)
@@ -111,7 +117,7 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     prefect.command(*start, "-p", f"settings={json.dumps(settings)}")
     job = Job(prefect, root)
     await_(lambda: committed_steps(job.url) >= 3, "three steps", 180)
-    assert {job.newest(name)["state_type"] for name in MEMBERS} == {"RUNNING"}
+    await_(lambda: {job.state_of(name) for name in MEMBERS} == {"RUNNING"}, "all members", 120)
     assert check_no_torch(prefect) >= 5, "train, actors and both hosts of the trainer"
 
     actors_come_and_go(job)

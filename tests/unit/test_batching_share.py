@@ -1,7 +1,7 @@
 """Sharing packs out among ranks."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl_core.batching.pack import pack
@@ -17,6 +17,7 @@ def test_a_rank_without_work_gets_an_empty_pack():
     assert share([], 20, 2) == [[[]], [[]]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 60), max_size=60),
     st.integers(1, 50),

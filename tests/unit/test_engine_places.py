@@ -1,6 +1,6 @@
 """The places of an engine with a shared KV cache: up additively, down multiplicatively."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl_core.engine.places import KVLoad, Places
@@ -45,6 +45,7 @@ def test_it_looks_once_a_second_and_waits_five_after_a_cut():
     assert places.update(load(80, 1.0), now=6.0) == 64
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), max_size=60))
 def test_it_never_leaves_one_to_ceiling(ceiling, observations):
     places, preemptions = Places(ceiling, now=0), 0

@@ -84,7 +84,7 @@ class Writer:
 def flight():
     server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_tokens_per_row=1000)
     yield server._flight
-    assert server.shutdown(2.0)
+    assert server.shutdown(60.0)
 
 
 def ask(flight, metadata: bytes, rows: pa.RecordBatch | None = None, role: str = "actor"):

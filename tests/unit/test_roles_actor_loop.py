@@ -1,6 +1,7 @@
 """What the actor's loops do between the engine and the hub, without either."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,9 @@ def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, f
         assert visits == []  # without credit nothing leaves
         one._credit = credit
         one._credit_granted.set()
+        end = time.monotonic() + 60
+        while len(link.groups) < len(first) and time.monotonic() < end:
+            await turns(1)
         await turns()
         loop.cancel()
         return link.groups
@@ -103,10 +107,14 @@ def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(fail
         one = actor(Link(), engine)
         loop = asyncio.create_task(one._swap_loop())
         for _ in range(5):  # the hub offers the newest version with every sync
+            tried, end = engine.num_swaps, time.monotonic() + 60
             one._newest = WeightManifest(
                 version=7, epoch=1, files=(), key=None, shm=None, host="here", published_at=0.0
             )
             one._newer.set()
+            while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
+                assert time.monotonic() < end
+                await turns(1)
             await turns(10)
         if is_given_up:
             with pytest.raises(SwapError, match="starts again"):

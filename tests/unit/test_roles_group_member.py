@@ -39,7 +39,7 @@ def store(request):
 @pytest.fixture
 def group(store):
     broadcaster = WeightBroadcaster(
-        store, epoch=1, workers_per_actor=2, host="127.0.0.1", deadline_seconds=1, on_gpu=False
+        store, epoch=1, workers_per_actor=2, host="127.0.0.1", deadline_seconds=60, on_gpu=False
     )
     broadcaster.attend({"actor-0": 0, "actor-1": 0}, {})
     yield read_group(store, broadcaster.number)

@@ -34,6 +34,11 @@ STEP_METRICS = {"time/compute_seconds": 1.0, "time/reserve_wait_seconds": 0.5, "
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="3+4=", task={})
 
 
+@pytest.fixture(autouse=True)
+def _spans_have_time(monkeypatch):
+    monkeypatch.setattr(span_export, "CLOSE_SECONDS", 60.0)
+
+
 def context(store, *overrides):
     record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
     return RunContext(store=store, record=record, config=load_config("quickstart", overrides), token="t")
@@ -241,11 +246,14 @@ def test_a_collector_receives_the_same_ids(monkeypatch):
 
 def test_a_collector_that_never_answers_does_not_hold_up_the_end(monkeypatch):
     monkeypatch.setattr(span_export, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "10")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         tracer = build_tracer(context(MemoryStore(), "tracking.traces=otlp"), "trainer", "trainer")
         tracer.emit("wait", tracer.step(1, 1), None, (1.0, 2.0), {})
         begun = time.monotonic()
         tracer.close()
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 5.0
+    for thread in threading.enumerate():  # its words about the collector are for no later test
+        if thread.name == "traces":
+            thread.join(30)

@@ -127,7 +127,7 @@ class Service:
 def flight():
     server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
     yield server._flight
-    assert server.shutdown(2.0)
+    assert server.shutdown(60.0)
 
 
 def ask(flight, metadata, rows, role="actor"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelinerl_core.errors import SchemaMismatch, StoreError
@@ -184,6 +184,7 @@ def completion(num, *spans):
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1), st.booleans()), max_size=12), st.booleans())
 def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
     progress = Progress(group_id=5, rollout_index=0, attempt=0)

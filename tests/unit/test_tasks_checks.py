@@ -148,7 +148,8 @@ class Healthy(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_answers_its_health_page_is_accepted():
+def test_a_server_that_answers_its_health_page_is_accepted(monkeypatch):
+    monkeypatch.setattr(checks, "HTTP_SECONDS", 60.0)
     with HTTPServer(("127.0.0.1", 0), Healthy) as server:
         Thread(target=server.handle_request, daemon=True).start()
         checks.check_http("tracking.mlflow_uri", f"http://127.0.0.1:{server.server_port}/")

@@ -166,7 +166,10 @@ def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states,
     monkeypatch.setattr(roles, "read_hub", runs.read)
     monkeypatch.setattr(roles, "is_live", lambda hub: hub.live["state"] != "stopped")
     monkeypatch.setattr(roles, "_LOOK_SECONDS", 0.001)
-    assert roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3) is has_left
+    assert (
+        roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
+        is has_left
+    )
 
 
 def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):

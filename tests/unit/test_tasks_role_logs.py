@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-import time
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -127,16 +127,19 @@ def test_what_an_earlier_start_wrote_is_counted_by_that_start(tmp_path):
 
 def test_a_supervised_role_that_writes_too_much_stays_small_and_is_quoted_without_secrets(tmp_path):
     program = (
-        "import sys, time\n"
-        "for index in range(40):\n"
-        "    print('x' * 99, flush=True); time.sleep(0.002 * (index % 20 == 0) + 0.25 * (index == 20))\n"
+        "import os, sys, time\n"
+        "for index in range(20):\n"
+        "    print('x' * 99, flush=True)\n"
+        "end = time.monotonic() + 60\n"
+        "while not os.path.exists(sys.argv[1]) and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
         "print('2026-11-21 03:00:00,000 ERROR r: see https://u:pw@host'); sys.exit(7)"
     )
     path = tmp_path / "logs" / "role.log"
     with pytest.raises(RoleFailed, match=r"see https://\[redacted\]@host") as caught:
         supervise_role(
-            [sys.executable, "-I", "-S", "-c", program], env=dict(os.environ), log_path=path, max_restarts=0,
-            stop=threading.Event(), name="role", max_log_bytes=2000,
+            [sys.executable, "-I", "-S", "-c", program, f"{path}.1"], env=dict(os.environ), log_path=path,
+            max_restarts=0, stop=threading.Event(), name="role", max_log_bytes=2000,
         )  # fmt: skip
     assert "pw@" not in str(caught.value)
     assert path.with_name("role.log.1").exists()
@@ -160,26 +163,23 @@ def test_the_tail_is_the_last_lines_and_reads_no_more_than_it_must(tmp_path, mon
     assert tail(tmp_path / "hub.log", 0) == []
 
 
-def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path):
-    write(tmp_path / "hub.log", 3)
-    found = follow(tmp_path, pause_seconds=0.01)
+def test_following_gives_whole_lines_through_a_cut_and_new_logs(tmp_path, monkeypatch):
+    log = tmp_path / "hub.log"
+    write(log, 3)
 
-    def later():
-        time.sleep(0.05)
-        with (tmp_path / "hub.log").open("a") as log:
-            log.write("2026 half")
-            log.flush()
-            time.sleep(0.05)
-            log.write(" and half\n")
-        time.sleep(0.05)
-        os.truncate(tmp_path / "hub.log", 0)
-        write(tmp_path / "hub.log", 1, start=7)
+    def append(text):
+        with log.open("a") as stream:
+            stream.write(text)
+
+    def cut():
+        os.truncate(log, 0)
+        write(log, 1, start=7)
         write(tmp_path / "actor-0.log", 1)
 
-    writer = threading.Thread(target=later)
-    writer.start()
+    steps = iter([lambda: append("2026 half"), lambda: append(" and half\n"), cut])
+    monkeypatch.setattr(role_logs, "time", SimpleNamespace(sleep=lambda seconds: next(steps)()))  # one each round
+    found = follow(tmp_path, pause_seconds=0.01)
     lines = [next(found) for _ in range(3)]
-    writer.join()
     assert lines[0] == ("hub", "2026 half and half")
     assert {(name, line[-6:]) for name, line in lines[1:]} == {("hub", "000007"), ("actor-0", "000000")}
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.errors import ConfigError, Fenced
-from tasks import supervise
+from tasks import groups, supervise
 from tasks.commands import role_command, role_environment
 from tasks.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
 
@@ -42,7 +42,7 @@ with open(sys.argv[1] + "/starts", "a+") as file:
 """
 
 
-def wait_for(path: Path, seconds: float = 5.0) -> str:
+def wait_for(path: Path, seconds: float = 60.0) -> str:
     deadline = time.monotonic() + seconds
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline, f"{path} did not appear"
@@ -132,7 +132,7 @@ def stop_when_started(tmp_path: Path, program: str, **options) -> tuple[RoleRepo
     wait_for(tmp_path / "pid")
     begun = time.monotonic()
     stop.set()
-    thread.join(10)
+    thread.join(60)
     return reports[0], time.monotonic() - begun
 
 
@@ -145,10 +145,10 @@ def test_stop_sends_sigterm_and_the_role_ends_on_its_own_terms(tmp_path):
         + "signal.signal(signal.SIGTERM, lambda *_: (open(sys.argv[1] + '/sealed', 'w').write('1'), sys.exit(0)))\n"
         + "open(sys.argv[1] + '/pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     )
-    report, seconds = stop_when_started(tmp_path, program)
+    report, seconds = stop_when_started(tmp_path, program, stop_seconds=60.0)
     assert (report.stopped, report.exit_code, report.restarts) == (True, 0, 0)
     assert (tmp_path / "sealed").exists()
-    assert seconds < 2
+    assert seconds < 30
 
 
 def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
@@ -157,7 +157,7 @@ def test_a_role_that_ignores_sigterm_is_killed_after_the_grace(tmp_path):
     )
     report, seconds = stop_when_started(tmp_path, program, stop_seconds=0.3)
     assert (report.stopped, report.exit_code) == (True, -9)
-    assert 0.3 <= seconds < 2
+    assert 0.3 <= seconds < 30
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
@@ -165,7 +165,7 @@ def test_what_a_role_has_started_ends_with_it(tmp_path):
     grandchild = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     program = COUNT + grandchild + "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
     stop_when_started(tmp_path, program)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 30
     while is_running(int((tmp_path / "pid").read_text())):
         assert time.monotonic() < deadline, "the grandchild outlived the role"
         time.sleep(0.01)
@@ -190,7 +190,7 @@ def test_a_stop_during_the_backoff_ends_the_supervision(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise._Life, "__init__", lambda self, *args: (lives.append(self), start(self, *args))[1])
     report, seconds = stop_when_started(tmp_path, WRITE_PID + "sys.exit(1)")
     assert report.stopped
-    assert seconds < 2
+    assert seconds < 15
     assert len(lives) == 1
     assert (tmp_path / "starts").read_text() == "x", "a stopped role must not be started again"
 
@@ -220,7 +220,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path):
+def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(groups, "TRACKER_SECONDS", 20.0)
     with pytest.raises(RoleFailed, match="killed by SIGKILL"):
         run(tmp_path, COUNT + LEAVES_MEMORY, max_restarts=0)
     name, *pids = (tmp_path / "left").read_text().split()

@@ -50,7 +50,7 @@ def test_the_host_and_each_role_of_the_run_are_measured(start):
     assert not [key for key in values if "trainer" in key], "of another run"
     time.sleep(0.2)
     assert sampler()["system/actor-1/cpu_utilization_percentage"] < 50, "since the sample before"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     patterns = [re.sub("<.*?>", "*", key) for key in METRICS]
     assert [key for key in values if not any(fnmatch.fnmatch(key, pattern) for pattern in patterns)] == []
 

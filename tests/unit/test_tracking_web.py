@@ -55,7 +55,7 @@ def served(run):
 
 
 def get(url):
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url, timeout=60) as answer:
         return answer.read().decode()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -157,6 +158,10 @@ def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_pa
         one = actor(Link(), engine)
         one._subscriber, one._newest = subscriber, manifest
         loop = asyncio.create_task(one._swap_loop())
+        one._newer.set()
+        end = time.monotonic() + 60
+        while one._unreadable != 3 and time.monotonic() < end:
+            await turns(1)
         for _ in range(3):
             one._newer.set()
             await turns(40)

@@ -32,7 +32,7 @@ WEIGHTS = {
     "a.bias": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
     "c": torch.tensor(3.0),
 }
-DEADLINE_SECONDS = 3.0
+DEADLINE_SECONDS = 10.0
 
 
 class Member(threading.Thread):
@@ -44,6 +44,10 @@ class Member(threading.Thread):
         super().__init__(daemon=True)
         self.group, self.rank, self.num_versions = group, rank, num_versions
         self.received = []
+        self.may_leave = threading.Event()
+        """One that left while the sender still connects would break the meeting."""
+        if num_versions:
+            self.may_leave.set()
         Member.all.append(self)
         self.start()
 
@@ -63,6 +67,7 @@ class Member(threading.Thread):
                 version[meta.name] = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
                 collective.broadcast([version[meta.name]], dist.BroadcastOptions()).wait()
             self.received.append(version)
+        self.may_leave.wait(60)
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def no_member_is_left():
     yield
     while Member.all:
         member = Member.all.pop()
-        member.join(timeout=10)
+        member.join(timeout=60)
         assert not member.is_alive()
 
 
@@ -83,10 +88,10 @@ def no_member_is_left():
 def make(store):
     made = []
 
-    def _make(workers=1):
+    def _make(workers=1, deadline_seconds=DEADLINE_SECONDS):
         made.append(
             WeightBroadcaster(
-                store, epoch=3, workers_per_actor=workers, host="127.0.0.1", deadline_seconds=DEADLINE_SECONDS,
+                store, epoch=3, workers_per_actor=workers, host="127.0.0.1", deadline_seconds=deadline_seconds,
                 on_gpu=False,
             )
         )  # fmt: skip
@@ -98,7 +103,7 @@ def make(store):
 
 
 def until(condition, what):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"
         time.sleep(0.01)
@@ -111,6 +116,8 @@ def formed(broadcaster, store, actors, num_versions=1):
     members = [Member(group, rank, num_versions) for rank in range(1, group.world_size)]
     joined = dict.fromkeys(actors, group.number)
     until(lambda: broadcaster.attend(joined, WEIGHTS), "a group that has met")
+    for member in members:
+        member.may_leave.set()
     return members
 
 
@@ -129,7 +136,7 @@ def test_every_worker_of_every_actor_receives_every_version(make, store):
     broadcaster.send(WEIGHTS)
     broadcaster.send(later)
     for member in members:
-        member.join(timeout=10)
+        member.join(timeout=60)
         assert_equal(member.received[0])
         assert_equal(member.received[1], later)
 
@@ -169,7 +176,7 @@ def test_other_actors_make_another_group(make, store, joined):
 
 
 def test_a_group_that_never_meets_gives_way_to_another(make, store):
-    broadcaster = make()
+    broadcaster = make(deadline_seconds=1.0)
     broadcaster.attend({"a": 0}, WEIGHTS)
     number = broadcaster.number
     until(lambda: broadcaster.attend({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
@@ -178,7 +185,8 @@ def test_a_group_that_never_meets_gives_way_to_another(make, store):
 
 def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store):
     broadcaster = make()
-    formed(broadcaster, store, ["a", "b"], num_versions=0)  # they have joined and receive nothing
+    for member in formed(broadcaster, store, ["a", "b"], num_versions=0):  # they have joined and receive nothing
+        member.join(timeout=60)
     started = time.monotonic()
     with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is given up"):
         broadcaster.send({name: torch.zeros(1_000_000) if name == "c" else t for name, t in WEIGHTS.items()})
@@ -226,6 +234,7 @@ def broadcasting(publisher, store, num_versions):
     member = Member(read_group(store, first.group), 1, num_versions)
     actors = {"a/1": sample(first.group)}
     until(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
+    member.may_leave.set()
     return member, actors
 
 
@@ -235,7 +244,7 @@ def test_a_version_is_broadcast_and_in_no_store_once_its_actors_have_joined(publ
     assert manifest.is_broadcast
     assert (manifest.key, manifest.shm) == (None, None)
     assert publisher.deliver() is None
-    member.join(timeout=10)
+    member.join(timeout=60)
     assert_equal(member.received[0])
     assert publisher.rescue(actors) is None
     durable = publish(publisher, 4, actors, durable=True)
@@ -247,7 +256,7 @@ def test_a_broadcast_that_fails_goes_through_the_store(publisher, store):
     member, actors = broadcasting(publisher, store, 0)
     manifest = publish(publisher, 3, actors)
     assert manifest.is_broadcast
-    member.join(timeout=10)
+    member.join(timeout=60)
     big = dataclasses.replace(publisher._newest, tensors={**WEIGHTS, "c": torch.zeros(1_000_000)})
     publisher._newest = big  # more than the sockets' buffers take
     again = publisher.deliver()
