@@ -27,6 +27,7 @@ from pipelinerl_core.records import HUB_KEY, RUN_KEY, HubRecord, RunRecord
 from pipelinerl_core.roles.bench_stream_actors import Seal
 from pipelinerl_core.roles.bench_stream_rows import GROUP_SIZE, RUN_ID
 from pipelinerl_core.roles.context import TOKEN_VARIABLE
+from pipelinerl_core.roles.hub_link import addresses
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import flat_list
@@ -144,7 +145,7 @@ class HubUnderLoad:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.hub.poll() is None:
             try:
-                return HubRecord.model_validate_json(self.store.get(HUB_KEY)).url
+                return addresses(HubRecord.model_validate_json(self.store.get(HUB_KEY)))[0]
             except MissingObject:
                 time.sleep(0.02)
         raise HubUnavailable(f"the hub did not start: {self._log.read_text()[-500:]}")

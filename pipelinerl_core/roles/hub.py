@@ -101,10 +101,17 @@ class HubProcess:
         self.hub = start_hub(context)
         credentials = make_credentials() if placement.hub_tls else None
         self._server = FlightHubServer(
-            self.hub, host=placement.hub_host, port=placement.hub_port, token=context.token, credentials=credentials
+            self.hub,
+            host=placement.hub_host,
+            port=placement.hub_port,
+            token=context.token,
+            credentials=credentials,
+            has_local=placement.hub_local,
         )
         certificate = credentials.certificate if credentials else ""
-        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url), certificate)
+        self._live = LiveRecord(
+            self.hub, context.config, reachable_url(self._server.url), certificate, self._server.local_url
+        )
         if not placement.hub_tls and not is_loopback(placement.hub_host):
             logger.warning(
                 "placement.hub_host=%s: the token and the rows cross the network in the clear; "

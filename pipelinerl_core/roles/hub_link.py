@@ -5,6 +5,7 @@ first, so that the hub knows its leases or its reservation before it sees anythi
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -148,16 +149,7 @@ class HubLink:
             if failed is not None:
                 failed.close(bye=False)
             self._client = None
-            client = HubClient(
-                found.url,
-                certificate=found.certificate,
-                token=self._token,
-                role=self._role,
-                name=self._name,
-                on_credit=lambda num_groups: self.on_nudge(),
-                faults=self._faults,
-                retry_seconds=self._retry_seconds,
-            )
+            client = self._open(found)
             try:
                 answer = self._register(client)
             except BaseException:
@@ -165,6 +157,27 @@ class HubLink:
                 raise
             self._client = client  # only now: the hub takes nothing from who has not registered
             return answer
+
+    def _open(self, found: HubRecord) -> HubClient:
+        *nearer, last = addresses(found)
+        for url in nearer:
+            try:
+                return self._client_at(url, found)
+            except HubUnavailable as error:  # of another network namespace, or it has just gone
+                logger.debug("%s; trying %s", error, last)
+        return self._client_at(last, found)
+
+    def _client_at(self, url: str, found: HubRecord) -> HubClient:
+        return HubClient(
+            url,
+            certificate=found.certificate,
+            token=self._token,
+            role=self._role,
+            name=self._name,
+            on_credit=lambda num_groups: self.on_nudge(),
+            faults=self._faults,
+            retry_seconds=self._retry_seconds,
+        )
 
     def _register(self, client: HubClient) -> Registered:
         answer = client.request(self._registration())
@@ -187,6 +200,13 @@ class HubLink:
                 f"no hub for {self._deadline_seconds:.0f} s ({error}): it died and was not restarted"
             ) from error
         time.sleep(_POLL_SECONDS)
+
+
+def addresses(hub: HubRecord) -> tuple[str, ...]:
+    """Where this process may find the hub, the nearest first."""
+    if hub.local_url and hub.host == socket.gethostname():
+        return hub.local_url, hub.url
+    return (hub.url,)
 
 
 def raise_refusal(refused: Refused) -> None:

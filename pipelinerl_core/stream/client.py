@@ -42,7 +42,8 @@ from pipelinerl_core.messages import (
     encode,
 )
 from pipelinerl_core.stream.bundles import Frame, Received, Written
-from pipelinerl_core.stream.connection import Connection, Lost, lost_text
+from pipelinerl_core.stream.connection import Connection, Lost
+from pipelinerl_core.stream.exchanges import lost_text
 
 CLOSE_SECONDS = 2.0
 """Longest time `close` waits for the hub's farewell."""

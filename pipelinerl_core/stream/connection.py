@@ -5,7 +5,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -14,21 +14,17 @@ from pydantic import ValidationError
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
 from pipelinerl_core.stream.bundles import Frame, Received, as_one, together, unbundled
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, check_schema
-
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a socket of its own, and no back-off inherited from other clients
-    ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
+from pipelinerl_core.stream.exchanges import (
+    CONNECT_SECONDS,
+    WIRE_ERRORS,
+    absent_text,
+    lost_text,
+    open_exchange,
+    reason_of,
+    token_text,
 )
 
-CERTIFIED_NAME = "pipelinerl-hub"
-"""The name in every hub's certificate, whatever its address: a client trusts one certificate, not a name."""
-
-_CONNECT_SECONDS = 10.0  # for the hub's first word
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
-
-WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)
-"""Everything that a broken connection raises."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,9 +60,9 @@ class Connection:
         self._heard = threading.Event()
         self._is_unauthenticated = False
         self._frames: queue.SimpleQueue[Sequence[Frame] | None] = queue.SimpleQueue()
-        self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
-        # Before the interpreter exits: a thread in read_chunk would hang it.
-        self._finalizer = weakref.finalize(self, _cancel, self._reader)
+        self._exchange = open_exchange(url, token, command, certificate)
+        # Before the interpreter exits: a thread that reads from Flight would hang it.
+        self._finalizer = weakref.finalize(self, self._exchange.cancel)
         self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
         self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
         self._write_thread.start()
@@ -89,8 +85,15 @@ class Connection:
                 self.waiting.pop(number, None)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Hand frames to the writing thread; groups among them are written together."""
-        self._frames.put(frames)
+        """Send frames, groups among them together; what does not leave at once is left to the writing thread."""
+        try:
+            for part in together(frames):
+                if self._exchange.hand_over(*as_one(part)):
+                    _tell(part)
+                else:
+                    self._frames.put(part)
+        except WIRE_ERRORS as error:
+            self._lose(reason_of(error))
 
     def cut(self, reason: str) -> None:
         """End the exchange at once; waiting requests raise HubUnavailable."""
@@ -105,17 +108,15 @@ class Connection:
         self.cut("closed")
         self._read_thread.join(seconds)
         self._write_thread.join(seconds)
-        if not self._read_thread.is_alive() and not self._write_thread.is_alive():
-            self._client.close()
 
     def _await_hub(self) -> None:
         """The hub's first word (its schema) tells that it let us in; Flight itself may report a refusal only then."""
-        if not self._heard.wait(_CONNECT_SECONDS):
-            self.cut(f"it did not answer within {_CONNECT_SECONDS:g} s")
+        if not self._heard.wait(CONNECT_SECONDS):
+            self.cut(f"it did not answer within {CONNECT_SECONDS:g} s")
         if self._is_unauthenticated:
-            raise ConfigError(_token_text(self.url))
+            raise ConfigError(token_text(self.url))
         if self.lost is not None:
-            raise HubUnavailable(f"no hub at {self.url}: {self.lost}. Start the hub, or look at hub.json")
+            raise HubUnavailable(absent_text(self.url, self.lost))
 
     def _lose(self, reason: str) -> None:
         with self._lock:
@@ -128,32 +129,24 @@ class Connection:
     def _write(self) -> None:
         try:
             while (frames := self._frames.get()) is not None:
-                for part in together(frames):
-                    self._write_one(*as_one(part))
-                    for frame in part:
-                        frame.written.set()
-            self._writer.done_writing()
+                self._exchange.go_on()
+                _tell(frames)
+            self._exchange.done_writing()
         except WIRE_ERRORS as error:
-            self._lose(_one_line(error))
-
-    def _write_one(self, metadata: bytes, rows: pa.RecordBatch | None) -> None:
-        if rows is None:
-            self._writer.write_metadata(metadata)
-        else:
-            self._writer.write_with_metadata(rows, metadata)
+            self._lose(reason_of(error))
 
     def _read(self) -> None:
         reason = "the hub ended the exchange"
         try:
-            check_schema(self._reader.schema)
+            self._exchange.begin_reading()
             self._heard.set()
             while True:
-                chunk = self._reader.read_chunk()
-                answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
+                metadata, rows = self._exchange.read()
+                answer = ANSWER.validate_json(metadata)
                 if isinstance(answer, Goodbye):
                     reason = "the hub said goodbye"
                     break
-                self._deliver(answer, chunk.data)
+                self._deliver(answer, rows)
         except StopIteration:
             pass
         except fl.FlightUnauthenticatedError:
@@ -164,17 +157,23 @@ class Connection:
         except ValidationError:
             reason = "the hub sent a message that this release does not know"
         except WIRE_ERRORS as error:
-            reason = _reason(error)
+            reason = reason_of(error)
         except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
             _log.exception("the reading thread failed")
             reason = f"the reading thread failed: {type(error).__name__}"
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """The reading thread has nothing more to read."""
         self.cut(reason)
         self._heard.set()
         self._write_thread.join(_WRITER_SECONDS)
+        if self._write_thread.is_alive():  # it may be in a call on what would be closed
+            return
         try:
-            self._writer.close()  # only now: while a thread still reads, it would wait for the hub
+            self._exchange.close()
         except WIRE_ERRORS as error:
-            _log.debug("close: %s", _one_line(error))
+            _log.debug("close: %s", reason_of(error))
 
     def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
         if isinstance(answer, Credit):
@@ -192,45 +191,7 @@ class Connection:
             mailbox.put(found)
 
 
-def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
-    """(client, writer, reader) of a new exchange."""
-    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
-    trust = {"tls_root_certs": certificate, "override_hostname": CERTIFIED_NAME} if certificate else {}
-    try:
-        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS), **trust)
-        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
-        writer.begin(ROLLOUT_SCHEMA)
-    except fl.FlightUnauthenticatedError:
-        raise ConfigError(
-            f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
-        ) from None
-    except WIRE_ERRORS as error:
-        raise HubUnavailable(f"no hub at {url}: {_reason(error)}. Start the hub, or look at hub.json") from None
-    return client, writer, reader
-
-
-def _cancel(reader: Any) -> None:
-    try:
-        reader.cancel()
-    except WIRE_ERRORS as error:
-        _log.debug("cancel: %s", error)
-
-
-def _token_text(url: str) -> str:
-    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
-
-
-def lost_text(url: str, reason: str) -> str:
-    """What the caller reads when a connection is gone."""
-    return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
-
-
-def _reason(error: BaseException) -> str:
-    """Why there is no exchange, or no more."""
-    if "certificate verify failed" in str(error):
-        return "it shows another certificate than the one in hub.json"
-    return _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+def _tell(frames: Sequence[Frame]) -> None:
+    """Whoever sent them may send them again."""
+    for frame in frames:
+        frame.written.set()

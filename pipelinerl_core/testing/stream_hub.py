@@ -1,6 +1,6 @@
 """A small hub for tests of the channel: a queue with credit, no ledger. Also runs as a process of its own.
 
-`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URL, and leaves when
+`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URLs, and leaves when
 its standard input says something or ends.
 """
 
@@ -144,7 +144,7 @@ def main() -> None:
     service = QueueHub(credit=4 * groups_per_step, groups_per_step=groups_per_step)
     server = FlightHubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])
     server.start()
-    sys.stdout.write(f"{server.url}\n")
+    sys.stdout.write(f"{server.url} {server.local_url}\n")
     sys.stdout.flush()
     sys.stdin.readline()
     server.shutdown(2.0)

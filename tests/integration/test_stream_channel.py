@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.server import FlightHubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
+from tests.integration.pipeline import wait_for
 
 TOKEN = "a-test-token"
 SYNC = Sync(
@@ -43,14 +45,20 @@ SYNC = Sync(
 class Channel:
     """A server around a service, and the clients that a test opens; all are closed at its end."""
 
+    carrier = "flight"
+
     def __init__(self, service):
         self.service = service
         self.server = FlightHubServer(service, host="127.0.0.1", port=0, token=TOKEN, max_tokens_per_row=100)
         self.server.start()
         self.clients = []
 
+    @property
+    def url(self):
+        return self.server.url if self.carrier == "flight" else self.server.local_url
+
     def client(self, role="actor", name="actor-0", **options):
-        self.clients.append(HubClient(self.server.url, token=TOKEN, role=role, name=name, **options))
+        self.clients.append(HubClient(self.url, token=TOKEN, role=role, name=name, **options))
         return self.clients[-1]
 
     def close(self):
@@ -59,8 +67,15 @@ class Channel:
         assert self.server.shutdown(30.0)
 
 
+@pytest.fixture(params=["flight", "local"], autouse=True)
+def carrier(request, monkeypatch):
+    """Every test is about both: Arrow Flight, and the Unix socket on the hub's own host."""
+    monkeypatch.setattr(Channel, "carrier", request.param)
+    return request.param
+
+
 @pytest.fixture
-def channel():
+def channel(carrier):
     made = Channel(QueueHub(credit=2))
     yield made
     made.close()
@@ -171,7 +186,7 @@ def test_losing_every_third_message_both_ways_changes_nothing(channel):
 
 def test_a_wrong_token_is_refused_before_anything_is_read(channel):
     with pytest.raises(ConfigError, match="PIPELINERL_TOKEN") as caught:
-        HubClient(channel.server.url, token="wrong-token", role="actor", name="x")
+        HubClient(channel.url, token="wrong-token", role="actor", name="x")
     assert TOKEN not in str(caught.value)
     with pytest.raises(fl.FlightUnauthenticatedError):
         raw_exchange(channel.server.url, token="")[2].read_chunk()
@@ -363,27 +378,27 @@ def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel
     with pytest.raises(HubUnavailable, match="no hub at"):
         actor.reconnect()
     second = Channel(QueueHub())
-    actor.reconnect(second.server.url)
+    actor.reconnect(second.url)
     assert actor.request(SYNC).kind == "sync_reply"
     actor.close()
     second.close()
 
 
 def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypatch):
-    flight = channel.server._flight
-    host = flight._host
+    desk = channel.server._desk
+    welcome = desk.welcome
 
-    def late(peer, reader):
-        assert channel.gate.wait(5)  # the client thinks that it is connected; the hub does not know its name yet
-        host(peer, reader)
+    def late(who, writer):
+        assert channel.gate.wait(60)  # the client thinks that it is connected; the hub does not know its name yet
+        return welcome(who, writer)
 
     channel.gate = threading.Event()
-    monkeypatch.setattr(flight, "_host", late)
+    monkeypatch.setattr(desk, "welcome", late)
     actor = channel.client()
     assert actor.is_connected
     threading.Timer(0.2, channel.gate.set).start()
-    assert channel.server.shutdown(3.0)
-    assert not actor.is_connected
+    assert channel.server.shutdown(30.0)
+    wait_for(lambda: not actor.is_connected, "the end of the connection")
 
 
 def test_a_peer_is_announced_when_it_comes_and_when_it_goes(channel):
@@ -413,14 +428,15 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent():
 def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
     store = open_store(str(tmp_path))
     record = HubRecord(
-        url=channel.server.url, boot_id="boot", host="", pid=1, process_started_at=0.0, beat=time.time()
-    )
+        url=channel.server.url, local_url=channel.server.local_url if channel.carrier == "local" else "",
+        boot_id="boot", host=socket.gethostname(), pid=1, process_started_at=0.0, beat=time.time(),
+    )  # fmt: skip
     store.put(HUB_KEY, record.model_dump_json().encode())
     asked, gate = threading.Event(), threading.Event()
 
     def registration():
         asked.set()
-        assert gate.wait(5)
+        assert gate.wait(60)
         return Register(role="actor", name="actor-0", epoch=1)
 
     link = HubLink(store, token=TOKEN, role="actor", name="actor-0", registration=registration)
@@ -453,7 +469,7 @@ def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
 
 
 @pytest.fixture
-def start_hub():
+def start_hub(carrier):
     processes = []
 
     def start():
@@ -465,7 +481,8 @@ def start_hub():
             env={**os.environ, "PIPELINERL_TOKEN": TOKEN},
         )
         processes.append(process)
-        return process, process.stdout.readline().strip()
+        urls = process.stdout.readline().split()
+        return process, urls[0 if carrier == "flight" else 1]
 
     yield start
     for process in processes:
@@ -542,7 +559,7 @@ def start_client(url, mode):
 
 @pytest.mark.slow
 def test_a_killed_client_is_seen(channel):
-    process = start_client(channel.server.url, "wait")
+    process = start_client(channel.url, "wait")
     process.kill()
     assert channel.service.wait_for(disconnections=1, seconds=15)
     assert channel.service.disconnections == ["actor/child#1"]
@@ -551,7 +568,7 @@ def test_a_killed_client_is_seen(channel):
 
 @pytest.mark.slow
 def test_a_client_that_nobody_closed_does_not_hold_up_the_exit_of_its_process(channel):
-    process = start_client(channel.server.url, "leave")
+    process = start_client(channel.url, "leave")
     process.communicate(timeout=60)  # the fault is a hang for ever
     assert process.returncode == 0
     assert channel.service.wait_for(disconnections=1, seconds=15)

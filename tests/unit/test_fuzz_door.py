@@ -29,8 +29,9 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.stream.checks import check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer, _Peer
+from pipelinerl_core.stream.server import FlightHubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 FAST = settings(
@@ -83,14 +84,14 @@ class Writer:
 @pytest.fixture(scope="module")
 def flight():
     server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_tokens_per_row=1000)
-    yield server._flight
+    yield server._desk
     assert server.shutdown(60.0)
 
 
 def ask(flight, metadata: bytes, rows: pa.RecordBatch | None = None, role: str = "actor"):
     """The one answer to it; "internal" would be an exception that nobody meant."""
     writer = Writer()
-    flight._answer(_Peer(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
+    flight.answer(Peer(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(written) for written in writer.written]
     assert answer.kind == "ack" or answer.code in ("schema", "wrong_peer"), answer
     assert len(encode(answer)) < 4000  # bytes

@@ -21,9 +21,10 @@ from pipelinerl_core.stream.bundles import (
 )
 from pipelinerl_core.stream.checks import check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.door import parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer, _Peer
+from pipelinerl_core.stream.server import FlightHubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 
@@ -126,7 +127,7 @@ class Service:
 @pytest.fixture
 def flight():
     server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
-    yield server._flight
+    yield server._desk
     assert server.shutdown(60.0)
 
 
@@ -134,7 +135,7 @@ def ask(flight, metadata, rows, role="actor"):
     """Which groups are answered how."""
     written = []
     writer = SimpleNamespace(write_metadata=written.append)
-    flight._answer(_Peer(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
+    flight.answer(Peer(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(one) for one in written]
     return [(part.answer.re, getattr(part.answer, "code", "taken")) for part in unbundled(answer, None)]
 

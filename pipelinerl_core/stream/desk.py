@@ -1,0 +1,257 @@
+"""What the hub does with a message, whichever carrier brought it: the door, the service behind it, and the answer.
+
+It knows nothing of ledgers, and of carriers only how to write to a peer. Requests and answers are JSON; rows are the
+record batch of the same write. Both directions use ROLLOUT_SCHEMA.
+
+A peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock: with Flight, writing
+to an exchange whose handler has returned crashes the process. Messages of actors, which wait for nothing, are worked
+on in turn: a hundred threads, each of which lets go of the interpreter a dozen times per message, spend most of their
+time on handing it to each other.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.interfaces import HubService
+from pipelinerl_core.messages import (
+    Answer,
+    Answers,
+    Credit,
+    Goodbye,
+    Group,
+    Groups,
+    Introduction,
+    Refused,
+    Request,
+    encode,
+)
+from pipelinerl_core.stream.bundles import bundled
+from pipelinerl_core.stream.checks import apart, check_groups, check_places
+from pipelinerl_core.stream.door import check_sender, id_of, parse
+from pipelinerl_core.stream.schema import conform
+from pipelinerl_core.types import GroupRef
+
+_REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
+    (SchemaMismatch, "schema"),
+    (StaleLease, "stale_lease"),
+    (WrongPeer, "wrong_peer"),
+    (Fenced, "fenced"),
+    (MissingObject, "missing_rows"),
+)
+_MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
+_GOODBYE_SECONDS = 0.2  # how long shutdown waits for the lock of one peer, which a frozen one may hold
+
+_log = logging.getLogger(__name__)
+
+_TakeGroups = Callable[[str, Sequence[Group], pa.RecordBatch], Sequence[Answer | Exception]]
+"""`handle_groups` of a service that takes in the checked groups of one write together, where it has that: cheaper."""
+
+
+ReceivedRows: TypeAlias = pa.RecordBatch | SchemaMismatch | None
+"""Those of a message, or why they could not be read."""
+
+
+class PeerWriter(Protocol):
+    """A carrier's way to one peer. Errors of the wire may be raised."""
+
+    def write_metadata(self, metadata: bytes) -> None:
+        """A message without rows."""
+        ...
+
+    def write_with_metadata(self, rows: pa.RecordBatch, metadata: bytes) -> None:
+        """A message with its rows."""
+        ...
+
+
+class Peer:
+    """One exchange with a peer. `write` may be called from any thread at any time."""
+
+    def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
+        self.name = name
+        self.who = who
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._is_dead = False
+
+    def write(self, answer: Answer, rows: pa.RecordBatch | None = None, *, lock_seconds: float = -1) -> None:
+        """Send, or do nothing if the peer has gone."""
+        if not self._lock.acquire(timeout=lock_seconds):
+            return
+        try:
+            if self._is_dead:
+                return
+            if rows is None:
+                self._writer.write_metadata(encode(answer))
+            else:
+                self._writer.write_with_metadata(conform(rows), encode(answer))
+        except (pa.ArrowException, fl.FlightError, OSError) as error:
+            _log.debug("%s: write failed, its reader will end: %s", self.name, error)
+        finally:
+            self._lock.release()
+
+    def end(self) -> None:
+        """Forbid every later write. Must precede the return of the exchange's handler."""
+        with self._lock:
+            self._is_dead = True
+
+    def return_credit(self, num_groups: int) -> None:
+        """CreditSink of this peer."""
+        self.write(Credit(num_groups=num_groups))
+
+
+class Desk:
+    """Answers peers for a HubService. Thread-safe."""
+
+    def __init__(self, service: HubService, *, max_row_bytes: int, max_tokens_per_row: int) -> None:
+        self.is_open = False
+        """Whether peers are let in: not before the start, and not once goodbye is said."""
+        self._service = service
+        self.max_row_bytes = max_row_bytes
+        self._max_tokens_per_row = max_tokens_per_row
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._serials = itertools.count(1)
+        self._turn = threading.Lock()
+
+    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
+        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
+        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
+        with self._lock:
+            self._peers[peer.name] = peer
+        if not self.is_open:  # it came while goodbye was said to the others
+            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
+        try:
+            self._service.connected(peer.name, peer.return_credit)
+        except BaseException:
+            self.part(peer)
+            raise
+        return peer
+
+    def part(self, peer: Peer) -> None:
+        """A peer has gone; nothing is written to it when this has returned."""
+        peer.end()
+        with self._lock:
+            self._peers.pop(peer.name, None)
+        self._service.disconnected(peer.name)
+
+    def say_goodbye(self) -> None:
+        """Tell every peer that the hub is shutting down, and let nobody in any more."""
+        self.is_open = False
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
+
+    def answer(self, peer: Peer, metadata: bytes, rows: ReceivedRows) -> None:
+        """Answer one message; never raises. `rows` may be why they could not be read."""
+        try:
+            request = parse(metadata)
+        except SchemaMismatch as error:
+            peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)[:_MAX_DETAIL]))
+            return
+        if isinstance(request, Groups):
+            peer.write(self._answer_groups(peer, request, rows))
+            return
+        for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
+            peer.write(answer, answer_rows)
+
+    def _answer_groups(self, peer: Peer, request: Groups, rows: ReceivedRows) -> Answers:
+        """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
+        refs = [group.ref for group in request.groups]
+        with self._turn:
+            try:
+                whole = self._sized(rows)
+                check_places(refs, whole)
+                is_checked = self._are_sound(refs, whole)
+            except SchemaMismatch as error:
+                refusals = tuple(_refusal(peer, group, error) for group in request.groups)
+                return Answers(re=request.id, answers=refusals)
+            take = getattr(self._service, "handle_groups", None)
+            if is_checked and take is not None and peer.who.role == "actor":
+                answers = self._take_together(peer, request.groups, take, whole)
+            else:
+                answers = [
+                    self._answer_group(peer, group, part, is_checked)
+                    for group, part in zip(request.groups, apart(refs, whole), strict=True)
+                ]
+        return Answers.model_validate({"re": request.id, "answers": answers})
+
+    def _take_together(
+        self, peer: Peer, groups: Sequence[Group], take: "_TakeGroups", rows: pa.RecordBatch
+    ) -> list[Answer]:
+        try:
+            found = take(peer.name, groups, rows)
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            return [_refusal(peer, group, error) for group in groups]
+        return [
+            _refusal(peer, group, answer) if isinstance(answer, Exception) else answer
+            for group, answer in zip(groups, found, strict=True)
+        ]
+
+    def _answer_group(self, peer: Peer, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
+        try:
+            check_sender(peer.who, group)
+            [(answer, _)] = self._service.handle(peer.name, group, rows if is_checked else self._admit(group, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            return _refusal(peer, group, error)
+        return answer
+
+    def _are_sound(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
+        try:
+            check_groups(refs, rows, max_tokens_per_row=self._max_tokens_per_row)
+        except SchemaMismatch:
+            return False
+        return True
+
+    def _answers_to(
+        self, peer: Peer, request: Request, rows: ReceivedRows
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """What the service says, or why it was not asked."""
+        try:
+            check_sender(peer.who, request)
+            if peer.who.role == "actor":
+                with self._turn:
+                    answers = list(self._service.handle(peer.name, request, self._admit(request, rows)))
+                yield from answers
+            else:  # a trainer's reserve waits, its rows are read from the store
+                yield from self._service.handle(peer.name, request, self._admit(request, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            yield _refusal(peer, request, error), None
+
+    def _admit(self, request: Request, rows: ReceivedRows) -> pa.RecordBatch | None:
+        """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
+        if not isinstance(request, Group):
+            if rows is not None:
+                raise SchemaMismatch(f"a {request.kind} message carries no rows")
+            return None
+        rows = self._sized(rows)
+        check_groups([request.ref], rows, max_tokens_per_row=self._max_tokens_per_row)
+        return rows
+
+    def _sized(self, rows: ReceivedRows) -> pa.RecordBatch:
+        if isinstance(rows, SchemaMismatch):
+            raise rows
+        if rows is None:
+            raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
+        num_bytes = rows.get_total_buffer_size()
+        if num_bytes > self.max_row_bytes:
+            raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self.max_row_bytes}")
+        return conform(rows)
+
+
+def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
+    """One bad request must not end the hub, nor show its insides."""
+    if not isinstance(error, PipelineRLError):
+        _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
+        return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
+    code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
+    if code == "wrong_peer":
+        _log.warning("%s: %s", peer.name, error)
+    return Refused(re=request.id, code=code, detail=str(error)[:_MAX_DETAIL])
