@@ -14,10 +14,9 @@ report  = await engine.swap(update)              # between two decode steps
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from pipelinerl_core.types import (
-    BroadcastGroup,
     Chunk,
     Completion,
     EngineRequest,
@@ -53,6 +52,33 @@ class WeightUpdate:
     """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
     group: int = 0
     """Broadcast group that the engine receives the tensors from, which are then empty here; 0: none."""
+
+
+class TensorMeta(NamedTuple):
+    """One weight on its way."""
+
+    name: str
+    dtype: str
+    """As torch calls it, without "torch."."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastGroup:
+    """A trainer and the engine workers that receive weights from it, in one collective."""
+
+    number: int
+    """Unique within a run, never 0."""
+    ticket: str
+    """What a member needs to meet the others: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
+    world_size: int
+    """Members: the trainer, rank 0, and every worker of every actor."""
+    first_ranks: dict[str, int]
+    """Actor -> rank of the first of its workers."""
+    deadline_seconds: float
+    """Of every wait for the others."""
+    layout: tuple[TensorMeta, ...]
+    """What every broadcast holds, in its order."""
 
 
 class Engine(Protocol):

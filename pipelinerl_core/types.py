@@ -47,6 +47,13 @@ class WeightSpan(NamedTuple):
     end: int
 
 
+class TurnSpan(NamedTuple):
+    """Completion tokens [start, end) were sampled in one turn; what is between turns is the environment's."""
+
+    start: int
+    end: int
+
+
 class Origin(NamedTuple):
     """The first tokens of a completion that another actor epoch sampled, before somebody took it over."""
 
@@ -199,6 +206,8 @@ class Rollout:
     """Unix seconds when the reward was known."""
     origins: tuple[Origin, ...] = ()
     """Who sampled its first tokens, in their order; the rest is the actor's own."""
+    turn_spans: tuple[TurnSpan, ...] = ()
+    """In their order, loss_mask is False outside of them; empty for one turn, the whole completion."""
 
     @property
     def num_tokens(self) -> int:
@@ -210,6 +219,11 @@ class Rollout:
         """Oldest weight version that sampled a token of it."""
         return self.weight_spans[0].version
 
+    @property
+    def num_turns(self) -> int:
+        """At least one."""
+        return len(self.turn_spans) or 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingRow:
@@ -219,8 +233,11 @@ class TrainingRow:
     loss_mask: BoolArray
     """[C] after the lag rule."""
     advantage: float
+    """Of every token, or with turn_advantages of its first turn."""
     loss_weight: float
     """Weight of each of its tokens in the loss."""
+    turn_advantages: tuple[float, ...] = ()
+    """One for each of the rollout's turn_spans; empty for one advantage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,33 +316,6 @@ class WeightManifest:
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(entry.size for entry in self.files)
-
-
-class TensorMeta(NamedTuple):
-    """One weight on its way."""
-
-    name: str
-    dtype: str
-    """As torch calls it, without "torch."."""
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BroadcastGroup:
-    """A trainer and the engine workers that receive weights from it, in one collective."""
-
-    number: int
-    """Unique within a run, never 0."""
-    ticket: str
-    """What a member needs to meet the others: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
-    world_size: int
-    """Members: the trainer, rank 0, and every worker of every actor."""
-    first_ranks: dict[str, int]
-    """Actor -> rank of the first of its workers."""
-    deadline_seconds: float
-    """Of every wait for the others."""
-    layout: tuple[TensorMeta, ...]
-    """What every broadcast holds, in its order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,8 @@ from pipelinerl_core.engine.vllm_keeper import CoreKeeper
 from pipelinerl_core.engine.vllm_sequence import VLLMSequence
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
-from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.types import (
-    BroadcastGroup,
     Chunk,
     Completion,
     EngineRequest,

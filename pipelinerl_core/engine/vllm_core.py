@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.errors import EngineError
-from pipelinerl_core.types import BroadcastGroup, FinishReason, Sampler, TensorMeta, WeightSpan
+from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta
+from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 # Read by vLLM when it is imported, or by the processes it starts.

@@ -14,8 +14,7 @@ from typing import Any
 from pipelinerl_core.engine.vllm_core import CoreDied, VLLMCore
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
-from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.types import BroadcastGroup
+from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 
 # More deaths than this within the window are no accident.
 _RESTARTS = 3

@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass
 class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """A broadcast group to join (types.BroadcastGroup); files need no agreement."""
+    """A broadcast group to join (interfaces.BroadcastGroup); files need no agreement."""
 
     ticket: str
     first_rank: int

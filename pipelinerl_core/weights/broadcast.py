@@ -24,9 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from pipelinerl_core.errors import BroadcastError
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore, TensorMeta
 from pipelinerl_core.records import broadcast_key
-from pipelinerl_core.types import BroadcastGroup, TensorMeta
 
 logger = logging.getLogger(__name__)
 
