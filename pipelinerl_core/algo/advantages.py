@@ -1,4 +1,4 @@
-"""Credit assignment: how much better than its siblings a rollout was.
+"""Credit assignment: how much better than its siblings a rollout was, or each of its turns.
 
 Each function takes the rewards of the scored rollouts of one group. Rollouts without a reward are left out by the
 caller: they are neither trained nor a baseline. Raises ValueError for fewer than two rewards: such a group has no
@@ -54,6 +54,32 @@ def without_baseline(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
+def per_turn(rewards: Sequence[float], num_turns: Sequence[int]) -> list[tuple[float, ...]]:
+    """For each rollout the advantages of its turns: A_ik = r_i - mean of r_j over the siblings that reached turn k.
+
+    The siblings are the other rollouts j with more than k turns, k from 0; where there is none, A_ik = 0. With one
+    turn each it is `leave_one_out`. The rule is that of PipelineRL since its pull request 135, which takes the
+    baseline within (group, step index). Raises ValueError for a rollout without a turn, too.
+
+    Its bias: how many turns a rollout has depends on what it did in the earlier ones. A late turn is compared with
+    survivors alone, so what made them survive earns nothing there, and the last turns of the longest rollout have
+    no gradient, good or bad.
+
+    Example: rewards [1, 0, 1] of rollouts with [1, 2, 3] turns -> [(1/2,), (-1, -1), (1/2, 1, 0)].
+    """
+    _check(rewards)
+    if len(num_turns) != len(rewards) or min(num_turns) < 1:
+        raise ValueError(f"{len(rewards)} rollouts with {list(num_turns)} turns: each has at least one")
+    turns: list[list[float]] = [[] for _ in rewards]
+    for turn in range(max(num_turns)):
+        reached = [place for place, num in enumerate(num_turns) if num > turn]
+        scores = [rewards[place] for place in reached]
+        advantages = leave_one_out(scores) if len(scores) > 1 else [0.0]
+        for place, advantage in zip(reached, advantages, strict=True):
+            turns[place].append(advantage)
+    return [tuple(advantages) for advantages in turns]
+
+
 ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProxyType(
     {
         "leave_one_out": leave_one_out,
@@ -62,7 +88,7 @@ ADVANTAGES: Mapping[str, Callable[[Sequence[float]], list[float]]] = MappingProx
         "value": without_baseline,
     }
 )
-"""By `loss.advantage`."""
+"""By `loss.advantage`: one advantage per rollout; loss.advantage=turn is `per_turn`."""
 
 
 def _check(rewards: Sequence[float]) -> None:

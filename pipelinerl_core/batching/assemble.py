@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelinerl_core.algo.advantages import ADVANTAGES
+from pipelinerl_core.algo.advantages import ADVANTAGES, per_turn
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
@@ -50,11 +50,10 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
         normalization=config.loss.normalization,
         max_tokens=config.rollouts.max_tokens,
     )
-    advantages = ADVANTAGES[config.loss.advantage]
     rows = [
-        _row(rollout, advantage, weight, step=step, max_lag=config.schedule.max_lag)
+        _row(rollout, advantages, weight, step=step, max_lag=config.schedule.max_lag)
         for group, group_weights in zip(scored, weights, strict=True)
-        for rollout, advantage, weight in zip(group, advantages(_rewards(group, config)), group_weights, strict=True)
+        for rollout, advantages, weight in zip(group, _advantages(group, config), group_weights, strict=True)
     ]
     num_sampled = sum(_num_sampled(row.rollout) for row in rows)
     return AssembledStep(
@@ -66,9 +65,23 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
     )
 
 
-def _row(rollout: Rollout, advantage: float, weight: float, *, step: int, max_lag: int) -> TrainingRow:
+def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
+    """Of each rollout, one in all or one for each of its turns."""
+    rewards = _rewards(group, config)
+    if config.loss.advantage == "turn":
+        return per_turn(rewards, [rollout.num_turns for rollout in group])
+    return [(advantage,) for advantage in ADVANTAGES[config.loss.advantage](rewards)]
+
+
+def _row(rollout: Rollout, advantages: tuple[float, ...], weight: float, *, step: int, max_lag: int) -> TrainingRow:
     live_C = live_mask(rollout.weight_spans, rollout.num_tokens, step=step, max_lag=max_lag)
-    return TrainingRow(rollout=rollout, loss_mask=rollout.loss_mask & live_C, advantage=advantage, loss_weight=weight)
+    return TrainingRow(
+        rollout=rollout,
+        loss_mask=rollout.loss_mask & live_C,
+        advantage=advantages[0],
+        loss_weight=weight,
+        turn_advantages=advantages if len(advantages) > 1 else (),
+    )
 
 
 def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:

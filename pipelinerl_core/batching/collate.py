@@ -83,8 +83,8 @@ def num_forward_tokens(rollout: Rollout) -> int:
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     """One pack of the rows at `indices`, in that order.
 
-    Raises ValueError for a row without a prompt, because nothing would predict its first token, and for weight_spans
-    that do not cover its completion.
+    Raises ValueError for a row without a prompt, because nothing would predict its first token, for weight_spans
+    that do not cover its completion, and for other than one advantage per turn.
     """
     chosen = [rows[index] for index in indices]
     for row in chosen:
@@ -110,7 +110,7 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
         sequence_N=_int64(np.repeat(np.arange(len(chosen)), counts_S)),
         rollout_logprobs_N=_float32(_select([row.rollout.rollout_logprobs for row in chosen], sampled)),
         versions_N=_int64(_select([_versions(row.rollout) for row in chosen], sampled)),
-        advantages_N=_float32(np.repeat([row.advantage for row in chosen], counts_S)),
+        advantages_N=_float32(_advantages(chosen, sampled, counts_S)),
         loss_weights_N=_float32(np.repeat([row.loss_weight for row in chosen], counts_S)),
         trained_M=torch.from_numpy(np.flatnonzero(_select([row.loss_mask for row in chosen], sampled))),
     )
@@ -122,6 +122,23 @@ def _inputs(rollout: Rollout) -> NDArray[np.int32]:
 
 def _versions(rollout: Rollout) -> NDArray[np.int32]:
     return token_versions(rollout.weight_spans, rollout.num_tokens)
+
+
+def _advantages(rows: Sequence[TrainingRow], sampled: Sequence[Int64Array], counts_S: Int64Array) -> NDArray[Any]:
+    """[N] of the sampled tokens of each row: that of the row, or of their turn."""
+    if not any(row.turn_advantages for row in rows):
+        return np.repeat([row.advantage for row in rows], counts_S)
+    return _select([_token_advantages(row) for row in rows], sampled)
+
+
+def _token_advantages(row: TrainingRow) -> NDArray[np.float64]:
+    """[C] 0 between turns, where nothing was sampled."""
+    if not row.turn_advantages:
+        return np.full(row.rollout.num_tokens, row.advantage)
+    advantages_C = np.zeros(row.rollout.num_tokens)
+    for turn, advantage in zip(row.rollout.turn_spans, row.turn_advantages, strict=True):
+        advantages_C[turn.start : turn.end] = advantage
+    return advantages_C
 
 
 def _select(columns: Sequence[NDArray[Any]], offsets: Sequence[Int64Array]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from pipelinerl_core.config.section import Section
 
 Normalization = Literal["token", "sequence", "prompt", "constant"]
-AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "value"]
+AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "value"]
 
 
 class _Loss(Section):
@@ -21,7 +21,8 @@ class _Loss(Section):
     by loss.kind."""
     advantage: AdvantageKind = "leave_one_out"
     """Baseline of a reward: the mean of its siblings' rewards; the mean of its group; the same, divided by the
-    group's standard deviation; value: what a value head expects at each token. Default by loss.kind."""
+    group's standard deviation; turn: at each turn the mean of the siblings that got that far; value: what a value
+    head expects at each token. Default by loss.kind."""
     value_coefficient: float = Field(0.1, gt=0)
     """loss.advantage=value: weight of the value head's squared error."""
     entropy_bonus: float = Field(0.0, ge=0)

@@ -4,13 +4,14 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.codec import list_lengths, origins_of, span_lists, total_origins
+from pipelinerl_core.stream.codec import list_lengths, origins_of, rows_of, span_lists, total_origins
 from pipelinerl_core.stream.quick_checks import are_logprobs_sound, are_sound, has_no_nulls
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
-from pipelinerl_core.types import FinishReason, GroupRef, Outcome
+from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Int32Array, Outcome
 
 MAX_TOKENS_PER_ROW = 1 << 24
 """Prompt or completion tokens of one rollout; far beyond any model, it only bounds what a broken peer can send."""
@@ -129,6 +130,7 @@ def _check_each_row(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
     _check_lengths(batch, lengths, max_tokens_per_row)
     _check_logprobs(batch)
     _check_spans(batch, lengths)
+    _check_turns(batch)
     _check_results(batch)
     _check_origins(batch, lengths)
 
@@ -190,6 +192,49 @@ def _check_spans(batch: pa.RecordBatch, lengths: list[int]) -> None:
             reached, newest = end, version
         if reached != length:
             raise SchemaMismatch(f"row {row}: weight_spans cover {reached} of {length} completion tokens")
+
+
+def _check_turns(batch: pa.RecordBatch) -> None:
+    column = _column(batch, "turn_spans")
+    if column.null_count == batch.num_rows:
+        return
+    _check_inner_nulls("turn_spans", column)
+    bounds, has_turns = column.offsets.to_pylist(), column.is_valid().to_pylist()
+    start, end = (column.values.field(index).to_numpy() for index in range(2))
+    for row, mask_C in enumerate(rows_of(_column(batch, "loss_mask"))):
+        if has_turns[row]:
+            own = slice(bounds[row], bounds[row + 1])
+            _check_turns_of(row, start[own], end[own], mask_C)
+
+
+def _check_turns_of(row: int, start_K: Int32Array, end_K: Int32Array, mask_C: BoolArray) -> None:
+    """K turns of a row, C completion tokens."""
+    if len(start_K) == 0:
+        raise SchemaMismatch(f"row {row}: turn_spans is empty; null for one turn")
+    before_K = np.concatenate([[0], end_K[:-1]])
+    wrong = np.flatnonzero((start_K < before_K) | (end_K <= start_K) | (end_K > len(mask_C)))
+    if len(wrong):
+        turn = wrong[0]
+        raise SchemaMismatch(
+            f"row {row}: turn_spans has [{start_K[turn]}, {end_K[turn]}) after {before_K[turn]} of {len(mask_C)} "
+            "completion tokens; turns are in order, do not overlap, and have at least one token each"
+        )
+    edges = np.zeros(len(mask_C) + 1, np.int8)
+    edges[start_K] += 1
+    edges[end_K] -= 1
+    between = np.flatnonzero(mask_C & (np.cumsum(edges[:-1], dtype=np.int8) == 0))
+    if len(between):
+        raise SchemaMismatch(
+            f"row {row}: loss_mask is true at token {between[0]}, in none of its turn_spans; what is outside of them "
+            "was not sampled"
+        )
+
+
+def _check_inner_nulls(name: str, column: pa.ListArray) -> None:
+    """Of lists of structs: has_no_nulls looks neither inside of them nor at columns that may be null."""
+    structs: pa.StructArray = column.values
+    if structs.null_count or any(child.null_count for child in structs.flatten()):
+        raise SchemaMismatch(f"column {name!r} holds nulls inside its lists")
 
 
 def _check_origins(batch: pa.RecordBatch, lengths: list[int]) -> None:

@@ -16,8 +16,8 @@ import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, conform
-from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TrainingRow, WeightSpan
+from pipelinerl_core.stream.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, TURN_TYPE, conform
+from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TrainingRow, TurnSpan, WeightSpan
 
 _SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
 _RESULTS = ("reward", "outcome", "finish_reason", "error")
@@ -46,13 +46,14 @@ def encode_rollouts(run_id: str, rollouts: Sequence[Rollout]) -> pa.RecordBatch:
 
 
 def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.RecordBatch:
-    """The rows of a step in training order, BATCH_SCHEMA. Advantage and loss_weight are kept as float32."""
+    """The rows of a step in training order, BATCH_SCHEMA. Advantages and loss_weight are kept as float32."""
     columns = _rollout_columns(run_id, [row.rollout for row in rows])
     columns["step"] = [step] * len(rows)
     columns["order"] = list(range(len(rows)))
     columns["loss_mask_trained"] = list_column([row.loss_mask for row in rows], np.bool_)
     columns["advantage"] = [row.advantage for row in rows]
     columns["loss_weight"] = [row.loss_weight for row in rows]
+    columns["turn_advantages"] = _sparse_column([row.turn_advantages for row in rows], pa.list_(pa.float32()))
     return record_batch(columns, BATCH_SCHEMA)
 
 
@@ -65,18 +66,33 @@ def decode_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
 
 
 def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
-    """The training rows of a batch, in training order."""
+    """The training rows of a batch, in training order.
+
+    Raises SchemaMismatch for another order, and for other than one of a row's turn_advantages per turn.
+    """
     batch = conform(batch, BATCH_SCHEMA)
     order_R = batch.column("order").to_numpy()
     if np.any(np.diff(order_R) != 1):
         raise SchemaMismatch(f"batch rows are not in training order: order is {order_R.tolist()}")
+    rollouts = _decode(batch)
+    turn_advantages = _turn_advantages_of(batch.column("turn_advantages"))
+    for row, (rollout, advantages) in enumerate(zip(rollouts, turn_advantages, strict=True)):
+        if advantages and len(advantages) != rollout.num_turns:
+            raise SchemaMismatch(f"row {row}: {len(advantages)} turn_advantages, {rollout.num_turns} turns; one each")
     return [
-        TrainingRow(rollout=rollout, loss_mask=loss_mask, advantage=advantage, loss_weight=loss_weight)
-        for rollout, loss_mask, advantage, loss_weight in zip(
-            _decode(batch),
+        TrainingRow(
+            rollout=rollout,
+            loss_mask=loss_mask,
+            advantage=advantage,
+            loss_weight=loss_weight,
+            turn_advantages=advantages,
+        )
+        for rollout, loss_mask, advantage, loss_weight, advantages in zip(
+            rollouts,
             rows_of(batch.column("loss_mask_trained")),
             batch.column("advantage").to_pylist(),
             batch.column("loss_weight").to_pylist(),
+            turn_advantages,
             strict=True,
         )
     ]
@@ -140,6 +156,13 @@ def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
     return [tuple(Origin(**origin) for origin in row or ()) for row in column.to_pylist()]
 
 
+def turns_of(column: pa.ListArray) -> list[tuple[TurnSpan, ...]]:
+    """Turn spans of each row; none for one turn."""
+    if column.null_count == len(column):
+        return [()] * len(column)
+    return [tuple(TurnSpan(**turn) for turn in row or ()) for row in column.to_pylist()]
+
+
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
     """Of all rows together, one per actor epoch, sorted."""
     return total_origins(origins_of(batch.column("origins")))
@@ -158,6 +181,11 @@ def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
 def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
     """The inverse of `origins_of`; null for none, which is nearly always."""
     return pa.array([[origin._asdict() for origin in row] or None for row in rows], pa.list_(ORIGIN_TYPE))
+
+
+def turn_column(rows: Sequence[Sequence[TurnSpan]]) -> pa.Array:
+    """The inverse of `turns_of`."""
+    return _sparse_column(rows, pa.list_(TURN_TYPE))
 
 
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
@@ -189,7 +217,7 @@ def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.Reco
 
 
 def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    columns: dict[str, Any] = {"run_id": [run_id] * len(rollouts), "turn_spans": [None] * len(rollouts)}
+    columns: dict[str, Any] = {"run_id": [run_id] * len(rollouts)}
     for name in (*_SCALARS, *_RESULTS, *_LIMITS):
         columns[name] = [getattr(rollout, name) for rollout in rollouts]
     for name in _SAMPLER:
@@ -198,6 +226,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
         columns[name] = list_column([getattr(rollout, name) for rollout in rollouts], dtype)
     columns["weight_spans"] = span_column([rollout.weight_spans for rollout in rollouts])
     columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
+    columns["turn_spans"] = turn_column([rollout.turn_spans for rollout in rollouts])
     return columns
 
 
@@ -230,6 +259,11 @@ def list_column(rows: Sequence[NDArray[Any]], dtype: DTypeLike) -> pa.ListArray:
     return pa.ListArray.from_arrays(offsets, pa.array(flat))
 
 
+def _sparse_column(rows: Sequence[Sequence[Any]], kind: pa.DataType) -> pa.Array:
+    """A list column that is null where a row is empty, which all of them nearly always are."""
+    return pa.array([row or None for row in rows], kind) if any(rows) else pa.nulls(len(rows), kind)
+
+
 def span_column(rows: Sequence[Sequence[WeightSpan]]) -> pa.ListArray:
     """The inverse of `spans_of`."""
     flat_S = np.array([span for row in rows for span in row], np.int64).reshape(-1, 3)
@@ -244,11 +278,18 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns.update({name: rows_of(batch.column(name)) for name in _TOKENS})
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
     columns["origins"] = origins_of(batch.column("origins"))
+    columns["turn_spans"] = turns_of(batch.column("turn_spans"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:
         return [_rollout(row) for row in rows]
     except ValueError as error:
         raise SchemaMismatch(f"rollout rows hold an unknown word: {error}") from error
+
+
+def _turn_advantages_of(column: pa.ListArray) -> list[tuple[float, ...]]:
+    if column.null_count == len(column):
+        return [()] * len(column)
+    return [tuple(row or ()) for row in column.to_pylist()]
 
 
 def _rollout(row: dict[str, Any]) -> Rollout:

@@ -41,6 +41,7 @@ def are_sound(refs: Sequence[GroupRef], batch: pa.RecordBatch, max_tokens_per_ro
         and _have_tokens(refs, bounds, sizes)
         and _are_lengths_sound(batch, bounds, lengths, max_tokens_per_row)
         and are_logprobs_sound(batch)
+        and _column(batch, "turn_spans").null_count == batch.num_rows
         and _are_spans_sound(batch, lengths)
         and _are_results_sound(batch)
     )

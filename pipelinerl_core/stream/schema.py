@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 """major.minor of all three schemas; a new column is a new minor version, anything else a new major one."""
 
 SPAN_TYPE = pa.struct(
@@ -46,7 +46,7 @@ _ORIGINS = _field(
     "Actor epochs that sampled the first tokens, before this one took the rollout over; null for none.",
     nullable=True,
 )
-_SINCE = {"origins": 1}
+_SINCE = {"origins": 1, "turn_advantages": 2}
 """Columns that came with a later minor version than 0; rows of an earlier one are read as if they were null."""
 
 _ROLLOUT_FIELDS = [
@@ -69,7 +69,12 @@ _ROLLOUT_FIELDS = [
         "weight_spans", pa.list_(SPAN_TYPE), "Weight version that sampled tokens [start, end); they cover [0, C)."
     ),
     _field("loss_mask", _MASK, "[C] true on tokens that were sampled and may be trained."),
-    _field("turn_spans", pa.list_(TURN_TYPE), "Token ranges of the turns; null for one turn.", nullable=True),
+    _field(
+        "turn_spans",
+        pa.list_(TURN_TYPE),
+        "Tokens [start, end) of each turn, in order; what is between them was not sampled. Null for one turn.",
+        nullable=True,
+    ),
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),
     _field("outcome", pa.string(), "scored, or error when the verifier failed."),
     _field("finish_reason", pa.string(), "stop, length or abort."),
@@ -114,8 +119,14 @@ BATCH_SCHEMA = _schema(
         _field("step", pa.int64(), "Optimizer step that trained the row."),
         _field("order", pa.int32(), "Place of the row within the step, from 0."),
         _field("loss_mask_trained", _MASK, "[C] loss_mask after the lag rule."),
-        _field("advantage", pa.float32(), "Advantage of every token of the row."),
+        _field("advantage", pa.float32(), "Advantage of every token of the row, or with turn_advantages of turn 0."),
         _field("loss_weight", pa.float32(), "Weight of each of its tokens in the loss."),
+        _field(
+            "turn_advantages",
+            pa.list_(pa.float32()),
+            "Advantage of the tokens of each turn; null for one advantage per row.",
+            nullable=True,
+        ),
     ],
 )
 """The rows of one step as they were trained, in training order."""

@@ -11,8 +11,15 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
 
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
+
+    With loss.advantage=turn it is the paper's GSPO-token (section 4.3): s has the same value, but at each token the
+    gradient of the token's own log ratio. With that of the mean a token would move the terms of all turns alike, and
+    the rollout would be credited with the mean advantage of its tokens.
     """
-    ratio_M = tokens.sequence_means(tokens.log_ratio_M).exp()
+    log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
+    if config.advantage == "turn":
+        log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
+    ratio_M = log_ratio_M.exp()
     clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
     return tokens.sums(-torch.minimum(free_M, bounded_M), bounded_M < free_M)

@@ -46,7 +46,7 @@ class TrainedTokens:
     rollout_logprobs_M: Tensor
     """float32: what the engine recorded when it sampled the token."""
     advantages_M: Tensor
-    """Of the rollout that the token belongs to."""
+    """Of the rollout that the token belongs to, of its turn, or its own."""
     loss_weights_M: Tensor
     """Weight of each term, normalisation included."""
     entropy_M: Tensor
