@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import SchemaMismatch, StoreError
@@ -32,7 +33,7 @@ from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.process import exit_codes
 from pipelinerl_core.stream.codec import decode_batch, from_segment
-from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
 from pipelinerl_core.weights.files import verify
 
 _SHOWN_PROBLEMS = 50
@@ -165,7 +166,7 @@ class Audit:
         trained: Counter[tuple[int, int]] = Counter()
         for row in rows:
             trained[row.rollout.group_id, row.rollout.attempt] += row.rollout.num_tokens
-            live = int(row.loss_mask.sum())
+            live = int(row.loss_mask.sum()) + self._num_live_unsampled(step, row.rollout)
             self._found["trained"] += live
             self._found["masked_stale"] += row.rollout.num_tokens - live
             self.taken_over_tokens += sum(origin.num_tokens for origin in row.rollout.origins)
@@ -190,10 +191,13 @@ class Audit:
         for key in trained:
             self._problem(f"commit {step}: the batch holds rows of group {key}, which is not among its trained ones")
 
+    def _num_live_unsampled(self, step: int, rollout: Rollout) -> int:
+        """Tokens between turns that the ledger has among the live ones: it knows of versions, not of masks."""
+        lag_C = step - 1 - _token_versions(rollout)
+        return int(np.count_nonzero(~rollout.loss_mask & (lag_C <= self._config.schedule.max_lag)))
+
     def _check_versions(self, step: int, row: TrainingRow) -> None:
-        versions = np.zeros(row.rollout.num_tokens, np.int64)
-        for span in row.rollout.weight_spans:
-            versions[span.start : span.end] = span.version
+        versions = _token_versions(row.rollout)
         if len(versions) and int(versions.max()) >= step:
             self._problem(
                 f"step {step}: group {row.rollout.group_id} has tokens of version {versions.max()}, which did not "
@@ -279,6 +283,14 @@ class Audit:
 
     def _problem(self, text: str) -> None:
         self.problems.append(text)
+
+
+def _token_versions(rollout: Rollout) -> NDArray[np.int64]:
+    """[C] of each token, 0 where no span says; whatever the spans, where algo/staleness.py would refuse them."""
+    versions_C = np.zeros(rollout.num_tokens, np.int64)
+    for span in rollout.weight_spans:
+        versions_C[span.start : span.end] = span.version
+    return versions_C
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:

@@ -179,7 +179,9 @@ def _check_logprobs(batch: pa.RecordBatch) -> None:
 
 
 def _check_spans(batch: pa.RecordBatch, lengths: list[int]) -> None:
-    bounds, fields = span_lists(_column(batch, "weight_spans"))
+    column = _column(batch, "weight_spans")
+    _check_inner_nulls("weight_spans", column)
+    bounds, fields = span_lists(column)
     spans = list(zip(*fields, strict=True))
     for row, length in enumerate(lengths):
         reached, newest = 0, 0
@@ -241,6 +243,7 @@ def _check_origins(batch: pa.RecordBatch, lengths: list[int]) -> None:
     column = _column(batch, "origins")
     if column.null_count == batch.num_rows:
         return
+    _check_inner_nulls("origins", column)
     for row, (origins, length) in enumerate(zip(origins_of(column), lengths, strict=True)):
         counts = [origin.num_tokens for origin in origins]
         if any(count <= 0 for count in counts) or sum(counts) > length:

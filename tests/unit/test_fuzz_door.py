@@ -6,6 +6,7 @@ Batches come as Flight hands them over, which does not look inside: lengths, off
 import json
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -33,6 +34,7 @@ from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.server import FlightHubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.types import TurnSpan
 
 FAST = settings(
     deadline=None,
@@ -42,6 +44,9 @@ FAST = settings(
 )
 ROLLOUTS = build_group(0, group_id=1, size=2)
 VALID = encode_rollouts("run", ROLLOUTS)
+TURNED = encode_rollouts(
+    "run", [replace(rollout, turn_spans=(TurnSpan(0, 5), TurnSpan(5, 12))) for rollout in ROLLOUTS]
+)
 GROUP = Group(id=5, lease_id="1.0.b", ref=group_ref(ROLLOUTS))
 SYNC = Sync(
     boot_id="b", engine_version=1, running=1, waiting=0, concurrency=8, want=2, leases=("1.0.b",), num_tokens=5,
@@ -69,8 +74,18 @@ class Service:
             rows.validate(full=True)
             check_rows(rows)
             check_group(request.ref, rows)
-            decode_rollouts(rows)
+            for rollout in decode_rollouts(rows):
+                check_turns(rollout)
         yield Ack(re=request.id), None
+
+
+def check_turns(rollout) -> None:
+    """Token by token: in no turn twice, in order, and only those of turns are trained."""
+    in_turns = [token for turn in rollout.turn_spans for token in range(turn.start, turn.end)]
+    assert in_turns == sorted(set(in_turns))
+    if rollout.turn_spans:
+        assert all(turn.end > turn.start for turn in rollout.turn_spans)
+        assert set(rollout.loss_mask.nonzero()[0].tolist()) <= set(in_turns) <= set(range(rollout.num_tokens))
 
 
 class Writer:
@@ -170,10 +185,16 @@ def schema_of(version: bytes) -> pa.Schema:
     return VALID.schema.with_metadata({**VALID.schema.metadata, b"schema_version": version})
 
 
+EDGES = st.integers(0, 12) | st.sampled_from([-(1 << 31), -1, 13, (1 << 31) - 1])
+TURNS = st.none() | st.lists(st.tuples(EDGES, EDGES) | st.none(), max_size=3)
+
+
 @st.composite
 def batches(draw) -> pa.RecordBatch:
     """Sound Arrow: some columns replaced, left out or added, under the same or another schema."""
     columns = dict(zip(VALID.schema.names, VALID.columns, strict=True))
+    if draw(st.booleans()):
+        columns["turn_spans"] = pa.array([draw(TURNS), draw(TURNS)], columns["turn_spans"].type)
     for name in draw(st.lists(st.sampled_from(VALID.schema.names), max_size=3)):
         column = columns[name]
         columns[name] = draw(
@@ -189,10 +210,22 @@ def batches(draw) -> pa.RecordBatch:
         else pa.field(name, column.type)
         for name, column in columns.items()
     ]
-    versions = [b"1.0", b"1.1", b"1.9", b"2.0", b"1", b"\xff", b"1." + b"9" * 5000]
+    versions = [b"1.0", b"1.1", b"1.2", b"1.9", b"2.0", b"1", b"\xff", b"1." + b"9" * 5000]
     schema = pa.schema(fields, metadata=schema_of(draw(st.sampled_from(versions))).metadata)
     batch = pa.RecordBatch.from_arrays(list(columns.values()), schema=schema)
     return batch.slice(draw(st.integers(0, 2)), draw(st.integers(0, 2)))
+
+
+@FAST
+@given(TURNS, TURNS)
+def test_any_turns(flight, first, second):
+    index = VALID.schema.get_field_index("turn_spans")
+    turns = pa.array([first, second], VALID.schema.field(index).type)
+    ask(flight, encode(GROUP), VALID.set_column(index, VALID.schema.field(index), turns))
+
+
+def test_rows_with_turns_are_let_in(flight):
+    assert ask(flight, encode(GROUP), TURNED).kind == "ack"
 
 
 @FAST
@@ -205,7 +238,7 @@ def test_any_rows(flight, rows):
 @given(st.data())
 def test_rows_whose_bytes_are_damaged(flight, data):
     """Arrow's reader looks at neither lengths nor offsets; what it takes is what the door is given."""
-    batch = VALID if data.draw(st.booleans()) else older(VALID)
+    batch = data.draw(st.sampled_from([VALID, TURNED, older(VALID)]))
     message = bytearray(batch.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):
         size = data.draw(st.sampled_from([8, 8, 4, 1]))  # lengths, offsets and values
@@ -249,7 +282,7 @@ def reaching(offset: int, column: int) -> pa.RecordBatch:
 
 LENGTHS = (-1, 1 << 24, 1 << 31, 1 << 40, 1 << 62)
 HUGE = [
-    *(claiming(batch, num_rows) for batch in (VALID, older(VALID)) for num_rows in LENGTHS),
+    *(claiming(batch, num_rows) for batch in (VALID, TURNED, older(VALID)) for num_rows in LENGTHS),
     *(reaching(offset, column) for column in range(3) for offset in (-1, 25, (1 << 31) - 1, -(1 << 31))),
 ]
 

@@ -36,10 +36,12 @@ from pipelinerl_core.types import (
     Rollout,
     Sampler,
     TrainingRow,
+    TurnSpan,
     WeightSpan,
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+TURNS = (TurnSpan(0, 2), TurnSpan(2, 4))  # the last token of `by_hand` was not sampled
 
 
 def by_hand(rollout_index: int = 0) -> Rollout:
@@ -124,6 +126,7 @@ def random_rollouts(draw):
                 outcome=Outcome.ERROR if reward is None else Outcome.SCORED,
                 error=draw(st.none() | st.text(max_size=5)),
                 finish_reason=draw(st.sampled_from(FinishReason)),
+                turn_spans=draw(st.sampled_from([(), (TurnSpan(0, 1),), TURNS])),
             )
         )
     return made
@@ -173,31 +176,59 @@ def test_training_rows_survive_with_their_order_and_both_masks():
         decode_batch(batch.take(pa.array([1, 0])))
 
 
+def with_turns(rollout_index, advantage, *turn_advantages):
+    rollout = replace(by_hand(rollout_index), turn_spans=TURNS)
+    return TrainingRow(
+        rollout=rollout,
+        loss_mask=rollout.loss_mask,
+        advantage=advantage,
+        loss_weight=0.1,
+        turn_advantages=turn_advantages,
+    )
+
+
+def test_turns_and_their_advantages_survive_and_are_null_without():
+    plain = replace(with_turns(0, 0.5), rollout=by_hand(0))
+    batch = encode_batch("run", 9, [with_turns(1, 1 / 3, 1 / 3, -0.5), plain])
+    turns = [{"start": 0, "end": 2}, {"start": 2, "end": 4}]
+    assert batch.column("turn_spans").to_pylist() == [turns, None]
+    assert batch.column("turn_advantages").to_pylist() == [[float(np.float32(1 / 3)), -0.5], None]
+    found = decode_batch(from_segment(to_segment([batch]))[0])
+    assert [row.rollout.turn_spans for row in found] == [TURNS, ()]
+    assert [row.rollout.num_turns for row in found] == [2, 1]
+    assert [row.turn_advantages for row in found] == [(float(np.float32(1 / 3)), -0.5), ()]
+    assert encode_batch("run", 9, [plain]).column("turn_advantages").null_count == 1
+    with pytest.raises(SchemaMismatch, match="row 1: 1 turn_advantages, 2 turns; one each"):
+        decode_batch(encode_batch("run", 9, [plain, with_turns(1, 0.5, 0.5)]))
+
+
 # ---- segments as bytes ----
 
 
 ORIGINS = (Origin("actor-7", 1700000000, 2), Origin("actor-0", 1700000009, 1))
+VERSIONS = [("v1", (), ()), ("v1.1", ORIGINS, ()), ("v1.2", ORIGINS, TURNS)]
 
 
-@pytest.mark.parametrize(("version", "origins"), [("v1", ()), ("v1.1", ORIGINS)])
-def test_the_golden_segment_of_every_version_still_reads(version, origins):
+@pytest.mark.parametrize(("version", "origins", "turns"), VERSIONS)
+def test_the_golden_segment_of_every_version_still_reads(version, origins, turns):
     path = GOLDEN / f"rollouts_{version}.arrow"
     (batch,) = from_segment(path.read_bytes(), path.name)
     batch = conform(batch)
     check_rows(batch)
     for found, expected in zip(decode_rollouts(batch), [by_hand(0), by_hand(1)], strict=True):
-        assert_equal(found, replace(expected, origins=origins))
+        assert_equal(found, replace(expected, origins=origins, turn_spans=turns))
 
 
-@pytest.mark.parametrize(("version", "origins"), [("v1", ()), ("v1.1", ORIGINS)])
-def test_the_golden_batch_of_every_version_still_reads(version, origins):
+@pytest.mark.parametrize(("version", "origins", "turns"), VERSIONS)
+def test_the_golden_batch_of_every_version_still_reads(version, origins, turns):
     path = GOLDEN / f"batches_{version}.arrow"
     first, second = decode_batch(from_segment(path.read_bytes(), path.name)[0])
     for found, index, advantage, live in ((first, 1, -0.5, [3]), (second, 0, 2 / 3, [0, 1, 2, 3])):
-        assert_equal(found.rollout, replace(by_hand(index), origins=origins))
+        assert_equal(found.rollout, replace(by_hand(index), origins=origins, turn_spans=turns))
         assert found.advantage == float(np.float32(advantage))
         assert np.flatnonzero(found.loss_mask).tolist() == live
     assert [first.loss_weight, second.loss_weight] == [0.125, float(np.float32(0.1))]
+    assert [first.turn_advantages, second.turn_advantages] == [(-0.5, 0.25) if turns else (), ()]
 
 
 @pytest.mark.parametrize("counts", [(0,), (3, -1), (4, 2)])
@@ -260,14 +291,21 @@ def test_another_major_version_is_refused_by_name():
 
 
 def test_a_newer_minor_version_may_have_more_columns():
-    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.2")
+    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.3")
     check_schema(newer)
     plain = encode_rollouts("run", [by_hand()])
     batch = pa.RecordBatch.from_arrays([*plain.columns, pa.array([0.5], pa.float32())], schema=newer)
     assert conform(batch).equals(plain)
     assert_equal(decode_rollouts(batch)[0], by_hand())
     with pytest.raises(SchemaMismatch, match="novelty"):
-        check_schema(with_version(newer, "1.1"))
+        check_schema(with_version(newer, "1.2"))
+
+
+def test_a_batch_may_lack_the_advantages_of_turns_only_in_older_versions():
+    without = BATCH_SCHEMA.remove(BATCH_SCHEMA.get_field_index("turn_advantages"))
+    check_schema(with_version(without, "1.1"), BATCH_SCHEMA)
+    with pytest.raises(SchemaMismatch, match="lack the column 'turn_advantages'"):
+        check_schema(without, BATCH_SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +359,63 @@ def test_a_good_group_passes_also_as_a_slice():
 def test_rows_that_cannot_be_trained_are_refused_with_the_rule(change, says):
     with pytest.raises(SchemaMismatch, match=says):
         check_rows(encode_rollouts("run", [by_hand(0), replace(by_hand(1), **change)]))
+
+
+@pytest.mark.parametrize("turns", [[(0, 4)], [(0, 2), (2, 4)], [(0, 1), (3, 5)], [(1, 2), (2, 5)]])
+def test_turns_may_follow_each_other_or_leave_tokens_to_the_environment(turns):
+    mask = np.array([any(start <= token < end for start, end in turns) for token in range(5)])
+    logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
+    made = replace(
+        by_hand(1), loss_mask=mask, rollout_logprobs=logprobs, turn_spans=tuple(TurnSpan(*t) for t in turns)
+    )
+    check_rows(encode_rollouts("run", [by_hand(0), made]))
+    check_rows(encode_rollouts("run", [by_hand(0), made]).slice(1))
+
+
+@pytest.mark.parametrize(
+    ("turns", "says"),
+    [
+        ([(0, 2), (2, 6)], r"row 1: turn_spans has \[2, 6\) after 2 of 5 completion tokens"),
+        ([(0, 3), (2, 4)], r"row 1: turn_spans has \[2, 4\) after 3 of 5 completion tokens; .* do not overlap"),
+        ([(2, 4), (0, 2)], r"\[0, 2\) after 4 of 5 .* in order"),
+        ([(0, 2), (2, 2), (2, 4)], r"\[2, 2\) after 2 of 5 .* at least one token each"),
+        ([(0, 4), (4, 3)], r"\[4, 3\) after 4 of 5"),
+        ([(-1, 4)], r"\[-1, 4\) after 0 of 5"),
+        ([(0, 1)] * 6, r"\[0, 1\) after 1 of 5"),
+        ([(0, 3)], "row 1: loss_mask is true at token 3, in none of its turn_spans; .* was not sampled"),
+        ([(0, 1), (2, 4)], "loss_mask is true at token 1"),
+        ([(1, 4)], "loss_mask is true at token 0"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused_with_the_rule(turns, says):
+    wrong = replace(by_hand(1), turn_spans=tuple(TurnSpan(*turn) for turn in turns))
+    with pytest.raises(SchemaMismatch, match=says):
+        check_rows(encode_rollouts("run", [by_hand(0), wrong]))
+
+
+def test_no_turns_are_null_and_not_an_empty_list():
+    batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
+    index = batch.schema.get_field_index("turn_spans")
+    empty = batch.set_column(index, batch.schema.field(index), pa.array([None, []], batch.schema.field(index).type))
+    with pytest.raises(SchemaMismatch, match="row 1: turn_spans is empty; null for one turn"):
+        check_rows(empty)
+
+
+@pytest.mark.parametrize("name", ["weight_spans", "turn_spans", "origins"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_nulls_inside_spans_and_origins_are_refused(name, is_whole):
+    whole = replace(by_hand(0), origins=ORIGINS, turn_spans=TURNS)
+    batch = encode_rollouts("run", [whole, replace(by_hand(1), origins=ORIGINS, turn_spans=TURNS)])
+    column = batch.column(name)
+    structs, (_, *others) = column.values, column.values.flatten()
+    nulls = pa.array([True] + [False] * (len(structs) - 1))
+    first = structs.field(0) if is_whole else pa.nulls(len(structs), structs.type[0].type)
+    fields = [structs.type[index] for index in range(structs.type.num_fields)]
+    holed = pa.StructArray.from_arrays([first, *others], fields=fields, mask=nulls if is_whole else None)
+    index = batch.schema.get_field_index(name)
+    wrong = batch.set_column(index, batch.schema.field(index), pa.ListArray.from_arrays(column.offsets, holed))
+    with pytest.raises(SchemaMismatch, match=f"'{name}' holds nulls inside its lists"):
+        check_rows(wrong)
 
 
 def test_limits_nulls_and_empty_messages_are_refused():

@@ -15,7 +15,7 @@ from pipelinerl_core.stream import checks
 from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.quick_checks import are_sound
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.types import FinishReason, Outcome, WeightSpan
+from pipelinerl_core.types import FinishReason, Outcome, TurnSpan, WeightSpan
 
 MAX_TOKENS = 64
 
@@ -106,6 +106,7 @@ FAULTS = {
     "rollout_logprobs": [[-1.0] * 12] * 5 + [[-1.0] * 11 + [float("inf")]],
     "prompt_token_ids": [[1]] * 5 + [[]],
     "loss_mask": [[True] * 12] * 5 + [[True] * 11 + [False]],
+    "turn_spans": [None] * 5 + [[{"start": 0, "end": 11}]],
 }
 BAD_SPANS = (
     [(0, 1, 12)], [(0, 0, 6), (0, 7, 12)], [(2, 0, 6), (1, 6, 12)], [(0, 0, 13)], [], [(-1, 0, 12)],
@@ -148,6 +149,13 @@ def test_rows_that_their_message_does_not_name_are_not_found_sound(sound, field)
     refs[1] = dataclasses.replace(refs[1], **{field: value + (1 if isinstance(value, int) else "x")})
     assert not are_sound(refs, batch, MAX_TOKENS)
     assert not are_sound([], batch, MAX_TOKENS)
+
+
+def test_rows_with_turns_go_the_long_way_round(sound):
+    refs, batch = sound
+    turned = changed(batch, "turn_spans", [None] * 5 + [[TurnSpan(0, 5), TurnSpan(5, 12)]])
+    assert not are_sound(refs, turned, MAX_TOKENS)
+    checks.check_groups(refs, turned, max_tokens_per_row=MAX_TOKENS)
 
 
 def test_too_long_rows_are_not_found_sound(sound):
