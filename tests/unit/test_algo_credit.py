@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pipelinerl_core.algo.advantages import ADVANTAGES, group_mean, leave_one_out, standardized
+from pipelinerl_core.algo.advantages import ADVANTAGES, group_mean, leave_one_out, per_turn, standardized
 from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import deadline_step, group_deadline, live_mask, token_lags, token_versions
 from pipelinerl_core.algo.weighting import loss_weights
@@ -29,6 +31,54 @@ def test_standardized_divides_by_the_deviation_of_the_sample():
     assert standardized(rewards) == pytest.approx(
         [(reward - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-4) for reward in rewards]
     )
+
+
+def test_a_turn_is_compared_with_the_siblings_that_got_that_far():
+    # turn 0: baselines 1/2, 1, 1/2; turn 1: the rewards 0 and 1; turn 2: the third one alone
+    assert per_turn([1.0, 0.0, 1.0], [1, 2, 3]) == [(0.5,), (-1.0, -1.0), (0.5, 1.0, 0.0)]
+    # turn 0: 4 - 3/3, 2 - 5/3, 1 - 6/3, 0 - 7/3; turn 1: the first, the second and the last
+    found = per_turn([4.0, 2.0, 1.0, 0.0], [2, 2, 1, 3])
+    assert [list(advantages) for advantages in found] == [
+        pytest.approx([3.0, 3.0]),
+        pytest.approx([1 / 3, 0.0]),
+        pytest.approx([-1.0]),
+        pytest.approx([-7 / 3, -3.0, 0.0]),
+    ]
+
+
+GROUPS = st.integers(2, 9).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.floats(-100, 100), min_size=size, max_size=size),
+        st.lists(st.integers(1, 6), min_size=size, max_size=size),
+    )
+)
+
+
+@given(GROUPS)
+def test_with_one_turn_each_it_is_leave_one_out_to_the_last_bit(group):
+    rewards, _ = group
+    assert per_turn(rewards, [1] * len(rewards)) == [(advantage,) for advantage in leave_one_out(rewards)]
+
+
+@given(GROUPS)
+def test_turns_agree_with_a_second_derivation_in_float64(group):
+    """Baselines as a product of matrices: who reached a turn, and who is not oneself."""
+    rewards, num_turns = (np.array(column, np.float64) for column in group)
+    reached_RK = np.arange(num_turns.max()) < num_turns[:, None]
+    others_RR = 1.0 - np.eye(len(rewards))
+    counts_RK = others_RR @ reached_RK
+    baselines_RK = (others_RR * rewards) @ reached_RK / np.maximum(counts_RK, 1)
+    wanted_RK = np.where(counts_RK > 0, rewards[:, None] - baselines_RK, 0.0)
+    for found, wanted_K, num in zip(per_turn(*group), wanted_RK, group[1], strict=True):
+        assert found == pytest.approx(wanted_K[:num], abs=1e-6)
+
+
+def test_turns_need_a_sibling_and_every_rollout_a_turn():
+    with pytest.raises(ValueError, match="with 1 scored rollouts has no baseline"):
+        per_turn([1.0], [3])
+    for num_turns in ([1, 0], [1], [1, 1, 1]):
+        with pytest.raises(ValueError, match=r"2 rollouts with .* turns: each has at least one"):
+            per_turn([1.0, 0.0], num_turns)
 
 
 @pytest.mark.parametrize("kind", set(ADVANTAGES) - {"value"})
