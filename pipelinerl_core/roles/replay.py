@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
+from pipelinerl_core.config.losses import LossConfig
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
@@ -161,11 +162,7 @@ def replay_run(
         raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
     studied = override_config(context.config, overrides)
     _check_adapters(context.config.learner, studied.learner)
-    if (context.config.loss.advantage == "value") != (studied.loss.advantage == "value"):
-        raise ConfigError(
-            f"loss.advantage={studied.loss.advantage}: the recorded advantages are those of "
-            f"{context.config.loss.advantage}. Start a new run to learn with a value head, or without one"
-        )
+    _check_advantages(context.config.loss, studied.loss)
     with open_learners(url, context.config.trainer.ranks) as learners:
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)
@@ -180,6 +177,20 @@ def replay_run(
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.stats.step >= begin:
                 yield replace(replayed, is_exact=replayed.stats.step < min(foreign, default=end + 1))
+
+
+def _check_advantages(recorded: LossConfig, studied: LossConfig) -> None:
+    """Raises ConfigError when the loss would read the recorded advantages as what they are not."""
+    if (recorded.advantage == "value") != (studied.advantage == "value"):
+        raise ConfigError(
+            f"loss.advantage={studied.advantage}: the recorded advantages are those of {recorded.advantage}. "
+            "Start a new run to learn with a value head, or without one"
+        )
+    if studied.kind == "gspo" and (recorded.advantage == "turn") != (studied.advantage == "turn"):
+        raise ConfigError(
+            f"loss.advantage={studied.advantage}: the recorded advantages are those of {recorded.advantage}, and "
+            f"loss.kind=gspo computes its gradient otherwise for turns. Set loss.advantage={recorded.advantage} too"
+        )
 
 
 def _check_adapters(recorded: LearnerConfig, studied: LearnerConfig) -> None:

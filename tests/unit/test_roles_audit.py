@@ -16,7 +16,7 @@ from pipelinerl_core.stream.codec import encode_batch, encode_rollouts, to_segme
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.checkpoint import save_checkpoint
-from pipelinerl_core.types import FileEntry, TrainingRow
+from pipelinerl_core.types import FileEntry, TrainingRow, TurnSpan, WeightSpan
 from pipelinerl_core.weights.publish import WeightPublisher
 
 CONFIG = build_config({"schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
@@ -230,6 +230,27 @@ def test_masked_tokens_may_be_of_any_age(store):
     change(store, 3, tokens=ledger(3))
     put_rows(store, 3, [replace(row, loss_mask=np.zeros(TOKENS, np.bool_)) for row in rows_of(3, version=0)])
     assert problems(store) == []
+
+
+def turned(row, *spans, live):
+    """The row with turns [0, 2) and [4, 6), tokens of the environment between them, and these weight_spans."""
+    mask = np.array([True, True, False, False, True, True])
+    turns = (TurnSpan(0, 2), TurnSpan(4, 6))
+    rollout = replace(
+        row.rollout, loss_mask=mask, turn_spans=turns, weight_spans=tuple(WeightSpan(*s) for s in spans)
+    )
+    return replace(row, rollout=rollout, loss_mask=mask & np.array(live))
+
+
+def test_tokens_between_turns_count_with_their_version_as_in_the_ledger(store):
+    put_rows(store, 2, [turned(row, (1, 0, 6), live=[True] * 6) for row in rows_of(2)])
+    assert problems(store) == []
+    # With max_lag 0 the first three tokens are dead, one of the environment among them.
+    old = [turned(row, (0, 0, 3), (1, 3, 6), live=[False] * 3 + [True] * 3) for row in rows_of(2)]
+    put_rows(store, 2, old)
+    change(store, 3, tokens={**ledger(3), "trained": 24 + 4 * 3, "masked_stale": 4 * 3})
+    strict = CONFIG.model_copy(update={"schedule": CONFIG.schedule.model_copy(update={"max_lag": 0})})
+    assert Audit(store, strict).run().problems == []
 
 
 def test_a_store_without_a_run_does_not_close():

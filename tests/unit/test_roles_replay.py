@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.records import CheckpointRef, Commit, commit_key
 from pipelinerl_core.roles import replay
@@ -54,6 +55,28 @@ def flip(store, step):
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "study", "says"),
+    [
+        ("turn", "kind=ppo", None),
+        ("turn", "kind=gspo", "those of turn, and loss.kind=gspo .* Set loss.advantage=turn too"),
+        ("group_mean", "kind=gspo", None),
+        ("value", "kind=gspo", "those of value. Start a new run"),
+        ("leave_one_out", "advantage=value", "those of leave_one_out. Start a new run"),
+    ],
+)
+def test_a_study_reads_the_recorded_advantages_as_what_they_are(recorded, study, says):
+    config = load_config("quickstart", [f"loss.advantage={recorded}"])
+    studied = override_config(config, [f"loss.{study}"])
+    if says is None:
+        replay._check_advantages(config.loss, studied.loss)
+        return
+    with pytest.raises(ConfigError, match=says) as raised:
+        replay._check_advantages(config.loss, studied.loss)
+    assert "\n" not in str(raised.value)
+    replay._check_advantages(config.loss, override_config(config, [f"loss.advantage={recorded}"]).loss)
 
 
 def test_the_newest_checkpoint_at_or_before_a_step_is_loaded(run):
