@@ -12,7 +12,7 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
-    With loss.advantage=turn it is the paper's GSPO-token (section 4.3): s has the same value, but at each token the
+    With loss.advantage=turn it is the paper's GSPO-token: s has the same value, but at each token the
     gradient of the token's own log ratio. With that of the mean a token would move the terms of all turns alike, and
     the rollout would be credited with the mean advantage of its tokens.
     """
