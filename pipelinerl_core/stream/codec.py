@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, TURN_TYPE, conform
+from pipelinerl_core.stream.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, conform
 from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TrainingRow, TurnSpan, WeightSpan
 
 _SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
@@ -53,7 +53,7 @@ def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.Reco
     columns["loss_mask_trained"] = list_column([row.loss_mask for row in rows], np.bool_)
     columns["advantage"] = [row.advantage for row in rows]
     columns["loss_weight"] = [row.loss_weight for row in rows]
-    columns["turn_advantages"] = _sparse_column([row.turn_advantages for row in rows], pa.list_(pa.float32()))
+    columns["turn_advantages"] = [row.turn_advantages or None for row in rows]
     return record_batch(columns, BATCH_SCHEMA)
 
 
@@ -183,11 +183,6 @@ def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
     return pa.array([[origin._asdict() for origin in row] or None for row in rows], pa.list_(ORIGIN_TYPE))
 
 
-def turn_column(rows: Sequence[Sequence[TurnSpan]]) -> pa.Array:
-    """The inverse of `turns_of`."""
-    return _sparse_column(rows, pa.list_(TURN_TYPE))
-
-
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
     """An Arrow IPC file, zstd, with a checksum of each batch in its footer. At least one batch, all of one schema."""
     sink = pa.BufferOutputStream()
@@ -226,7 +221,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
         columns[name] = list_column([getattr(rollout, name) for rollout in rollouts], dtype)
     columns["weight_spans"] = span_column([rollout.weight_spans for rollout in rollouts])
     columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
-    columns["turn_spans"] = turn_column([rollout.turn_spans for rollout in rollouts])
+    columns["turn_spans"] = [rollout.turn_spans or None for rollout in rollouts]
     return columns
 
 
@@ -257,11 +252,6 @@ def list_column(rows: Sequence[NDArray[Any]], dtype: DTypeLike) -> pa.ListArray:
     offsets = _offsets((len(row) for row in rows), len(rows))
     flat = np.concatenate([np.zeros(0, dtype), *rows], dtype=dtype, casting="same_kind")
     return pa.ListArray.from_arrays(offsets, pa.array(flat))
-
-
-def _sparse_column(rows: Sequence[Sequence[Any]], kind: pa.DataType) -> pa.Array:
-    """A list column that is null where a row is empty, which all of them nearly always are."""
-    return pa.array([row or None for row in rows], kind) if any(rows) else pa.nulls(len(rows), kind)
 
 
 def span_column(rows: Sequence[Sequence[WeightSpan]]) -> pa.ListArray:

@@ -155,6 +155,8 @@ def test_decoded_tokens_are_views_of_the_batch():
 def test_a_value_that_does_not_fit_names_its_column():
     with pytest.raises(SchemaMismatch, match="'rollout_index'"):
         encode_rollouts("run", [replace(by_hand(), rollout_index=2**31)])
+    with pytest.raises(SchemaMismatch, match="'turn_spans'"):
+        encode_rollouts("run", [replace(by_hand(), turn_spans=(TurnSpan(0, 2**31),))])
 
 
 def test_training_rows_survive_with_their_order_and_both_masks():
