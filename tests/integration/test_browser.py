@@ -143,7 +143,7 @@ def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_ou
     page.fill(field_of("Steps"), "3")
     page.click("Submit")
     page.sees("train")
-    page.until("its state", r"/Scheduled|\bLate\b/i.test(document.body.innerText)")  # nobody works here
+    page.until("its state", r"/\bScheduled\b|\bLate\b/.test(document.body.innerText)")  # nobody works here
     runs = world.prefect.ask("/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}})
     (settings,) = (run["parameters"]["settings"] for run in runs)
     assert settings["steps"] == 3
