@@ -57,6 +57,8 @@ class Cell:
     """That all actors send together; 0: no end."""
     pause_seconds: float = 0.0
     """Of an actor after each sending."""
+    is_local: bool = True
+    """Whether roles talk to the hub through its Unix socket; Arrow Flight otherwise."""
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Section -> settings of the run."""
 
@@ -69,6 +71,7 @@ class Cell:
             "engine": {"concurrency": GROUP_SIZE},
             "schedule": {"max_lag": -(-window // self.groups_per_step)},
             "trainer": {"groups_per_step": self.groups_per_step, "steps": 10**7},
+            "placement": {"hub_local": self.is_local},
         }
         for name, settings in self.overrides.items():
             sections.setdefault(name, {}).update(settings)

@@ -94,7 +94,7 @@ def test_every_figure_stands_beside_what_was_asked():
         "peers": [{"peer": "redis", "num_tokens": 512, "groups_per_second": 2000.0}],
         "segments": [],
         "missing": ["S3: no rclone"],
-        "load_average": 2.0, "cores": 2, "pyarrow": "25", "machine": "x86_64",
+        "carrier": "local", "load_average": 2.0, "cores": 2, "pyarrow": "25", "machine": "x86_64",
     }  # fmt: skip
     lines = markdown(result).splitlines()
     figures = "4,000 groups/s, 16.4 M tokens/s; hub 200 us per group, 0.90 cores, 200 MB"
