@@ -23,6 +23,10 @@ _INBOX_BYTES = 1 << 16
 _MAX_PARTS = 512  # of one sendmsg; Linux takes 1,024
 _POLL_SECONDS = 1.0
 
+_OFFSET, _SIGNED_OFFSET, _VTABLE_ENTRY = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<H")
+_HEADER_FIELD = 2  # of Message: version, header_type, header, ...
+_COMPRESSION_FIELD = 3  # of RecordBatch: length, nodes, buffers, compression, ...
+
 Frame = tuple[bytes, "pa.Buffer | TooLarge | None"]
 """A message, and its rows, still as bytes."""
 
@@ -49,10 +53,10 @@ class FrameReader:
         """Bytes of rows that are still to come."""
 
     def next(self) -> Frame | None:
-        """The next frame; None when a socket that does not block has no more of it now."""
+        """The next frame; None when a socket that does not block has no more of it now, or much more."""
         while True:
             if self._rows is not None:
-                if not self._fill_rows():
+                if not self._fill_rows():  # once a turn, so that nobody's rows keep others waiting
                     return None
                 rows, self._rows = self._rows, None
                 return self._message, rows
@@ -98,9 +102,9 @@ class FrameReader:
             else:  # thrown away; the inbox is empty
                 target = self._inbox[: min(self._remaining, len(self._inbox))]
             num = self._receive(target)
-            if not num:
-                return False
             self._remaining -= num
+            if self._remaining and self._socket.gettimeout() == 0.0:
+                return False
         self._view = memoryview(b"")
         return True
 
@@ -136,22 +140,21 @@ class FrameWriter:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._parts: list[memoryview] = []
+        self.num_waiting_bytes = 0
+        """What the socket has not taken."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the socket has taken everything."""
         return not self._parts
 
-    @property
-    def num_waiting_bytes(self) -> int:
-        """What the socket has not taken."""
-        return sum(map(len, self._parts))
-
     def add(self, message: bytes, body: pa.Buffer | None) -> None:
         """One more frame to be sent."""
-        self._parts.append(memoryview(_HEADER.pack(len(message), body.size if body is not None else 0) + message))
+        row_bytes = body.size if body is not None else 0
+        self._parts.append(memoryview(_HEADER.pack(len(message), row_bytes) + message))
         if body is not None:
             self._parts.append(memoryview(body).cast("B"))
+        self.num_waiting_bytes += _HEADER.size + len(message) + row_bytes
 
     def send(self) -> bool:
         """Whether everything has left; never waits. Raises OSError when the other side has gone."""
@@ -161,6 +164,7 @@ class FrameWriter:
             except BlockingIOError:
                 return False
             self._parts = _without(self._parts, num)
+            self.num_waiting_bytes -= num
         return True
 
     def wait(self) -> None:
@@ -186,10 +190,42 @@ def read_rows(body: "pa.Buffer | TooLarge | None", schema: pa.Schema) -> pa.Reco
     if isinstance(body, TooLarge):
         return SchemaMismatch(f"{body.num_bytes} bytes of rows in one message: more than a message may have")
     try:
-        return pa.ipc.read_record_batch(pa.ipc.read_message(body), schema)
+        message = pa.ipc.read_message(body)
+        if _may_be_compressed(message):
+            return SchemaMismatch("rows that are compressed, or of an Arrow before 1.0: rows are sent as they are")
+        return pa.ipc.read_record_batch(message, schema)
     except (pa.ArrowException, OSError, EOFError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         return SchemaMismatch(f"rows that are no Arrow record batch: {lines[0]}")
+
+
+def _may_be_compressed(message: pa.ipc.Message) -> bool:
+    """Whether Arrow would decompress its body; 32 KiB of zstd become a GiB, and nothing of Arrow's bounds them.
+
+    Of the FlatBuffers table, which Arrow has verified: https://github.com/apache/arrow/blob/main/format/Message.fbs.
+    Before format V5 (Arrow 1.0) the codec was named in free metadata, so none of those are taken.
+    """
+    if message.metadata_version != pa.ipc.MetadataVersion.V5:
+        return True
+    if message.type != "record batch":
+        return False  # read_record_batch says what it is
+    table = memoryview(message.metadata)
+    (root,) = _OFFSET.unpack_from(table, 0)
+    header = _field_at(table, root, _HEADER_FIELD)
+    if not header:
+        return True
+    batch = header + _OFFSET.unpack_from(table, header)[0]
+    return _field_at(table, batch, _COMPRESSION_FIELD) != 0
+
+
+def _field_at(table: memoryview, position: int, field: int) -> int:
+    """Where a field of the FlatBuffers table at `position` lies; 0 if it has none."""
+    vtable = position - _SIGNED_OFFSET.unpack_from(table, position)[0]
+    entry = 2 * _VTABLE_ENTRY.size + field * _VTABLE_ENTRY.size
+    if entry >= _VTABLE_ENTRY.unpack_from(table, vtable)[0]:
+        return 0
+    (offset,) = _VTABLE_ENTRY.unpack_from(table, vtable + entry)
+    return position + offset if offset else 0
 
 
 def abstract_address(url: str) -> str:
@@ -199,6 +235,6 @@ def abstract_address(url: str) -> str:
 
 def is_own_user(connection: socket.socket) -> bool:
     """Whether the process at the other end runs as this process's user: the kernel says so."""
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    size = struct.calcsize("iII")
+    _, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(uid == os.geteuid())
