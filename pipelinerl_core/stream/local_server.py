@@ -9,6 +9,7 @@ The socket has an abstract name (Linux), so no file is left of a hub that was ki
 at the other end: only this user's is let in, and only with the token of the run.
 """
 
+import errno
 import hmac
 import json
 import logging
@@ -18,15 +19,13 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 
 import pyarrow as pa
-import pyarrow.flight as fl
 
 from pipelinerl_core.messages import Introduction
 from pipelinerl_core.stream.desk import Desk, Peer
 from pipelinerl_core.stream.door import MAX_MESSAGE_BYTES, introduction
-from pipelinerl_core.stream.exchanges import REFUSED_TOKEN
+from pipelinerl_core.stream.exchanges import REFUSED_TOKEN, WIRE_ERRORS
 from pipelinerl_core.stream.frames import (
     ABSTRACT,
     Frame,
@@ -46,6 +45,7 @@ _MAX_WAITING_BYTES = 4 << 20  # that an actor has not read; answers to actors ar
 _BACKLOG = 1024
 _FRAMES_PER_TURN = 8  # of one peer, before the others have theirs
 _SWEEP_SECONDS = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class _Writer:
 
     def write(self, message: bytes, body: pa.Buffer | None) -> None:
         with self._lock:
+            if self._frames.num_waiting_bytes > _MAX_WAITING_BYTES:
+                self._socket.shutdown(socket.SHUT_RDWR)  # its reader ends, and with it the peer
+                raise OSError("it does not read what it is told")
             was_empty = self._frames.is_empty
             self._frames.add(message, body)
             if self.waits:
@@ -75,9 +78,6 @@ class _Writer:
                     self._frames.wait()
             elif was_empty and not self._frames.send():
                 self._loop.watch(self._socket, writes=True)
-            elif self._frames.num_waiting_bytes > _MAX_WAITING_BYTES:
-                self._socket.shutdown(socket.SHUT_RDWR)  # its reader ends, and with it the peer
-                raise OSError("it does not read what it is told")
 
     def go_on(self) -> None:
         """The socket takes more."""
@@ -119,7 +119,7 @@ class LocalServer:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._callers: dict[int, _Caller] = {}
-        self._unread: deque[int] = deque()
+        self._unread: set[int] = set()
         """Who has more frames in its inbox, of which the socket knows nothing."""
         self._here = threading.Condition()
         self._peers: set[str] = set()
@@ -144,13 +144,13 @@ class LocalServer:
         swept_at = time.monotonic()
         while True:
             events = self._epoll.poll(0 if self._unread else _SWEEP_SECONDS)
-            for number, kinds in events:
+            turns = {**dict.fromkeys(self._unread, select.EPOLLIN), **dict(events)}  # one each, whoever sends most
+            self._unread.clear()
+            for number, kinds in turns.items():
                 if number == self._listener.fileno():
                     self._accept()
                 else:
                     self._attend(number, kinds)
-            for _ in range(len(self._unread)):
-                self._attend(self._unread.popleft(), select.EPOLLIN)
             if time.monotonic() - swept_at > _SWEEP_SECONDS:
                 swept_at = time.monotonic()
                 self._sweep(swept_at)
@@ -158,18 +158,29 @@ class LocalServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:  # it has gone already; or no descriptor is left for it
-            _log.debug("nobody to accept: %s", error)
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the caller stays where it is: the listener would be ready without end
+                _log.warning("nobody is let in for %g s: %s", _SWEEP_SECONDS, error)
+                self._epoll.modify(self._listener, 0)
+            else:  # it has gone already
+                _log.debug("nobody to accept: %s", error)
             return
-        if not is_own_user(connection):
-            _log.warning("a process of another user was turned away")
+        try:
+            if not is_own_user(connection):
+                _log.warning("a process of another user was turned away")
+                connection.close()
+                return
+            connection.setblocking(False)
+            caller = _Caller(connection, self._desk.max_row_bytes, self)
+            self._epoll.register(connection, select.EPOLLIN)
+        except (OSError, MemoryError) as error:
+            _log.warning("a process of this host was not let in: %s", error)
             connection.close()
             return
-        connection.setblocking(False)
-        self._callers[connection.fileno()] = _Caller(connection, self._desk.max_row_bytes, self)
-        self._epoll.register(connection, select.EPOLLIN)
+        self._callers[connection.fileno()] = caller
 
     def _sweep(self, now: float) -> None:
+        self._epoll.modify(self._listener, select.EPOLLIN)
         late = [
             number
             for number, caller in self._callers.items()
@@ -193,7 +204,7 @@ class LocalServer:
                     self._answer(caller.peer, caller, frame)
                 elif not self._greet(number, caller, frame):
                     return
-            self._unread.append(number)
+            self._unread.add(number)
         except (EOFError, OSError) as error:
             self._leave(number, str(error))
         except Exception as error:  # noqa: BLE001 - one peer must not end the thread of all
@@ -220,7 +231,12 @@ class LocalServer:
         del self._callers[number]
         caller.socket.setblocking(True)
         caller.writer.waits = True
-        threading.Thread(target=self._serve, args=(who, schema, caller), name="local-trainer", daemon=True).start()
+        thread = threading.Thread(target=self._serve, args=(who, schema, caller), name="local-trainer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has none left
+            _log.error("%s was not let in: %s", who, error)
+            caller.socket.close()
         return False
 
     def _introduced(self, frame: Frame) -> tuple[Introduction, pa.Schema] | str:
@@ -234,7 +250,7 @@ class LocalServer:
             if not isinstance(body, pa.Buffer):
                 return "a hello comes with the schema of the rows"
             schema = pa.ipc.read_schema(body)
-        except (ValueError, KeyError, AttributeError, RecursionError, fl.FlightError, pa.ArrowException, OSError):
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError, *WIRE_ERRORS):
             return "no hello of this protocol"
         return (who, schema) if self._desk.is_open else "the hub is starting or shutting down"
 
@@ -252,11 +268,14 @@ class LocalServer:
         caller.socket.close()
 
     def _part(self, caller: _Caller, reason: str) -> None:
-        """Nothing is written to it from now on."""
+        """Nothing is written to it from now on. Never raises."""
         if caller.peer is None:
             _log.info("a process of this host was not let in: %s", reason)
             return
-        self._desk.part(caller.peer)
+        try:
+            self._desk.part(caller.peer)
+        except Exception:  # noqa: BLE001 - one peer must not end the thread of all
+            _log.exception("%s: its going failed", caller.peer.name)
         _log.info("%s has gone: %s", caller.peer.name, reason)
         with self._here:
             self._peers.discard(caller.peer.name)
