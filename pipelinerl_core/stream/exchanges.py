@@ -139,11 +139,11 @@ class LocalExchange:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = FrameWriter(self._socket)
         self._reader = FrameReader(self._socket, max_message_bytes=_MAX_MESSAGE_BYTES, max_row_bytes=_MAX_ROW_BYTES)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held by whoever calls into the socket: its number may soon be another's
         self._schema: pa.Schema = ROLLOUT_SCHEMA
         try:
             refusal = self._say_hello(url, token, command)
-        except (OSError, EOFError, ValueError, pa.ArrowException) as error:
+        except (OSError, EOFError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
             self._socket.close()
             raise HubUnavailable(absent_text(url, reason_of(error))) from None
         if refusal:
@@ -206,13 +206,15 @@ class LocalExchange:
         self._socket.shutdown(socket.SHUT_WR)
 
     def cancel(self) -> None:
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            _log.debug("cancel: %s", error)
+        with self._lock:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError as error:
+                _log.debug("cancel: %s", error)
 
     def close(self) -> None:
-        self._socket.close()
+        with self._lock:
+            self._socket.close()
 
 
 def token_text(url: str) -> str:
