@@ -21,6 +21,7 @@ ABSTRACT = "unix-abstract:"
 _HEADER = struct.Struct("<II")  # bytes of the message, bytes of its rows
 _INBOX_BYTES = 1 << 16
 _MAX_PARTS = 512  # of one sendmsg; Linux takes 1,024
+_TURN_BYTES = 1 << 18  # of rows in one read, which else lasts as long as the other side keeps up with it
 _POLL_SECONDS = 1.0
 
 _OFFSET, _SIGNED_OFFSET, _VTABLE_ENTRY = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<H")
@@ -98,7 +99,7 @@ class FrameReader:
     def _fill_rows(self) -> bool:
         while self._remaining:
             if len(self._view):
-                target = self._view[-self._remaining :]
+                target = self._view[-self._remaining :][:_TURN_BYTES]
             else:  # thrown away; the inbox is empty
                 target = self._inbox[: min(self._remaining, len(self._inbox))]
             num = self._receive(target)
@@ -115,7 +116,10 @@ class FrameReader:
             self._inbox = grown
 
     def _fill_inbox(self) -> bool:
-        if self._start:
+        if self._start == self._end and len(self._inbox) > _INBOX_BYTES:  # a large message is rare
+            self._inbox = memoryview(bytearray(_INBOX_BYTES))
+            self._start = self._end = 0
+        elif self._start:
             rest = self._inbox[self._start : self._end].tobytes()
             self._inbox[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
