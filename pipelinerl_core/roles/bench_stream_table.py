@@ -40,7 +40,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def _conditions(result: Mapping[str, Any]) -> str:
     return (
-        f"carrier {result['carrier']}, load average {result['load_average']} on {result['cores']} cores at the end, pyarrow {result['pyarrow']}, "
+        f"carrier {result['carrier']}, load average {result['load_average']} on {result['cores']} cores at the end, "
+        f"pyarrow {result['pyarrow']}, "
         f"{result['machine']}"
     )
 

@@ -37,7 +37,7 @@ from pipelinerl_core.roles.process import (
     leave,
     limit_threads,
 )
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.stream.tls import make_credentials
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class HubProcess:
         self._store = context.store
         self.hub = start_hub(context)
         credentials = make_credentials() if placement.hub_tls else None
-        self._server = FlightHubServer(
+        self._server = HubServer(
             self.hub,
             host=placement.hub_host,
             port=placement.hub_port,

@@ -29,7 +29,7 @@ MAX_ROW_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
 
-class FlightHubServer:
+class HubServer:
     """Serves a HubService. It listens from construction; `start` lets peers in; `shutdown` ends it."""
 
     def __init__(

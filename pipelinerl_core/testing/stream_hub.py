@@ -27,7 +27,7 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.types import GroupRef
 
 GroupKey = tuple[int, int]
@@ -142,7 +142,7 @@ def main() -> None:
     """Serve until standard input says stop or ends."""
     groups_per_step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     service = QueueHub(credit=4 * groups_per_step, groups_per_step=groups_per_step)
-    server = FlightHubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])
+    server = HubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])
     server.start()
     sys.stdout.write(f"{server.url} {server.local_url}\n")
     sys.stdout.flush()

@@ -25,7 +25,7 @@ from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import encode_rollouts
 from pipelinerl_core.stream.frames import FrameReader, abstract_address
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.integration.pipeline import wait_for
@@ -77,7 +77,7 @@ class World:
 
     def __init__(self) -> None:
         self.service = QueueHub(credit=2)
-        self.server = FlightHubServer(
+        self.server = HubServer(
             self.service, host="127.0.0.1", port=0, token=TOKEN, max_row_bytes=MAX_ROW_BYTES, max_tokens_per_row=1000
         )
         self.server.start()
@@ -215,7 +215,7 @@ def test_a_hello_of_a_megabyte_is_hung_up_on(world):
 
 
 def test_nobody_is_let_in_before_the_start():
-    server = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    server = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
     raw = Raw(server.local_url)
     assert raw.ask(hello(), SCHEMA) == {"refusal": "the hub is starting or shutting down"}
     assert raw.is_cut_off()
@@ -539,7 +539,7 @@ def test_a_trainer_that_reads_no_rows_holds_up_itself_alone(world):
 
 
 def test_goodbye_is_said_and_a_silent_peer_does_not_hold_up_the_end():
-    server = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    server = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
     server.start()
     peers = []
     for role in ("actor", "trainer"):
@@ -556,7 +556,7 @@ def test_goodbye_is_said_and_a_silent_peer_does_not_hold_up_the_end():
 
 
 def test_a_client_hears_goodbye():
-    server = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    server = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
     server.start()
     client = HubClient(server.local_url, token=TOKEN, role="actor", name="honest")
     assert server.shutdown(SECONDS)

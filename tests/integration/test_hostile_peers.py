@@ -62,7 +62,7 @@ import functools, sys
 from pipelinerl_core.roles import hub
 from pipelinerl_core.roles.process import leave
 hub._BEAT_SECONDS = 0.0
-hub.FlightHubServer = functools.partial(hub.FlightHubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)
+hub.HubServer = functools.partial(hub.HubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)
 leave(hub.main())
 """
 MANIFEST = WeightManifest(version=0, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)

@@ -13,7 +13,7 @@ from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.stream.tls import make_credentials
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
@@ -33,7 +33,7 @@ CREDENTIALS = make_credentials()
 
 @pytest.fixture
 def server():
-    made = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN, credentials=CREDENTIALS)
+    made = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN, credentials=CREDENTIALS)
     made.start()
     yield made
     assert made.shutdown(30.0)

@@ -23,7 +23,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.integration.pipeline import wait_for
@@ -49,7 +49,7 @@ class Channel:
 
     def __init__(self, service):
         self.service = service
-        self.server = FlightHubServer(service, host="127.0.0.1", port=0, token=TOKEN, max_tokens_per_row=100)
+        self.server = HubServer(service, host="127.0.0.1", port=0, token=TOKEN, max_tokens_per_row=100)
         self.server.start()
         self.clients = []
 
@@ -195,7 +195,7 @@ def test_a_wrong_token_is_refused_before_anything_is_read(channel):
 
 def test_the_server_needs_a_token():
     with pytest.raises(ValueError, match="token"):
-        FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token="")
+        HubServer(QueueHub(), host="127.0.0.1", port=0, token="")
 
 
 def test_rows_that_break_the_rules_are_refused_and_the_exchange_goes_on(channel):
@@ -575,7 +575,7 @@ def test_a_client_that_nobody_closed_does_not_hold_up_the_exit_of_its_process(ch
 
 
 def test_a_hub_that_has_not_started_is_unavailable():
-    early = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    early = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
     with pytest.raises(HubUnavailable, match="starting"):
         HubClient(early.url, token=TOKEN, role="actor", name="early")
     assert early.shutdown(30.0)

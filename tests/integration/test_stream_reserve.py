@@ -8,7 +8,7 @@ from pipelinerl_core.errors import HubUnavailable
 from pipelinerl_core.messages import Group, Reserve, Rows
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 
@@ -20,7 +20,7 @@ NUM_GROUPS = 4
 def hub(request):
     """A hub with the groups of two steps."""
     service = QueueHub(credit=2 * NUM_GROUPS, groups_per_step=NUM_GROUPS)
-    server = FlightHubServer(service, host="127.0.0.1", port=0, token=TOKEN)
+    server = HubServer(service, host="127.0.0.1", port=0, token=TOKEN)
     server.start()
     service.url = server.url if request.param == "flight" else server.local_url
     actor = HubClient(service.url, token=TOKEN, role="actor", name="actor-0")

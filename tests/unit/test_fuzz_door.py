@@ -32,7 +32,7 @@ from pipelinerl_core.stream.checks import check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import TurnSpan
 
@@ -98,7 +98,7 @@ class Writer:
 
 @pytest.fixture(scope="module")
 def flight():
-    server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_tokens_per_row=1000)
+    server = HubServer(Service(), host="127.0.0.1", port=0, token="t", max_tokens_per_row=1000)
     yield server._desk
     assert server.shutdown(60.0)
 

@@ -11,7 +11,7 @@ from pipelinerl_core.messages import Register
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.roles.hub_link import HubLink, addresses
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.stream_hub import QueueHub
 
 TOKEN = "a-test-token"
@@ -43,7 +43,7 @@ def test_a_hub_of_an_earlier_release_says_nothing_of_a_socket():
 
 @pytest.fixture
 def server():
-    made = FlightHubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
+    made = HubServer(QueueHub(), host="127.0.0.1", port=0, token=TOKEN)
     made.start()
     yield made
     assert made.shutdown(60.0)

@@ -24,7 +24,7 @@ from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.door import parse
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import FlightHubServer
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 
@@ -126,7 +126,7 @@ class Service:
 
 @pytest.fixture
 def flight():
-    server = FlightHubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
+    server = HubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
     yield server._desk
     assert server.shutdown(60.0)
 
