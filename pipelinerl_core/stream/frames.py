@@ -22,6 +22,7 @@ _HEADER = struct.Struct("<II")  # bytes of the message, bytes of its rows
 _INBOX_BYTES = 1 << 16
 _MAX_PARTS = 512  # of one sendmsg; Linux takes 1,024
 _TURN_BYTES = 1 << 18  # of rows in one read, which else lasts as long as the other side keeps up with it
+_SEND_BYTES = 1 << 20  # as much as travels in one write (stream/bundles.py): it leaves in one call
 _POLL_SECONDS = 1.0
 
 _OFFSET, _SIGNED_OFFSET, _VTABLE_ENTRY = struct.Struct("<I"), struct.Struct("<i"), struct.Struct("<H")
@@ -142,6 +143,7 @@ class FrameWriter:
     """Sends frames on a socket; what the socket does not take at once stays here. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # less where the system says so
         self._socket = connection
         self._parts: list[memoryview] = []
         self.num_waiting_bytes = 0

@@ -195,7 +195,7 @@ def test_any_frames_cut_anywhere_come_out_as_they_went_in(case):
 
 
 def test_a_writer_whose_socket_is_full_goes_on_in_order(pair):
-    sent = [(b"%d" % number, content(50_000 + number)) for number in range(20)]
+    sent = [(b"%d" % number, content(50_000 + number)) for number in range(200)]
     for message, rows in sent:
         pair.writer.add(message, buffer(rows))
     assert not pair.writer.send()
@@ -215,7 +215,7 @@ def test_a_writer_whose_socket_is_full_goes_on_in_order(pair):
 
 
 def test_a_writer_waits_until_the_socket_takes_more(pair):
-    pair.writer.add(b"", pa.py_buffer(content(1 << 20)))
+    pair.writer.add(b"", pa.py_buffer(content(1 << 24)))
     assert not pair.writer.send()
     thread = threading.Thread(target=pair.reader.next)
     thread.start()
