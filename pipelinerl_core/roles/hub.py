@@ -88,7 +88,7 @@ def start_hub(context: RunContext) -> Hub:
 
 
 class HubProcess:
-    """A hub that serves: Flight server, ticks, hub.json."""
+    """A hub that serves: its carriers, ticks, hub.json."""
 
     def __init__(self, context: RunContext, monitor: RoleMonitor | None = None) -> None:
         """Raises ConfigError without a token, PipelineRLError while another hub of the run lives."""

@@ -150,7 +150,7 @@ class Desk:
             peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
 
     def answer(self, peer: Peer, metadata: bytes, rows: ReceivedRows) -> None:
-        """Answer one message; never raises. `rows` may be why they could not be read."""
+        """Answer one message, whatever is wrong with it. `rows` may be why they could not be read."""
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
