@@ -72,11 +72,16 @@ class RankProcesses:
         """Whether none of them runs."""
         return all(process.poll() is not None for process in self._processes.values())
 
-    def stop(self, seconds: float) -> None:
-        """Wait so long for them to end by themselves, then kill them."""
+    def await_end(self, seconds: float) -> None:
+        """Wait at most so long for all of them to end by themselves."""
         deadline = time.monotonic() + seconds
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self, seconds: float) -> None:
+        """Wait so long for them to end by themselves, then kill them."""
+        self.await_end(seconds)
+        for process in self._processes.values():
             process.kill()
             process.wait()

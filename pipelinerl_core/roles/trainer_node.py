@@ -11,7 +11,7 @@ import threading
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.records import MeetingRecord, parse_commit_key
 from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import stop_when_drained
+from pipelinerl_core.roles.control import wants_drain
 from pipelinerl_core.roles.meeting import newest_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
@@ -21,7 +21,7 @@ from pipelinerl_core.roles.process import (
     install_stop_signal,
     keep_to_cores,
 )
-from pipelinerl_core.roles.rank_processes import RankProcesses
+from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +29,32 @@ _LOOK_SECONDS = 1.0
 
 
 def run_node(context: RunContext, node: int, stop: threading.Event, monitor: RoleMonitor) -> None:
-    """Until the run is over or `stop`: the ranks of this node for whatever start of the trainer is the newest."""
+    """Until rank 0 has let go of this node and the run is over, or `stop`: its ranks for the trainer's newest start.
+
+    A run that drains ends when rank 0 says so: it may see the wish later than others, and without these ranks it
+    could not take its last step. A rank 0 that fails is started again and needs them even after the last commit.
+    """
     joined = 0
+    is_dismissed = False
     monitor.ready_unless(lambda: "")
-    while not stop.is_set() and not _is_over(context):
+    while not stop.is_set() and not (is_dismissed and _is_over(context)):
         meeting = newest_meeting(context.store)
         if meeting is None or meeting.epoch <= joined:
             monitor.beat("waiting for rank 0")
             stop.wait(_LOOK_SECONDS)
             continue
         joined = meeting.epoch
-        take_part(context, meeting, node, stop, monitor)
+        is_dismissed = take_part(context, meeting, node, stop, monitor)
 
 
 def take_part(
     context: RunContext, meeting: MeetingRecord, node: int, stop: threading.Event, monitor: RoleMonitor
-) -> None:
-    """The ranks of this node in one start of the trainer; returns when they have ended or a newer start is there."""
+) -> bool:
+    """The ranks of this node in one start of the trainer; returns when they have ended or a newer start is there.
+
+    True when rank 0 told all of them to end, which it does after its last commit. After `stop` they have a few
+    seconds for it: rank 0 may be asked to stop at the same time, in the middle of a step.
+    """
     first = node * meeting.per_node
     ranks = range(first, first + meeting.per_node)
     logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], meeting.where)
@@ -60,14 +69,17 @@ def take_part(
             newest = newest_meeting(context.store)
             if processes.name_the_dead() is not None or (newest is not None and newest.epoch > meeting.epoch):
                 break
+        if stop.is_set() and processes.name_the_dead() is None:
+            processes.await_end(RANK_STOP_SECONDS)
+        return processes.have_ended() and processes.name_the_dead() is None
     finally:
         processes.name_the_dead()
-        processes.stop(0.0 if processes.name_the_dead() is not None else _LOOK_SECONDS)
+        processes.stop(0.0)
 
 
 def _is_over(context: RunContext) -> bool:
     steps = [parse_commit_key(key)[0] for key in context.store.list("commits")]
-    return max(steps, default=-1) >= context.config.trainer.steps
+    return max(steps, default=-1) >= context.config.trainer.steps or wants_drain(context.store)
 
 
 @exit_codes
@@ -83,7 +95,6 @@ def main() -> int:
     stop = install_stop_signal()
     context = open_run(arguments.run)
     keep_to_cores(own_cores(context.config, "trainer"))
-    stop_when_drained(context.store, stop)
     with monitored(context, "trainer", f"trainer-node-{arguments.node}") as (timed, monitor):
         run_node(timed, arguments.node, stop, monitor)
     return 0

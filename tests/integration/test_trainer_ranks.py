@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.roles.context import change_for_resume, open_run
+from pipelinerl_core.roles.control import LOOK_SECONDS, ask_to_drain
 from pipelinerl_core.roles.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps, make_run, role, wait_for
@@ -150,4 +152,24 @@ def test_ranks_on_another_host_join_every_start_of_rank_0(tmp_path: Path) -> Non
             assert trainer.wait(120) == 0
         assert node.wait(RECOVERY_SECONDS) == 0
     assert committed_steps(url) == 9
+    assert_closes(url)
+
+
+def test_ranks_on_another_host_stay_until_rank_0_lets_them_go(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/one"
+    two_hosts = ["placement.kind=work_pools", "placement.trainer_nodes=2", "placement.trainer_host=127.0.0.1"]
+    make_run(url, "trainer.ranks=2", *SMALL, "trainer.steps=3000", *two_hosts)
+    log = tmp_path / "log.txt"
+    actor, others = ("actor", url, log, "--name", "actor-0"), ("trainer_node", url, log, "--node", "1")
+    with role("hub", url, log), role(*actor), role(*others) as node, role("trainer", url, log) as trainer:
+        wait_for(lambda: committed_steps(url) >= 2, "step 2", 120)
+        (rank,) = psutil.Process(node.pid).children()
+        trainer.send_signal(signal.SIGSTOP)  # rank 0 sees the wish later than everybody else
+        ask_to_drain(open_store(url), by="this test")
+        time.sleep(3 * LOOK_SECONDS)
+        assert rank.is_running(), "rank 0 has not taken its last step"
+        trainer.send_signal(signal.SIGCONT)
+        assert trainer.wait(RECOVERY_SECONDS) == 0
+        assert node.wait(RECOVERY_SECONDS) == 0
+    assert "a rank of the trainer is gone or silent" not in log.read_text()
     assert_closes(url)
