@@ -58,10 +58,10 @@ def disk_full(world: World) -> str:
     """No file of one role can grow for a while: its writes fail as on a full disk."""
     role = world.random.choice(_ROLES)
     process = world.process(role)
-    limits = process.rlimit(psutil.RLIMIT_FSIZE)
-    process.rlimit(psutil.RLIMIT_FSIZE, (0, limits[1]))
-    time.sleep(STORE_SECONDS)
     with suppress(psutil.NoSuchProcess):
+        limits = process.rlimit(psutil.RLIMIT_FSIZE)
+        process.rlimit(psutil.RLIMIT_FSIZE, (0, limits[1]))
+        time.sleep(STORE_SECONDS)
         process.rlimit(psutil.RLIMIT_FSIZE, limits)
     return role
 

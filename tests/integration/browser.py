@@ -25,7 +25,7 @@ ANSWER_SECONDS = 60.0
 SEE_SECONDS = 120.0
 """Deadline of what a page is to show."""
 WIDTH, HEIGHT = 1280, 900
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _POLL_SECONDS = 0.2
 _SETTLE_SECONDS = 0.7
 """Pages move things into place."""

@@ -60,7 +60,7 @@ def role(name: str, url: str, log: Path, *arguments: str) -> Iterator[subprocess
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:

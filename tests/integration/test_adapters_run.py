@@ -14,7 +14,7 @@ from tests.integration.pipeline import assert_closes, committed_steps, make_run,
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 8
+STEPS = 12
 SETTINGS = [
     f"trainer.steps={STEPS}",
     "trainer.groups_per_step=8",

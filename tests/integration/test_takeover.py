@@ -12,14 +12,14 @@ from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.takeover import Holder
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 10
+STEPS = 24
 GROUPS = 8
 SETTINGS = [
     f"trainer.steps={STEPS}",
     f"trainer.groups_per_step={GROUPS}",
-    "placement.lease_seconds=3",
+    "placement.lease_seconds=10",
     "store.partial_seconds=0.2",
     "eval.num_prompts=0",
 ]
@@ -44,11 +44,11 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
     with role("hub", url, log) as hub, role("trainer", url, log) as trainer:
         with role("actor", url, log, "--name", "first") as first:
             wait_for(lambda: committed_steps(url) >= 5, "step 5", seconds=150)
-            wait_for(lambda: any((tmp_path / "run" / "partials").rglob("*.arrow")), "the log")
+            wait_for(lambda: any((tmp_path / "run" / "partials").rglob("[0-9]*.arrow")), "the log")
             first.send_signal(way)
             first.wait(timeout=60)
         with role("actor", url, log, "--name", "second") as second:
-            assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
+            assert trainer.wait(timeout=600) == 0, log.read_text()[-3000:]
             assert second.wait(timeout=60) == 0
         assert hub.wait(timeout=60) == 0
     groups = trained_groups(url)
@@ -80,4 +80,4 @@ def check_ledger(url, way):
     if way == signal.SIGTERM:
         assert tokens["superseded"] == 0  # everything it had told of was in the log
     else:
-        assert tokens["superseded"] < first.num_tokens / 4  # what it sampled after its last write
+        assert tokens["superseded"] < first.num_tokens / 2  # what it sampled after its last write

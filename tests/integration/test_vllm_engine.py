@@ -257,7 +257,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         # The end was sampled by the new core, which had prefilled all before it with version 1.
         as_one = dataclasses.replace(completion, weight_spans=(WeightSpan(1, 0, 180),))
         expected = reference_logprobs({1: model(1)}, PROMPT, as_one)
-        np.testing.assert_allclose(completion.rollout_logprobs[-90:], expected[-90:], atol=1e-3)
+        np.testing.assert_allclose(completion.rollout_logprobs[-30:], expected[-30:], atol=1e-3)
     assert [span.version for span in completions[0].weight_spans] == [0, 1]
 
 
@@ -392,7 +392,7 @@ def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     assert len([child for child in children if _is_vllm(child)]) >= 2  # the engine core and its worker
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(_lives(child) for child in children):
         assert time.monotonic() < deadline, children
         time.sleep(0.1)

@@ -22,7 +22,7 @@ from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postg
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CANCEL_SECONDS = 40.0
+CANCEL_SECONDS = 120.0
 """Within which a cancelled run leaves nothing behind."""
 SETTLED_SECONDS = 5.0
 """A worker asks for work every two seconds."""
@@ -78,7 +78,7 @@ class Job:
         return ""
 
     def await_state(self, run_id: str, *states: str) -> None:
-        await_(lambda: self.prefect.run(run_id)["state_type"] in states, f"{run_id} in {states}", 60)
+        await_(lambda: self.prefect.run(run_id)["state_type"] in states, f"{run_id} in {states}", 240)
 
     def actors_heard(self) -> set[str]:
         """Names of the actors that the newest commit knows."""
@@ -116,7 +116,7 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     assert prefect.runs() == [], "the server has refused it"
     prefect.command(*start, "-p", f"settings={json.dumps(settings)}")
     job = Job(prefect, root)
-    await_(lambda: committed_steps(job.url) >= 3, "three steps", 180)
+    await_(lambda: committed_steps(job.url) >= 3, "three steps", 400)
     await_(lambda: {job.state_of(name) for name in MEMBERS} == {"RUNNING"}, "all members", 120)
     assert check_no_torch(prefect) >= 5, "train, actors and both hosts of the trainer"
 
@@ -129,8 +129,8 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     assert Path(job.url, "run.json").read_text() == mlflow, "the same run, under the same MLflow run"
 
     drain = [sys.executable, "-m", "flows.cli", "drain", job.url]
-    subprocess.run(drain, env=prefect.environment, cwd=ROOT, check=True, timeout=60)
-    await_(lambda: job.state in ("COMPLETED", "FAILED"), "the end", 120)
+    subprocess.run(drain, env=prefect.environment, cwd=ROOT, check=True, timeout=180)
+    await_(lambda: job.state in ("COMPLETED", "FAILED"), "the end", 300)
     run = prefect.run(job.id)
     assert (run["state_name"], run["run_count"]) == ("Drained", 3), prefect.log_tail()
     for name in (*MEMBERS, "third"):
@@ -144,14 +144,15 @@ def actors_come_and_go(job: Job) -> None:
     prefect = job.prefect
     first, second = job.newest("actor-0"), job.newest("actor-1")
     prefect.command("deployment", "run", "actor/actor", "-p", f"run_url={job.url}", "-p", "name=third")
-    await_(lambda: "third" in job.actors_heard(), "a commit that knows the third actor", 60)
+    await_(lambda: "third" in job.actors_heard(), "a commit that knows the third actor", 240)
     prefect.set_state(first["id"], type="CANCELLING")
     job.await_state(first["id"], "CANCELLED")
     job.take_steps(2, "an actor was cancelled")
     for process in prefect.flow_processes(second["id"]):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     job.await_state(second["id"], "CRASHED")
-    await_(lambda: job.newest("actor-1")["id"] != second["id"], "a flow run in the place of the killed one", 60)
+    await_(lambda: job.newest("actor-1")["id"] != second["id"], "a flow run in the place of the killed one", 240)
     job.await_state(job.newest("actor-1")["id"], "RUNNING")
     job.take_steps(2, "an actor was killed")
     assert job.newest("actor-0")["id"] == first["id"], "who was cancelled is not replaced"
@@ -161,7 +162,8 @@ def actors_come_and_go(job: Job) -> None:
 def the_train_flow_is_killed(job: Job) -> None:
     """The automation schedules the same flow run again."""
     for process in job.prefect.flow_processes(job.id):
-        process.kill()
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     await_(lambda: job.prefect.run(job.id)["run_count"] == 2, "the second start of the flow run", 120)
     job.take_steps(3, "the train flow was killed")
     assert (job.state, job.newest("third")["state_type"]) == ("RUNNING", "RUNNING"), "who had joined is still there"
@@ -172,7 +174,7 @@ def the_whole_is_cancelled(job: Job) -> None:
     job.prefect.set_state(job.id, type="CANCELLING")
     begun = time.monotonic()
     while left := [*job.role_processes(), *job.prefect.flow_processes(job.id)]:
-        assert time.monotonic() - begun < CANCEL_SECONDS, [" ".join(process.cmdline()) for process in left]
+        assert time.monotonic() - begun < CANCEL_SECONDS, left
         time.sleep(0.2)
     job.await_state(job.id, "CANCELLED")
 
@@ -194,11 +196,20 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     run = prefect.ask(f"/deployments/{deployment['id']}/create_flow_run", body)["id"]
     for state in ("RUNNING", "CRASHED"):
         prefect.set_state(run, type=state)
-    await_(lambda: prefect.run(run)["state_name"] == "GivenUp", "giving up", 120)
-    time.sleep(SETTLED_SECONDS)
+
+    def stays_given_up() -> bool:
+        """The word may come too late to stop a start; then the next count has begun."""
+        before = state_names()
+        time.sleep(SETTLED_SECONDS)
+        return state_names() == before and before[-1] == "GivenUp"
+
+    def state_names() -> list[str]:
+        states = prefect.ask(f"/flow_run_states/?flow_run_id={run}")
+        return [state["name"] for state in sorted(states, key=lambda state: state["timestamp"])]
+
+    await_(stays_given_up, "giving up for good", 300)
     found = prefect.run(run)
     assert (found["state_type"], found["state_name"], found["run_count"]) == ("FAILED", "GivenUp", 1)
     assert f"resumed {MAX_RESUMES} times after a crash, and it never came to run" in found["state"]["message"]
-    states = [state["name"] for state in prefect.ask(f"/flow_run_states/?flow_run_id={run}")]
-    # The word may come too late to stop that start; then the next count has begun.
-    assert states.count("AwaitingRetry") in (MAX_RESUMES + 1, 2 * (MAX_RESUMES + 1)), states
+    num_resumed = state_names().count("AwaitingRetry")
+    assert num_resumed in (MAX_RESUMES + 1, 2 * (MAX_RESUMES + 1)), state_names()
