@@ -53,6 +53,10 @@ class HubUnavailable(StreamError):
     """No hub answered within the deadline."""
 
 
+class RunOver(StreamError):
+    """The hub has left for good: the last step is committed."""
+
+
 class StaleLease(StreamError):
     """Rows were sent for a lease that this actor no longer holds."""
 

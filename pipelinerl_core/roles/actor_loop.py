@@ -12,6 +12,7 @@
 | group | one lease         | slots, then the scorer           | engine, reward children         |
 | send  | finished groups   | credit                           | sync (credit is level-triggered)|
 | seal  | finished groups   | store.segment_seconds            | the clock                       |
+| tell  | sealed segments   | the hub's answer                 | a hub                           |
 | log   | growth of groups  | store.partial_seconds            | the clock                       |
 """
 
@@ -32,13 +33,15 @@ from pipelinerl_core.errors import (
     HubUnavailable,
     MissingObject,
     RewardError,
+    RunOver,
     StaleLease,
     SwapError,
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
-from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sealed, Sync, SyncReply
+from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.actor_log import GroupLog
+from pipelinerl_core.roles.actor_seal import Sealer
 from pipelinerl_core.roles.actor_watch import ActorWatch
 from pipelinerl_core.roles.finished import FinishedGroup, finished_group
 from pipelinerl_core.roles.group_member import GroupMember
@@ -90,21 +93,19 @@ class Actor:
         self._engine = parts.engine
         self._subscriber = parts.subscriber
         self._member = parts.member
-        self._segments = parts.segments
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
-            seal=lambda: self._seal(everything=True),
+            seal=lambda: self._sealer.seal(everything=True),
         )  # fmt: skip
         self._run_id = run_id
         self._name = name
         self._epoch = epoch
         self._link = link(self._registration)
+        self._sealer = Sealer(parts.segments, self._link, actor=name, epoch=epoch, forget=self._log.forget)
         self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._finished: dict[tuple[int, int], FinishedGroup] = {}
         self._unsent: asyncio.Queue[FinishedGroup] = asyncio.Queue()
-        self._must_offer_again = False
         self._sync_now = asyncio.Event()
         self._newest: WeightManifest | None = None
         self._unreadable = -1
@@ -124,29 +125,48 @@ class Actor:
         """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
         loop = asyncio.get_running_loop()
         self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
-        await asyncio.to_thread(self._link.connect)
+        self._link.gives_up = stop.is_set
         try:
+            if not await self._connect(stop):
+                return
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(loop)
                     for loop in (
                         self._swap_loop(),
                         self._send_loop(),
-                        self._seal_loop(),
+                        self._sealer.run(self._config.store.segment_seconds),
+                        self._sealer.tell(),
                         self._log.run(),
                         self._watch.run(),
                     )
                 ]
-                await self._sync_loop(tasks, stop)
-                if stop.is_set():  # whoever takes the open groups over finds all of them
+                try:
+                    await self._sync_loop(tasks, stop)
+                except HubUnavailable:
                     await self._log.flush()
+                    raise
+                await self._log.flush()  # whoever takes the open groups over finds all of them
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
             if self._member is not None:
                 await self._member.close()
-            await self._seal(everything=True, is_last=True)
+            await self._sealer.close()
             await asyncio.to_thread(self._link.close)
+
+    async def _connect(self, stop: threading.Event) -> bool:
+        """Register with the hub; False when the run is over, or `stop` came before there was one."""
+        try:
+            await asyncio.to_thread(self._link.connect)
+        except RunOver as over:
+            logger.info("%s", over)
+            return False
+        except HubUnavailable:
+            if not stop.is_set():
+                raise
+            return False
+        return True
 
     # ---- sync ------------------------------------------------------------------------------------------------
 
@@ -154,13 +174,17 @@ class Actor:
         want = 0  # nothing is leased before the newest weights are in
         while not stop.is_set():
             self._sync_now.clear()  # what happens from here on is answered by the next sync
-            reply = await asyncio.to_thread(self._link.request, self._sync(want))
-            if isinstance(reply, Refused):
-                if reply.code != "unknown_boot":
-                    raise_refusal(reply)
-                await asyncio.to_thread(self._link.register_again)
+            try:
+                reply = await asyncio.to_thread(self._exchange, self._sync(want))
+            except RunOver as over:
+                logger.info("%s: %d leases given up", over, len(self._leases))
+                return
+            except HubUnavailable:
+                if stop.is_set():
+                    return
+                raise
+            if reply is None:
                 continue
-            assert isinstance(reply, SyncReply)
             self._watch.heard(reply, self._unsent.qsize())
             self._take_versions(reply)
             self._engine.set_paused(reply.state == "pause")
@@ -168,11 +192,24 @@ class Actor:
                 logger.info("the hub says drain: %d leases given up", len(self._leases))
                 return
             self._take_leases(reply, tasks)
-            self._offer_again()
+            for group in self._sealer.to_offer_again():
+                self._unsent.put_nowait(group)
             if self._errors.is_spent:
                 raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
             await self._next_sync()
             want = self._want() if self._is_current() else 0
+
+    def _exchange(self, message: Sync) -> SyncReply | None:
+        """On a thread of its own: the hub's answer; None when it did not know this actor, and now does."""
+        reply = self._link.request(message)
+        if isinstance(reply, Refused):
+            if reply.code != "unknown_boot":
+                raise_refusal(reply)
+            with contextlib.suppress(HubUnavailable):  # lost just now: the next sync looks for it
+                self._link.register_again()
+            return None
+        assert isinstance(reply, SyncReply)
+        return reply
 
     def _sync(self, want: int) -> Sync:
         stats = self._engine.stats()
@@ -258,8 +295,7 @@ class Actor:
         self._errors.add(rollouts)
         self._watch.finished(lease, rollouts, leased_at)
         group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
-        self._finished[lease.group_id, lease.attempt] = group
-        self._segments.append(group.rows, group.ref)
+        self._sealer.add(group)
         self._unsent.put_nowait(group)
         if self._engine.stats().waiting < lease.group_size:
             self._sync_now.set()
@@ -272,7 +308,13 @@ class Actor:
                 groups.append(self._unsent.get_nowait())
             self._spend_credit(len(groups))
             # All at once: a turn of this loop lasts as long as a decode step, so a turn per group would be too slow.
-            answers = await asyncio.to_thread(self._send, groups)
+            try:
+                answers = await asyncio.to_thread(self._send, groups)
+            except (HubUnavailable, RunOver):  # the sync loop decides what follows; a new hub is offered them
+                for group in groups:
+                    self._unsent.put_nowait(group)
+                await asyncio.sleep(self._sync_seconds)
+                continue
             for group, answer in zip(groups, answers, strict=True):
                 self._note_sent(group, answer)
 
@@ -289,8 +331,8 @@ class Actor:
         self._leases.pop(group.lease_id, None)
         if isinstance(answer, Refused):
             self._forget_refused(group, answer)
-        elif group.seq is not None:
-            self._finished.pop((group.ref.group_id, group.ref.attempt), None)
+        else:
+            self._sealer.settle(group)
 
     def _spend_credit(self, num_groups: int) -> None:
         self._credit -= num_groups
@@ -301,57 +343,17 @@ class Actor:
         if refused.code != "stale_lease":
             raise_refusal(refused)
         logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, StaleLease(refused.detail))
-        self._finished.pop((group.ref.group_id, group.ref.attempt), None)
-
-    def _offer_again(self) -> None:
-        """A new hub knows nothing of groups that were sent but not sealed: send them once more."""
-        if self._must_offer_again:
-            self._must_offer_again = False
-            for group in self._finished.values():
-                if group.is_sent:
-                    self._unsent.put_nowait(group)
-
-    async def _seal_loop(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.store.segment_seconds / 4)
-            await self._seal(everything=False)
-
-    async def _seal(self, *, everything: bool, is_last: bool = False) -> None:
-        seal = self._segments.seal if everything else self._segments.seal_due
-        sealed = await asyncio.to_thread(seal)
-        if sealed is None:
-            return
-        seq, keys = sealed
-        for key in keys:
-            if key in self._finished:
-                self._finished[key].seq = seq
-        await self._log.forget(keys)
-        message = Sealed(actor=self._name, epoch=self._epoch, seq=seq, groups=keys)
-        try:
-            await asyncio.to_thread(self._link.request, message)
-        except HubUnavailable:
-            if not is_last:
-                raise
-            logger.warning("segment %d is sealed, but no hub heard of it", seq)
-            return
-        for key in keys:
-            group = self._finished.get(key)
-            if group is not None and group.is_sent:
-                del self._finished[key]
+        self._sealer.drop(group)
 
     def _registration(self) -> Register:
         """Called by the link, on its thread, at every (re)connection."""
         if self._link.registered is not None:
-            self._must_offer_again = True
+            self._sealer.must_offer_again = True
         held = [
             LeaseRef(group_id=lease.group_id, attempt=lease.attempt, lease_id=lease.lease_id)
             for lease in list(self._leases.values())
         ]
-        offered = [
-            LeaseRef(group_id=group.ref.group_id, attempt=group.ref.attempt, lease_id=group.lease_id)
-            for group in list(self._finished.values())
-            if group.lease_id not in self._leases
-        ]
+        offered = [offer for offer in self._sealer.offers() if offer.lease_id not in self._leases]
         return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
 
     # ---- weights ---------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Attempts of one group that one hub may grant before they would look like the next hub's.
 ATTEMPTS_PER_BOOT = 1000
 _TICK_SECONDS = 0.1
+_STANDSTILL_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 # Beside the rows; a connection takes about 100 kB of it.
 _MAX_FREE_BYTES = 256 << 20
@@ -144,8 +145,11 @@ class HubProcess:
 
     def _drain(self, stop: threading.Event) -> None:
         """Answer syncs with `drain` until everybody has gone."""
-        begun = time.monotonic()
+        begun = seen_at = time.monotonic()
         while True:
+            if (now := time.monotonic()) - seen_at > _STANDSTILL_SECONDS:
+                begun += now - seen_at  # this process stood still: nobody had the time to hear of it
+            seen_at = now
             limit = STOP_SECONDS if stop.is_set() else DRAIN_SECONDS if self.hub.has_met_trainer else _IDLE_SECONDS
             is_alone = self.hub.num_peers == 0 and (self.hub.has_met_trainer or stop.is_set())
             if is_alone or time.monotonic() - begun > limit:

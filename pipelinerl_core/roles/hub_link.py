@@ -17,6 +17,7 @@ from pipelinerl_core.errors import (
     Fenced,
     HubUnavailable,
     MissingObject,
+    RunOver,
     SchemaMismatch,
     StaleLease,
     StreamError,
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 HUB_DEADLINE_SECONDS = 120.0
 # A request that is not answered within this is sent again.
 RETRY_SECONDS = 2.0
+# A host that vanished says nothing: hub.json is read again after this. A hub on this host that dies closes its socket.
+_REMOTE_ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 REFUSALS: dict[str, type[Exception]] = {
     "fenced": Fenced,
@@ -73,6 +76,8 @@ class HubLink:
         self.registered: Registered | None = None
         self.on_nudge: Callable[[], None] = lambda: None
         """Called on a thread of the channel when the hub has news: sync at once."""
+        self.gives_up: Callable[[], bool] = lambda: False
+        """Asked now and then while no hub is there; True ends the wait."""
 
     @property
     def boot_id(self) -> str:
@@ -80,14 +85,14 @@ class HubLink:
         return self.registered.boot_id if self.registered else ""
 
     def connect(self) -> Registered:
-        """Find the hub and register; HubUnavailable after the deadline."""
+        """Find the hub and register; HubUnavailable after the deadline, RunOver when it has left for good."""
         deadline = time.monotonic() + self._deadline_seconds
         while True:
             client = self._client
             try:
                 return self._connect_once(client)
             except HubUnavailable as error:
-                self._wait_or_raise(deadline, error)
+                self._wait_or_raise(deadline, error, self._deadline_seconds)
 
     def register_again(self) -> Registered:
         """Register on the open connection: the hub answered with an unknown boot_id."""
@@ -96,9 +101,14 @@ class HubLink:
                 raise HubUnavailable("not connected")
             return self._register(self._client)
 
-    def request(self, message: Request, rows: pa.RecordBatch | None = None) -> Answer:
-        """The hub's answer, through as many hubs as it takes."""
-        return self._through_restarts(lambda client: client.request(message, rows))
+    def request(
+        self, message: Request, rows: pa.RecordBatch | None = None, *, seconds: float | None = None
+    ) -> Answer:
+        """The hub's answer, through as many hubs as it takes; raises like `connect`.
+
+        seconds: in place of the deadline.
+        """
+        return self._through_restarts(lambda client: client.request(message, rows, timeout=seconds), seconds)
 
     def request_all(self, messages: Sequence[tuple[Request, pa.RecordBatch | None]]) -> list[Answer]:
         """The answers to several requests that do not wait for each other, in their order."""
@@ -119,8 +129,9 @@ class HubLink:
             if self._client is not None:
                 self._client.close(bye=bye)
 
-    def _through_restarts(self, call: Callable[[HubClient], T]) -> T:
-        deadline = time.monotonic() + self._deadline_seconds
+    def _through_restarts(self, call: Callable[[HubClient], T], seconds: float | None = None) -> T:
+        seconds = self._deadline_seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         while True:
             client = self._client
             try:
@@ -129,7 +140,7 @@ class HubLink:
                     continue
                 return call(client)
             except HubUnavailable as error:
-                self._wait_or_raise(deadline, error)
+                self._wait_or_raise(deadline, error, seconds)
                 self._reconnect(client, error)
 
     def _reconnect(self, failed: HubClient | None, error: HubUnavailable) -> None:
@@ -168,8 +179,10 @@ class HubLink:
         return self._client_at(last, found)
 
     def _client_at(self, url: str, found: HubRecord) -> HubClient:
+        is_local = url == found.local_url
         return HubClient(
             url,
+            deadline_seconds=HUB_DEADLINE_SECONDS if is_local else _REMOTE_ANSWER_SECONDS,
             certificate=found.certificate,
             token=self._token,
             role=self._role,
@@ -190,15 +203,18 @@ class HubLink:
 
     def _find(self) -> HubRecord:
         try:
-            return HubRecord.model_validate_json(self._store.get(HUB_KEY))
+            found = HubRecord.model_validate_json(self._store.get(HUB_KEY))
         except MissingObject:
             raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started") from None
+        if found.live.get("state") == "done":
+            raise RunOver("the run is over, its hub has left after the last step")
+        return found
 
-    def _wait_or_raise(self, deadline: float, error: HubUnavailable) -> None:
-        if self._closed or time.monotonic() > deadline:
-            raise HubUnavailable(
-                f"no hub for {self._deadline_seconds:.0f} s ({error}): it died and was not restarted"
-            ) from error
+    def _wait_or_raise(self, deadline: float, error: HubUnavailable, seconds: float) -> None:
+        if self._closed or self.gives_up():
+            raise error
+        if time.monotonic() > deadline:
+            raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it died and was not restarted") from error
         time.sleep(_POLL_SECONDS)
 
 

@@ -3,11 +3,12 @@
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.errors import ConfigError, HubUnavailable
-from pipelinerl_core.messages import Register
+from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
+from pipelinerl_core.messages import Bye, Register
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.roles.hub_link import HubLink, addresses
 from pipelinerl_core.storage.object_store import open_store
@@ -54,11 +55,11 @@ def link_to(tmp_path):
     """A link to the hub that hub.json says is there."""
     links = []
 
-    def make(found: HubRecord, *, token: str = TOKEN) -> HubLink:
+    def make(found: HubRecord, *, token: str = TOKEN, deadline_seconds: float = 0.0) -> HubLink:
         store = open_store(str(tmp_path))
         store.put(HUB_KEY, found.model_dump_json().encode())
         link = HubLink(
-            store, token=token, role="actor", name="actor-0", deadline_seconds=0.0,
+            store, token=token, role="actor", name="actor-0", deadline_seconds=deadline_seconds,
             registration=lambda: Register(role="actor", name="actor-0", epoch=1),
         )  # fmt: skip
         links.append(link)
@@ -122,3 +123,37 @@ def test_a_hub_that_is_at_neither_is_named_by_its_url(link_to):
     link = link_to(record(url="grpc://127.0.0.1:1"))
     with pytest.raises(HubUnavailable, match=r"no hub at grpc://127\.0\.0\.1:1"):
         link.connect()
+
+
+def test_a_hub_that_has_left_after_the_last_step_is_not_waited_for(link_to):
+    with pytest.raises(RunOver, match="the run is over"):
+        link_to(record(live={"state": "done"}), deadline_seconds=60.0).connect()
+    with pytest.raises(HubUnavailable):  # of a run that goes on later
+        link_to(record(url="grpc://127.0.0.1:1", live={"state": "stopped"})).connect()
+
+
+def test_who_loses_a_hub_that_has_left_for_good_hears_that_the_run_is_over(server, link_to):
+    found = record(url=server.url, local_url=server.local_url)
+    link = link_to(found, deadline_seconds=60.0)
+    link.connect()
+    server.shutdown(60.0)
+    link_to(found.model_copy(update={"live": {"state": "done"}}))  # the last word of the hub
+    with pytest.raises(RunOver):
+        link.request(Bye())
+
+
+def test_whoever_is_asked_to_stop_does_not_wait_for_a_hub(link_to):
+    link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
+    link.gives_up = lambda: True
+    with pytest.raises(HubUnavailable, match="no hub at"):
+        link.connect()
+
+
+def test_the_last_word_has_a_deadline_of_its_own(link_to):
+    link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
+    link._connect_once = lambda client: (_ for _ in ()).throw(HubUnavailable("away"))
+    link._client = SimpleNamespace(
+        request=lambda *_, timeout: (_ for _ in ()).throw(HubUnavailable("lost")), close=lambda bye: None
+    )
+    with pytest.raises(HubUnavailable, match="no hub for 0 s"):
+        link.request(Bye(), seconds=0.0)

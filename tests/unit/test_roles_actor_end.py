@@ -1,0 +1,240 @@
+"""How an actor ends, and what it does about segments while no hub is there: without engine or channel."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import HubUnavailable, RunOver
+from pipelinerl_core.messages import Ack, Refused, SyncReply
+from pipelinerl_core.roles.actor_loop import Actor, ActorParts
+from pipelinerl_core.roles.actor_seal import Sealer
+from pipelinerl_core.roles.finished import FinishedGroup
+from pipelinerl_core.stream.segments import SealedSegment
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.types import GroupRef
+
+SECONDS = 60.0
+
+
+class Segments:
+    """Everything appended waits; a seal makes one segment of it."""
+
+    def __init__(self):
+        self.waiting = []
+        self.num_sealed = 0
+
+    def append(self, rows, ref):
+        self.waiting.append((ref.group_id, ref.attempt))
+
+    def seal(self):
+        if not self.waiting:
+            return None
+        keys, self.waiting = tuple(self.waiting), []
+        self.num_sealed += 1
+        return SealedSegment(self.num_sealed - 1, keys)
+
+    seal_due = seal
+
+
+class Link:
+    """Answers with what `answers` says of a message: an answer, or an error to raise."""
+
+    boot_id = "boot"
+    registered = None
+    on_nudge = None
+    gives_up = None
+
+    def __init__(self, answers=lambda message: Ack(re=0)):
+        self.answers = answers
+        self.told = []
+        self.is_closed = False
+
+    def connect(self):
+        self.request(SimpleNamespace(kind="register"))
+
+    def request(self, message, rows=None, *, seconds=None):
+        answer = self.answers(message)
+        if isinstance(answer, Exception):
+            raise answer
+        self.told.append(message)
+        return answer
+
+    def register_again(self):
+        raise HubUnavailable("lost just now")
+
+    def close(self):
+        self.is_closed = True
+
+
+def group(group_id, *, is_sent=False):
+    ref = GroupRef(group_id=group_id, attempt=0, actor="a", actor_epoch=1, num_rollouts=8, num_tokens=80)
+    return FinishedGroup(ref, f"lease-{group_id}", rows=None, is_sent=is_sent)
+
+
+async def until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.005)
+
+
+async def nothing(keys):
+    """In place of the log."""
+
+
+def sealer(link, segments, forget=nothing):
+    return Sealer(segments, link, actor="a", epoch=1, forget=forget)
+
+
+def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when_one_is():
+    async def main():
+        is_there = threading.Event()
+        link = Link(lambda message: Ack(re=0) if is_there.is_set() else HubUnavailable("away"))
+        segments, forgotten = Segments(), []
+
+        async def forget(keys):
+            forgotten.extend(keys)
+
+        one = sealer(link, segments, forget)
+        loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.tell())]
+        for group_id in range(3):
+            one.add(group(group_id, is_sent=True))
+            await until(lambda number=group_id: segments.num_sealed == number + 1)
+        await until(lambda: len(forgotten) == 3)
+        assert link.told == []
+        is_there.set()
+        await until(lambda: len(link.told) == 3)
+        for loop in loops:
+            loop.cancel()
+        assert [message.seq for message in link.told] == [0, 1, 2]
+        await until(lambda: one.offers() == [])  # sent, sealed and known: nobody answers for them any more
+
+    asyncio.run(main())
+
+
+def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_is_offered():
+    """Else that hub knows where the group lies, never counts it as ready, and has it sampled again."""
+
+    async def main():
+        link = Link()
+        one = sealer(link, Segments())
+        one.add(group(0, is_sent=True))
+        one.must_offer_again = True  # it has registered with a new hub
+        await one.seal(everything=True)
+        telling = asyncio.create_task(one.tell())
+        await until(lambda: link.told)
+        telling.cancel()
+        (again,) = one.to_offer_again()
+        assert again.seq == 0
+        one.settle(again)  # the new hub has it, and where it lies
+        assert one.offers() == one.to_offer_again() == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [HubUnavailable("away"), RunOver("over")])
+def test_the_last_segment_is_written_though_no_hub_hears_of_it(error):
+    async def main():
+        segments = Segments()
+        one = sealer(Link(lambda message: error), segments)
+        one.add(group(0))
+        one.add(group(1))
+        await one.close()
+        return segments.num_sealed
+
+    assert asyncio.run(main()) == 1
+
+
+class Engine:
+    """Has nothing to do."""
+
+    weight_version = 0
+
+    def stats(self):
+        names = "running waiting slots num_tokens num_steps kv_usage running_seconds overrun_seconds"
+        return SimpleNamespace(**dict.fromkeys(names.split(), 0))
+
+    def set_paused(self, is_paused):
+        pass
+
+    def set_pace(self, step_delay_seconds):
+        pass
+
+
+def run_actor(link, stop):
+    """Run an actor to its end; how often its log was written before it closed the link."""
+    flushes = []
+
+    async def main():
+        parts = ActorParts(
+            engine=Engine(), scorer=None, codec=None, subscriber=None, segments=Segments(), store=MemoryStore()
+        )
+        one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
+
+        async def flush():
+            flushes.append(link.is_closed)
+
+        one._log.flush = flush
+        one._log.run = lambda: asyncio.sleep(SECONDS)
+        await asyncio.wait_for(one.run(stop), SECONDS)
+
+    try:
+        asyncio.run(main())
+    except* HubUnavailable:
+        flushes.append("HubUnavailable")
+    assert link.is_closed
+    return flushes
+
+
+def said(*answers):
+    """A hub that answers syncs so, one after the other, and everything else with an acknowledgement."""
+    left = list(answers)
+    return lambda message: left.pop(0) if message.kind == "sync" else Ack(re=0)
+
+
+def test_an_actor_that_is_told_to_drain_writes_its_log_once_more():
+    drain = SyncReply(re=0, boot_id="boot", state="drain")
+    assert run_actor(Link(said(drain)), threading.Event()) == [False]
+
+
+def test_an_actor_whose_hub_has_left_for_good_ends_as_if_it_were_told_to_drain():
+    assert run_actor(Link(said(RunOver("over"))), threading.Event()) == [False]
+
+
+def test_an_actor_that_comes_when_the_run_is_over_ends_at_once():
+    assert run_actor(Link(lambda message: RunOver("over")), threading.Event()) == []
+
+
+def test_an_actor_that_is_stopped_while_its_hub_is_away_writes_its_log_and_ends():
+    stop = threading.Event()
+
+    def answers(message):
+        if message.kind == "sync":
+            assert link.gives_up() is False
+            stop.set()
+            assert link.gives_up() is True  # the link asks while it looks for the hub
+            return HubUnavailable("away")
+        return Ack(re=0)
+
+    link = Link(answers)
+    assert run_actor(link, stop) == [False]
+
+
+def test_an_actor_that_is_stopped_before_it_finds_a_hub_ends():
+    stop = threading.Event()
+    stop.set()
+    assert run_actor(Link(lambda message: HubUnavailable("away")), stop) == []
+
+
+def test_an_actor_whose_hub_stays_away_writes_its_log_before_it_fails():
+    assert run_actor(Link(said(HubUnavailable("away"))), threading.Event()) == [False, "HubUnavailable"]
+
+
+def test_a_hub_that_is_lost_while_an_actor_registers_again_is_looked_for():
+    unknown = Refused(re=0, code="unknown_boot", detail="another hub")
+    drain = SyncReply(re=0, boot_id="boot", state="drain")
+    assert run_actor(Link(said(unknown, drain)), threading.Event()) == [False]
