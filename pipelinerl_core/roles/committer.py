@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import DeadlineExceeded
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
 from pipelinerl_core.records import (
@@ -94,6 +94,8 @@ class Committer:
         self._rescued_version = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: list[Future[Commit]] = []
+        self._failure: BaseException | None = None
+        """The first; nothing is committed after it."""
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
         self.checkpoint_seconds = 0.0
@@ -114,13 +116,16 @@ class Committer:
 
     def submit(self, computed: ComputedStep) -> None:
         """Queue a step; blocks while MAX_UNCOMMITTED steps are on the way."""
-        while len(self._pending) >= MAX_UNCOMMITTED:
-            self._pending.pop(0).result()
-        self._pending.append(self._thread.submit(self._commit, computed))
+        self._take_results(num_left=MAX_UNCOMMITTED - 1)
+        self._pending.append(self._thread.submit(self._commit_next, computed))
 
     def flush(self) -> None:
         """Wait until every submitted step is committed."""
-        while self._pending:
+        self._take_results(num_left=0)
+
+    def _take_results(self, num_left: int) -> None:
+        """Of all steps that are done, and of as many more as leave so many on the way; raises the first failure."""
+        while self._pending and (len(self._pending) > num_left or self._pending[0].done()):
             self._pending.pop(0).result()
 
     def attend(
@@ -131,8 +136,11 @@ class Committer:
     ) -> None:
         """While the trainer waits: see to actors that cannot read the newest version. They may be what it waits for.
 
+        So may a commit that has failed, which surfaces here.
+
         actors: as in a reservation. weights: a snapshot of version `version`, taken only if it is needed.
         """
+        self._take_results(num_left=MAX_UNCOMMITTED)
         if self._rescue is not None:
             if not self._rescue.done():
                 return
@@ -180,6 +188,20 @@ class Committer:
         if manifest is not None:
             self.newest = self.newest.model_copy(update={"manifest": manifest})
             self._announce(self.newest, None, is_last=False)
+
+    def _commit_next(self, computed: ComputedStep) -> Commit:
+        """`_commit`, unless the step before was not committed: a gap in the commits could never be closed again."""
+        try:
+            newest = self.newest.step if self.newest is not None else -1
+            if self._failure is not None or computed.step != newest + 1:
+                reason = self._failure or f"the newest commit is {newest}"
+                raise PipelineRLError(
+                    f"step {computed.step} is not committed, because the step before it was not: {reason}"
+                ) from self._failure
+            return self._commit(computed)
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
 
     def _commit(self, computed: ComputedStep) -> Commit:
         started = time.time()

@@ -134,8 +134,20 @@ def foreign_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig
 
 
 def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:
-    """Train the steps after the learner's version, up to `last`, from their recorded batches."""
-    for step in range(learner.version + 1, last + 1):
+    """Train the steps after the learner's version, up to `last`, from their recorded batches.
+
+    Raises MissingObject, before any of them, when the commit of one is not there.
+    """
+    steps = range(learner.version + 1, last + 1)
+    missing = next((step for step in steps if step not in commits), None)
+    if missing is not None:
+        later = min((step for step in commits if step > missing), default=last)
+        raise MissingObject(
+            f"{store.url}: step {missing} has no commit, and step {later} has one: an older version of pipelinerl "
+            f"went on after a commit that failed. Delete commits/{later:08d}.* and all later ones, then resume: the "
+            f"run goes on after step {missing - 1}"
+        )
+    for step in steps:
         commit = read_commit(store, commits[step])
         stats = learner.step(read_rows(store, commit))
         yield ReplayedStep(

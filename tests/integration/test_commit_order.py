@@ -8,20 +8,22 @@ a run a function of its configuration, so they are compared with an uninterrupte
 import re
 import shutil
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.messages import Committed, Reserve
+from pipelinerl_core.records import commit_key
 from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.learners import build_alone
 from pipelinerl_core.roles.replay import replay_run
-from pipelinerl_core.roles.trainer import Trainer
+from pipelinerl_core.roles.trainer import RESERVE_DEADLINE_SECONDS, Trainer
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
 from tasks import replaying
@@ -79,6 +81,26 @@ class Fate:
         if isinstance(self.after, type) and isinstance(message, self.after) and message.step == self.step:
             self.is_dead = True
         self.check()
+
+
+class Failure:
+    """Its trainer lives, and one write of its store fails."""
+
+    is_dead = False
+
+    def __init__(self, pattern):
+        self.pattern, self.has_failed = pattern, False
+
+    def check(self):
+        pass
+
+    def sent(self, message):
+        pass
+
+    def wrote(self, key):
+        if re.fullmatch(self.pattern, key) and not self.has_failed:
+            self.has_failed = True
+            raise StoreError(f"{key}: the disk is away")
 
 
 class MortalStore:
@@ -187,6 +209,54 @@ def test_a_crash_after_each_single_write_changes_nothing(kind, clean, tmp_path, 
     assert len(epochs) == len(CRASHES) + 1
     if kind == "file":
         check_replays(crashed)
+
+
+def test_a_write_that_fails_costs_a_restart_and_no_step(clean, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
+    url, log, stop = str(tmp_path / "order-failed"), tmp_path / "failed.log", threading.Event()
+    make_run(url, *OVERRIDES)
+    writes = (CRASHES[2], CRASHES[4].replace("4", "3", 1), CRASHES[5].replace("5", "4", 1))
+    try:
+        with role("hub", url, log), role("actor", url, log, "--name", "actor-0") as actor:
+            for newest, pattern in zip((1, 2, 3), writes, strict=True):
+                begun = time.monotonic()
+                with pytest.raises(StoreError, match="the disk is away"):
+                    train(url, Failure(pattern), stop)
+                assert time.monotonic() - begun < RESERVE_DEADLINE_SECONDS / 2, "the trainer has waited for groups"
+                assert max(commits_of(url)) == newest
+            train(url, Fate(None), stop)
+            assert actor.wait(timeout=60) == 0
+    finally:
+        stop.set()
+        shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
+    assert trained_rows(url) == trained_rows(clean)
+    assert_closes(url)
+
+
+def test_a_run_with_a_gap_in_its_commits_goes_on_as_its_error_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
+    url, log, stop = str(tmp_path / "order-gap"), tmp_path / "gap.log", threading.Event()
+    make_run(url, *OVERRIDES, "checkpoint.every_seconds=3600")
+    store = open_store(url)
+    try:
+        with role("hub", url, log) as hub, role("actor", url, log, "--name", "actor-0"):
+            with pytest.raises(Crash):
+                train(url, Fate(r"commits/00000005\.\d+\.json", 5), stop)
+            hub.terminate()
+            hub.wait(60)
+        store.delete([commit_key(4, epoch) for epoch in range(10)])  # as when its write failed, and the next did not
+        for again in (lambda: list(replay_run(url, None, None)), lambda: train(url, Fate(None), stop)):
+            with pytest.raises(MissingObject, match=r"step 4 has no commit, .* Delete commits/00000005\.\*"):
+                again()
+        store.delete([commit_key(5, epoch) for epoch in range(10)])
+        with role("hub", url, log), role("actor", url, log, "--name", "actor-1") as actor:
+            train(url, Fate(None), stop)
+            assert actor.wait(timeout=60) == 0
+    finally:
+        stop.set()
+        shutil.rmtree(shm_directory(Path(url).name), ignore_errors=True)
+    assert sorted(commits_of(url)) == list(range(STEPS + 1))
+    assert_closes(url)
 
 
 def check_replays(url):

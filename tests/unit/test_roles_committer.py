@@ -1,15 +1,20 @@
-"""What the committer does for actors that cannot read the newest version."""
+"""Steps are committed in order or not at all; actors that cannot read the newest version get it once more."""
 
+import re
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.records import ActorSample, EpochRecord
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -27,13 +32,18 @@ class Link:
         return Ack(re=0)
 
 
+def start(epoch):
+    return EpochRecord(
+        epoch=epoch, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1
+    )
+
+
 @pytest.fixture
 def parts(monkeypatch, tmp_path):
     monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
     store, link = MemoryStore(), Link()
-    epoch = EpochRecord(epoch=2, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1)
     config = load_config("quickstart", ["weights.durable_every=1000"])
-    committer = Committer(store, config, run_id="run", epoch=epoch, link=link)
+    committer = Committer(store, config, run_id="run", epoch=start(2), link=link)
     for step in (0, 1):
         committer.submit(
             ComputedStep(
@@ -78,3 +88,124 @@ def test_nothing_is_published_again_unless_it_is_the_newest_and_unreadable(parts
 
     committer.attend({"a/1": sample(told)}, version, weights)
     assert len(link.manifests) == 2
+
+
+# ---- a write that fails --------------------------------------------------------------------------------------------
+
+PATIENCE_SECONDS = 60
+FAILURES = {
+    "weights": r"weights/00000002\.2/model\.safetensors",
+    "batch": r"batches/00000002\.2/0000\.arrow",
+    "checkpoint": r"checkpoints/00000002\.2/state\.safetensors",
+    "commit": r"commits/00000002\.2\.json",
+}
+
+
+class FailingStore(MemoryStore):
+    """Fails one write, once: as soon as it may."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.pattern, self.may_fail, self.has_failed = pattern, threading.Event(), False
+
+    def put(self, key, data, *, create_only=False):
+        if re.fullmatch(self.pattern, key) and not self.has_failed:
+            assert self.may_fail.wait(PATIENCE_SECONDS)
+            self.has_failed = True
+            raise StoreError(f"{key}: the disk is away")
+        super().put(key, data, create_only=create_only)
+
+
+def committer_of(store, epoch=2):
+    config = load_config("quickstart", ["weights.transport=object_store"])
+    return Committer(store, config, run_id="run", epoch=start(epoch), link=None)
+
+
+def committer_at_1(store):
+    committer = committer_of(store)
+    for step in (0, 1):
+        committer.submit(computed(store, step))
+    committer.flush()
+    return committer
+
+
+def computed(store, step):
+    """A step with weights, state and an upload of its batch that is under way."""
+    batch = Future()
+
+    def upload():
+        key = f"batches/{step:08d}.2/0000.arrow"
+        try:
+            store.put(key, b"rows")
+        except StoreError as error:
+            batch.set_exception(error)
+        else:
+            batch.set_result(FileEntry(name=key, size=4, sha256=""))
+
+    threading.Thread(target=upload).start()
+    return ComputedStep(
+        step=step, weights=WEIGHTS, state=({"w": torch.zeros(1)}, {"version": step}), batch=batch, reserved=None,
+        reserved_at=0.0, computed_at=0.0,
+    )  # fmt: skip
+
+
+def steps_in(store):
+    return [key.rpartition("/")[2].split(".")[0] for key in store.list("commits")]
+
+
+@pytest.mark.parametrize("pattern", FAILURES.values(), ids=FAILURES)
+def test_no_step_is_committed_after_one_that_was_not(pattern):
+    store = FailingStore(pattern)
+    committer = committer_at_1(store)
+    for step in (2, 3):
+        committer.submit(computed(store, step))
+    store.may_fail.set()  # the store is back for the step after it
+    with pytest.raises(StoreError, match="the disk is away"):
+        committer.flush()
+    with pytest.raises(PipelineRLError, match=r"step 3 is not committed, .* step before it was not: .*disk is away"):
+        committer.flush()
+    assert steps_in(store) == ["00000000", "00000001"]
+    committer.submit(computed(store, 4))
+    with pytest.raises(PipelineRLError, match="step 4 is not committed"):
+        committer.flush()
+    committer.close()
+    assert steps_in(store) == ["00000000", "00000001"]
+
+    newest = committer.newest
+    successor = committer_of(store, epoch=3)
+    successor.adopt(newest)
+    for step in (2, 3):
+        successor.submit(computed(store, step))
+    successor.flush()
+    successor.close()
+    assert steps_in(store) == ["00000000", "00000001", "00000002", "00000003"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda committer, store: committer.submit(computed(store, 3)),
+        lambda committer, store: committer.attend({}, 2, lambda: WEIGHTS),
+    ],
+    ids=["submit", "attend"],
+)
+def test_a_commit_that_has_failed_surfaces_at_the_next_call(call):
+    store = FailingStore(FAILURES["weights"])
+    committer = committer_at_1(store)
+    committer.submit(computed(store, 2))
+    store.may_fail.set()
+    (pending,) = committer._pending
+    assert isinstance(pending.exception(PATIENCE_SECONDS), StoreError)
+    with pytest.raises(StoreError, match="the disk is away"):
+        call(committer, store)
+    committer.close()
+
+
+def test_a_committer_begins_where_its_run_is():
+    store = MemoryStore()
+    committer = committer_of(store)
+    committer.submit(computed(store, 1))
+    with pytest.raises(PipelineRLError, match=r"step 1 is not committed, .* was not: the newest commit is -1"):
+        committer.flush()
+    committer.close()
+    assert steps_in(store) == []

@@ -7,11 +7,11 @@ import torch
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.load import override_config
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.records import CheckpointRef, Commit, commit_key
 from pipelinerl_core.roles import replay
 from pipelinerl_core.roles.history import take_epoch
-from pipelinerl_core.roles.replay import foreign_steps, restore
+from pipelinerl_core.roles.replay import foreign_steps, replay_steps, restore
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 
@@ -107,3 +107,12 @@ def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(ru
     assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
     monkeypatch.setattr(replay, "model_device", lambda _: torch.device("cuda"))
     assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
+
+
+def test_a_commit_that_is_missing_is_one_line_before_anything_is_trained(run):
+    store, commits = run
+    learner = Learner()
+    learner.version = 0
+    del commits[2]
+    with pytest.raises(MissingObject, match=r"step 2 has no commit, .* Delete commits/00000003\.\* .* after step 1$"):
+        next(replay_steps(store, learner, commits, 5))
