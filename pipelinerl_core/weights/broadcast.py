@@ -165,6 +165,8 @@ class WeightBroadcaster:
         self._group: BroadcastGroup | None = None
         self._sender: Sender | None = None
         self._has_met = threading.Event()
+        self._is_lost = threading.Event()
+        """The group never met."""
         self._heard: set[str] = set()
         """Actors that have said that they are in the group."""
         self._opened_at = 0.0
@@ -175,7 +177,8 @@ class WeightBroadcaster:
     @property
     def number(self) -> int:
         """The group that actors are to join, 0 for none."""
-        return self._group.number if self._group is not None else 0
+        group = self._group
+        return 0 if group is None or self._is_lost.is_set() else group.number
 
     def attend(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
         """Whether a broadcast reaches every actor; opens a new group where none can any more.
@@ -184,7 +187,7 @@ class WeightBroadcaster:
         said yet that it is in the group may have joined; one that has said so and says otherwise now has left.
         """
         group = self._group
-        if group is not None and set(joined) == set(group.first_ranks):
+        if group is not None and not self._is_lost.is_set() and set(joined) == set(group.first_ranks):
             present = {actor for actor, number in joined.items() if number == group.number}
             has_lost = bool(self._heard - present)
             self._heard |= present
@@ -222,8 +225,9 @@ class WeightBroadcaster:
     def close(self) -> None:
         """Give the group up. Harmless without one."""
         self._is_over.set()
-        if self._sender is not None:
-            self._sender.close()
+        sender = self._sender
+        if sender is not None:
+            sender.close()
         for thread in self._threads:
             thread.join(_FAREWELL_SECONDS)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -248,8 +252,9 @@ class WeightBroadcaster:
         self._store.put(broadcast_key(group.number), json.dumps(asdict(group)).encode())
         self._group, self._sender, self._has_met = group, sender, threading.Event()
         self._heard, self._opened_at = set(), time.monotonic()
-        self._is_over = threading.Event()
-        self._start(functools.partial(self._meet, group, sender, self._has_met, self._is_over), "broadcast-meet")
+        self._is_lost, self._is_over = threading.Event(), threading.Event()
+        meet = functools.partial(self._meet, group, sender, self._has_met, self._is_lost, self._is_over)
+        self._start(meet, "broadcast-meet")
         logger.info("broadcast group %d opened for %s", group.number, actors)
 
     def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -259,15 +264,20 @@ class WeightBroadcaster:
         thread.start()
         return thread
 
+    @staticmethod
     def _meet(
-        self, group: BroadcastGroup, sender: Sender, has_met: threading.Event, is_over: threading.Event
+        group: BroadcastGroup,
+        sender: Sender,
+        has_met: threading.Event,
+        is_lost: threading.Event,
+        is_over: threading.Event,
     ) -> None:
+        """On a thread of its own: what it says is about its group, which may not be the newest any more."""
         try:
             sender.meet(is_over)
         except Exception as error:  # noqa: BLE001 - whatever it is, there is no group
             logger.warning("broadcast group %d never met: %s", group.number, error)
-            if self._group is group:
-                self._group = None
+            is_lost.set()
             return
         has_met.set()
         logger.info("broadcast group %d has met: %d members", group.number, group.world_size)

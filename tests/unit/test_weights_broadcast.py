@@ -280,3 +280,65 @@ def test_a_group_is_an_object_of_the_run(make, store):
     broadcaster.attend({"a": 0}, WEIGHTS)
     assert store.exists(broadcast_key(broadcaster.number))
     assert read_group(store, broadcaster.number).layout == layout_of(WEIGHTS)
+
+
+def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, store):
+    class Losing(WeightBroadcaster):
+        """The thread that meets gives the group up right after the first look at it."""
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "_group" and found is not None:
+                self._group = None
+            return found
+
+    broadcaster = make()
+    broadcaster.attend({"a": 0}, WEIGHTS)
+    number = broadcaster.number
+    broadcaster.__class__ = Losing
+    assert broadcaster.number in (number, 0)
+
+
+def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, monkeypatch):
+    class Alone:
+        """Nobody comes, which it learns when it is told."""
+
+        ticket = "gloo:127.0.0.1:1"
+
+        def __init__(self, *arguments):
+            self.may_fail = threading.Event()
+
+        def meet(self, is_over):
+            assert self.may_fail.wait(60)
+            raise BroadcastError("its members did not come")
+
+        def close(self):
+            pass
+
+    class Slow(WeightBroadcaster):
+        """A thread that meets stands still after it has looked which group there is."""
+
+        has_looked, may_go_on = threading.Event(), threading.Event()
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "_group" and threading.current_thread().name == "broadcast-meet":
+                Slow.has_looked.set()
+                assert Slow.may_go_on.wait(60)
+            return found
+
+    monkeypatch.setattr("pipelinerl_core.weights.broadcast.GlooSender", Alone)
+    monkeypatch.setattr("pipelinerl_core.weights.broadcast._FAREWELL_SECONDS", 0.0)
+    broadcaster = make()
+    broadcaster.__class__ = Slow
+    broadcaster.attend({"a": 0}, WEIGHTS)
+    first, (thread,) = broadcaster._sender, broadcaster._threads
+    first.may_fail.set()
+    until(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
+    broadcaster.attend({"a": 0, "b": 0}, WEIGHTS)
+    second, number = broadcaster._sender, broadcaster.number
+    Slow.may_go_on.set()
+    thread.join(60)
+    assert broadcaster.number == number != 0
+    second.may_fail.set()
+    until(lambda: broadcaster.number == 0, "the word that the second never met")
