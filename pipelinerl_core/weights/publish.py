@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -21,11 +22,20 @@ logger = logging.getLogger(__name__)
 SHM_ROOT = Path("/dev/shm")
 # An actor that is still reading an older version finds it; one that comes too late takes the newest.
 KEPT_VERSIONS = 4
+_DIRECTORY = re.compile(r"(\d+)\.(\d+)")
+"""<version>.<epoch>; others beside them hold something else."""
 
 
 def shm_directory(run_id: str) -> Path:
     """Shared-memory directory of a run on this host."""
     return SHM_ROOT / f"pipelinerl-{run_id}"
+
+
+def _left_behind(shm: Path) -> list[Path]:
+    """The versions of earlier epochs in a run's shared memory, oldest first."""
+    found = [] if not shm.is_dir() else [(_DIRECTORY.fullmatch(path.name), path) for path in shm.iterdir()]
+    ordered = sorted((int(name[1]), int(name[2]), path) for name, path in found if name is not None)
+    return [path for _, _, path in ordered]
 
 
 class WeightPublisher:
@@ -39,7 +49,8 @@ class WeightPublisher:
         self._file_name = file_name
         self._epoch = epoch
         self._shm = shm_directory(run_id) if use_shm else None
-        self._kept: deque[Path] = deque()
+        # Those of earlier epochs go as they would have: an actor may still be reading the newest of them.
+        self._kept: deque[Path] = deque(_left_behind(self._shm) if self._shm else ())
         self._host = socket.gethostname()
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, durable: bool) -> WeightManifest:
@@ -78,6 +89,7 @@ class WeightPublisher:
     def _put_shm(self, directory: Path, data: bytes) -> bool:
         """Whether the weights are in shared memory; what is older than the last few versions is not any more."""
         partial = directory / f".{self._file_name}.{os.getpid()}"
+        self._drop_old()  # an epoch that ended in a write has left one more
         try:
             directory.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(data)
@@ -91,6 +103,9 @@ class WeightPublisher:
             return False
         if directory not in self._kept:
             self._kept.append(directory)
+        self._drop_old()
+        return True
+
+    def _drop_old(self) -> None:
         while len(self._kept) > KEPT_VERSIONS:
             shutil.rmtree(self._kept.popleft(), ignore_errors=True)
-        return True

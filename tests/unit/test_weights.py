@@ -23,8 +23,8 @@ def shm(monkeypatch, tmp_path):
     return tmp_path / "shm"
 
 
-def publisher(store, *, use_shm=True):
-    return WeightPublisher(store, run_id="run", epoch=3, use_shm=use_shm)
+def publisher(store, *, use_shm=True, epoch=3):
+    return WeightPublisher(store, run_id="run", epoch=epoch, use_shm=use_shm)
 
 
 def test_equal_weights_give_equal_bytes_whatever_their_order():
@@ -121,3 +121,25 @@ def test_only_the_newest_versions_stay_in_shared_memory(shm):
     kept = sorted(path.name for path in (shm / "pipelinerl-run").iterdir())
     assert kept == [f"{version:08d}.3" for version in range(3, KEPT_VERSIONS + 3)]
     assert shm_directory("x").name == "pipelinerl-x"
+
+
+def test_versions_of_earlier_starts_go_as_they_would_have(shm):
+    store, directory = open_store("memory://weights-10"), shm / "pipelinerl-run"
+
+    def kept():
+        return sorted(path.name for path in directory.iterdir() if path.name != "staged")
+
+    (directory / "staged").mkdir(parents=True)  # an engine's
+    first = publisher(store)
+    for version in range(9, 14):
+        newest = first.publish(version, WEIGHTS, durable=False)
+    (directory / "00000014.3").mkdir()  # it was killed in the middle of a write
+    second = publisher(store, epoch=5)
+    manifest = second.publish(13, WEIGHTS, durable=False)
+    assert kept() == ["00000012.3", "00000013.3", "00000013.5", "00000014.3"]
+    for found in (newest, manifest):  # an actor may have either
+        torch.testing.assert_close(dict(WeightSubscriber(store).fetch(found).tensors), WEIGHTS, rtol=0, atol=0)
+    for version in range(14, 17):
+        second.publish(version, WEIGHTS, durable=False)
+    assert kept() == ["00000013.5", "00000014.5", "00000015.5", "00000016.5"]
+    assert (directory / "staged").exists()
