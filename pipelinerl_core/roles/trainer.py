@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -81,6 +81,13 @@ GroupKey = tuple[int, int]
 """(group_id, attempt)."""
 
 
+class _Reservation(NamedTuple):
+    """The newest one; a thread that registers at a new hub reads both at once."""
+
+    step: int
+    answer: Reserved
+
+
 class Trainer:
     """Takes the optimizer steps of a run, one rank."""
 
@@ -98,8 +105,7 @@ class Trainer:
         self._store = context.store
         self._learner = learner
         self._epoch = epoch
-        self._reserved: Reserved | None = None
-        self._reserved_step: int | None = None
+        self._reserved: _Reservation | None = None
         self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
         self._link = (link or self._default_link)(self._registration)
         self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id), epoch.epoch)
@@ -165,14 +171,15 @@ class Trainer:
         )
 
     def _registration(self) -> Register:
-        newest = self._committer.newest
-        uncommitted = self._reserved_step is not None and (newest is None or self._reserved_step > newest.step)
+        newest, reserved = self._committer.newest, self._reserved
+        if reserved is not None and newest is not None and reserved.step <= newest.step:
+            reserved = None  # it is committed
         return Register(
             role="trainer",
             name="trainer",
             epoch=self._epoch.epoch,
-            step=self._reserved_step if uncommitted else None,
-            reservation=self._reserved.groups if self._reserved and uncommitted else (),
+            step=reserved.step if reserved else None,
+            reservation=reserved.answer.groups if reserved else (),
             committed_step=newest.step if newest else -1,
             manifest=newest.manifest if newest else None,
         )
@@ -264,7 +271,7 @@ class Trainer:
             if isinstance(answer, Refused):
                 raise_refusal(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
-                self._reserved_step, self._reserved = step, answer
+                self._reserved = _Reservation(step, answer)
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason
