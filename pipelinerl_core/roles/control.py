@@ -6,7 +6,7 @@ import time
 
 from pydantic import ValidationError
 
-from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CONTROL_KEY, ControlRecord
 
@@ -46,7 +46,7 @@ def stop_when_drained(store: ObjectStore, stop: threading.Event) -> None:
                 if wants_drain(store):
                     logger.info("asked to drain: this step is the last one")
                     stop.set()
-            except StoreError as error:
-                logger.warning("%s could not be read: %s", CONTROL_KEY, error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, a thread that ended would never see a drain
+                logger.warning("%s could not be read: %s: %s", CONTROL_KEY, type(error).__name__, error)
 
     threading.Thread(target=look, name="control", daemon=True).start()
