@@ -7,11 +7,14 @@ import argparse
 import logging
 import sys
 import threading
+import time
 
 from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import MeetingRecord, parse_commit_key
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import wants_drain
+from pipelinerl_core.roles.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.meeting import newest_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
@@ -22,6 +25,7 @@ from pipelinerl_core.roles.process import (
     keep_to_cores,
 )
 from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesses
+from pipelinerl_core.tracking.follow import read_hub
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +36,42 @@ def run_node(context: RunContext, node: int, stop: threading.Event, monitor: Rol
     """Until rank 0 has let go of this node and the run is over, or `stop`: its ranks for the trainer's newest start.
 
     A run that drains ends when rank 0 says so: it may see the wish later than others, and without these ranks it
-    could not take its last step. A rank 0 that fails is started again and needs them even after the last commit.
+    could not take its last step. A rank 0 that fails is started again and needs them even after the last commit. One
+    that was let go while the run was not over comes back, whatever is wished meanwhile. Without a hub for so long
+    that every role would have given it up, nobody comes any more.
     """
     joined = 0
-    is_dismissed = False
+    hub = _HubWatch(context.store)
     monitor.ready_unless(lambda: "")
-    while not stop.is_set() and not (is_dismissed and _is_over(context)):
+    while not stop.is_set():
         meeting = newest_meeting(context.store)
-        if meeting is None or meeting.epoch <= joined:
-            monitor.beat("waiting for rank 0")
-            stop.wait(_LOOK_SECONDS)
+        if meeting is not None and meeting.epoch > joined:
+            joined = meeting.epoch
+            if take_part(context, meeting, node, stop, monitor) and _is_over(context):
+                return
             continue
-        joined = meeting.epoch
-        is_dismissed = take_part(context, meeting, node, stop, monitor)
+        if hub.silent_seconds() > HUB_DEADLINE_SECONDS and _is_over(context):
+            logger.info("the run is over and has no hub any more: rank 0 is not waited for")
+            return
+        monitor.beat("waiting for rank 0")
+        stop.wait(_LOOK_SECONDS)
+
+
+class _HubWatch:
+    """For how long the hub has not rewritten hub.json, by this process's clock."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._beat: float | None = None
+        self._since = time.monotonic()
+
+    def silent_seconds(self) -> float:
+        """Counts from the last call that has found a new beat."""
+        hub = read_hub(self._store)
+        now = time.monotonic()
+        if hub is not None and hub.beat != self._beat:
+            self._beat, self._since = hub.beat, now
+        return now - self._since
 
 
 def take_part(
