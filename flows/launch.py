@@ -20,10 +20,13 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.storage.object_store import open_store
 from tasks.checks import check_http
+from tasks.groups import await_groups
 from tasks.runs import LATEST_KEY, root_url
 
 DRAIN_SECONDS = 2.0
 """How long the last log lines and events may take to reach the local server."""
+END_SECONDS = 15.0
+"""Within it whoever was told to stop has ended or was killed: tasks/supervise.py."""
 
 
 def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -59,16 +62,27 @@ def _run(
             with _prefect_server(config, root):
                 return flow()
         except KeyboardInterrupt:
-            say("interrupted; everything is stopped")
+            _say_ended("interrupted")
             say_how_to_go_on()
             raise SystemExit(EXIT_INTERRUPTED) from None
         except _Terminated:
-            say("terminated; everything is stopped")
+            _say_ended("terminated")
             say_how_to_go_on()
             raise SystemExit(EXIT_TERMINATED) from None
         except Exception:
             say_how_to_go_on()
             raise
+
+
+def _say_ended(how: str) -> None:
+    """Say that everything is stopped once it is: a second Ctrl-C may have cut short whoever waited for that.
+
+    Further ones change nothing: everybody has been told to end, and whoever does not is killed soon.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    left = await_groups(END_SECONDS)
+    say(f"{how}; everything is stopped" if not left else f"{how}; still ending: pids {left}")
 
 
 class _Terminated(BaseException):

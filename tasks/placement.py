@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from threading import Event
 from typing import Any, Protocol
 from uuid import UUID
@@ -280,16 +280,20 @@ class Crew:
             self.wait(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Stop everything: workers first, while the hub still answers them; then the hub. Never raises for a role."""
+        """Stop everything: workers first, while the hub still answers them; then the hub. Never raises for a role.
+
+        A second Ctrl-C cuts the wait for the workers short, and a third the one for all: everybody is told even so,
+        for the flow waits for the threads that supervise them.
+        """
         workers = [member for name, member in self._members.items() if name != HUB]
         begun = time.monotonic()
         everyone = list(self._members.values())
-        for member in workers:
-            member.stop()
-        self._await(workers, begun + WORKERS_SECONDS)
-        for member in everyone:
-            member.stop()
-        self._await(everyone, begun + STOP_SECONDS)
+        try:
+            _tell_to_stop(workers)
+            self._await(workers, begun + WORKERS_SECONDS)
+        finally:
+            _tell_to_stop(everyone)
+            self._await(everyone, begun + STOP_SECONDS)
         if self._is_pooled:
             name = secret_name(self._run.run_id)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
@@ -298,6 +302,13 @@ class Crew:
     def _await(self, members: list[Member], deadline: float) -> None:
         while time.monotonic() < deadline and not all(member.has_ended() for member in members):
             self.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def _tell_to_stop(members: list[Member]) -> None:
+    """Each of them, whatever happens in between: a deployment is told by a call that takes its time."""
+    with ExitStack() as stack:
+        for member in reversed(members):
+            stack.callback(member.stop)
 
 
 def _quietly(failure: str, action: Callable[[], Any]) -> None:

@@ -10,7 +10,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from tasks import placement, roles
-from tasks.placement import DeployedMember
+from tasks.placement import Crew, DeployedMember
 from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 
@@ -177,3 +177,35 @@ def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):
     stop.set()
     monkeypatch.setattr(roles, "read_hub", lambda store: None)
     assert roles.hub_has_left(SimpleNamespace(store=None), stop, seconds=60.0)
+
+
+class Worker:
+    """A role that does not end by itself; the first look at it is where Ctrl-C strikes."""
+
+    def __init__(self, interrupts: list[str]) -> None:
+        self.interrupts = interrupts
+        self.is_told = False
+
+    def has_ended(self) -> bool:
+        if "look" in self.interrupts:
+            self.interrupts.remove("look")
+            raise KeyboardInterrupt
+        return self.is_told
+
+    def check(self) -> None: ...
+
+    def stop(self) -> None:
+        self.is_told = True
+        if "tell" in self.interrupts:
+            self.interrupts.remove("tell")
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strikes", [["look"], ["tell"], ["look", "look"], ["tell", "look"]])
+def test_a_ctrl_c_during_the_stop_leaves_nobody_untold(strikes):
+    crew = Crew(SimpleNamespace(config=SimpleNamespace(placement=SimpleNamespace(kind="local"))))
+    members = {"hub": Worker([]), "trainer": Worker(strikes), "actor-0": Worker([]), "actor-1": Worker([])}
+    crew._members.update(members)
+    with pytest.raises(KeyboardInterrupt):
+        crew.stop()
+    assert {name for name, member in members.items() if not member.is_told} == set()
