@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from threading import Event
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.records import EvalRecord, parse_commit_key
 from pipelinerl_core.roles.context import RunContext, log_directory
 from pipelinerl_core.roles.control import wants_drain
@@ -11,7 +12,7 @@ from pipelinerl_core.tracking.evaluations import ALL, names_several
 from pipelinerl_core.tracking.follow import RunFollower, read_hub
 from tasks.commands import role_command, role_environment
 from tasks.runs import is_live
-from tasks.supervise import STOP_SECONDS, RoleReport, supervise_role
+from tasks.supervise import SETTLED_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
 HUB_RETURN_SECONDS = 10.0
 """A hub that was stopped and is started again beats within this time; else the run has ended here."""
@@ -55,7 +56,13 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         is_done=_is_done(run, role, stop),
         ends_when_fenced=role == "actor",  # the run goes on with the one that came
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
+        settled_seconds=settled_seconds(run.config),
     )
+
+
+def settled_seconds(config: RunConfig) -> float:
+    """A trainer may wait in vain for groups, or `trainer.collective_seconds` for ranks, in every life."""
+    return max(SETTLED_SECONDS, 2 * config.trainer.collective_seconds)
 
 
 def _is_done(run: RunContext, role: str, stop: Event) -> Callable[[], bool]:

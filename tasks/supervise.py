@@ -31,8 +31,11 @@ READY_SECONDS = 120.0
 """How long a start may take until the role is ready."""
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
-SETTLED_SECONDS = 600.0
-"""A process that has lived for so long was started well: failures before it are not counted any more."""
+SETTLED_SECONDS = 1800.0
+"""A process that has lived for so long was started well: failures before it are not counted any more.
+
+Longer than a start and the longest wait that ends in a failure, else such failures would never be counted together.
+"""
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
@@ -80,8 +83,8 @@ def supervise_role(
 
     A role that somebody else has asked to leave ends with 0 as well: it is started again unless `is_done()`.
     One whose place another process has taken (exit code 3) ends the supervision, quietly if `ends_when_fenced`.
-    Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed once it has
-    failed more than `max_restarts` times within a short while each, with the last lines of its log.
+    Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed, with the last
+    lines of its log, once it has failed more than `max_restarts` times in a row, each within `settled_seconds`.
     """
     log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()

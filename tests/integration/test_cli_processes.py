@@ -169,9 +169,9 @@ def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
     until("the end of every child", lambda: not left_over(tmp_path, pids), 60)
 
 
-def has_been_sent(pid: int, number: int) -> bool:
-    """Whether a stopped process has a signal that waits for it."""
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("ShdPnd:")]
+def is_among(number: int, pid: int, field: str) -> bool:
+    """Whether a signal is one that a process catches (SigCgt), or that waits for a stopped one (ShdPnd)."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(f"{field}:")]
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
@@ -181,11 +181,12 @@ def test_a_second_and_a_third_ctrl_c_end_it_no_later_and_nothing_is_left(tmp_pat
     until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS, started)
     pids = children(started)
     (trainer,) = [pid for pid in pids if "roles.trainer" in " ".join(psutil.Process(pid).cmdline())]
+    until("its handler", lambda: is_among(signal.SIGTERM, trainer, "SigCgt"), START_SECONDS, started)
     hub = json.loads(next(tmp_path.glob(f"*/{HUB_KEY}")).read_text())["pid"]
     os.kill(trainer, signal.SIGSTOP)  # it does not end when it is told to, and holds up those who wait for it
     begun = time.monotonic()
     started.send_signal(signal.SIGINT)
-    until("the trainer to be told", lambda: has_been_sent(trainer, signal.SIGTERM), 60, started)
+    until("the trainer to be told", lambda: is_among(signal.SIGTERM, trainer, "ShdPnd"), 60, started)
     assert psutil.pid_exists(hub), "it answers the workers until they have ended"
     started.send_signal(signal.SIGINT)
     until("the end of the hub", lambda: not psutil.pid_exists(hub), 60, started)

@@ -10,8 +10,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from tasks import placement, roles
-from tasks.placement import Crew, DeployedMember
-from tasks.supervise import SETTLED_SECONDS, RoleFailed
+from tasks.placement import SETTLED_SECONDS, Crew, DeployedMember
+from tasks.supervise import RoleFailed
 
 
 class Server:

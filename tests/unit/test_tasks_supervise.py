@@ -5,12 +5,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, Fenced
-from tasks import groups, supervise
+from pipelinerl_core.roles.trainer import RESERVE_DEADLINE_SECONDS
+from tasks import groups, roles, supervise
 from tasks.commands import role_command, role_environment
 from tasks.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
 
@@ -92,6 +95,18 @@ def test_failures_before_a_long_life_are_not_counted(tmp_path):
         run(tmp_path / "a", COUNT + "sys.exit(7 * (n < 6))")
     report = run(tmp_path / "b", program, settled_seconds=0.25, max_restarts=3)
     assert report.restarts == 5
+
+
+@pytest.mark.parametrize("collective_seconds", [600.0, 3600.0])
+def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, monkeypatch):
+    """Groups never come, or ranks: the trainer gives up after its deadline, and has done so in every life."""
+    given = {}
+    monkeypatch.setattr(roles, "supervise_role", lambda command, **options: given.update(options))
+    config = load_config("quickstart", [f"trainer.collective_seconds={collective_seconds}"])
+    run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
+    roles.supervise(run, "trainer", "trainer", {}, threading.Event())
+    start_seconds = 300.0
+    assert given["settled_seconds"] > start_seconds + max(RESERVE_DEADLINE_SECONDS, collective_seconds)
 
 
 def test_a_killed_role_is_restarted_and_named_by_its_signal(tmp_path):
