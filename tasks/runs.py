@@ -144,11 +144,14 @@ def local_directory(url: str) -> Path | None:
 
 
 def is_live(hub: HubRecord | None) -> bool:
-    """Whether somebody runs this run: its hub's process lives on this host, or its beat from another one is fresh."""
+    """Whether somebody runs this run: its hub's process lives on this host, or its beat from another one is fresh.
+
+    The last beat of a hub says that it has left.
+    """
     if hub is None:
         return False
     if hub.host != socket.gethostname():
-        return time.time() - hub.beat < BEAT_SECONDS
+        return hub.live.get("state") not in ("stopped", "done") and time.time() - hub.beat < BEAT_SECONDS
     try:
         process = psutil.Process(hub.pid)
         # A reused pid has another start time; a killed hub whose parent does not reap it is a zombie, not alive.

@@ -192,6 +192,11 @@ def test_a_hub_on_another_host_counts_for_five_seconds_after_its_last_beat():
     assert not is_live(hub(host="elsewhere", pid=1, beat=time.time() - 6))
 
 
+@pytest.mark.parametrize(("state", "lives"), [("run", True), ("drain", True), ("stopped", False), ("done", False)])
+def test_a_hub_on_another_host_that_has_said_goodbye_leaves_the_run_free_at_once(state, lives):
+    assert is_live(hub(host="elsewhere", pid=1, live={"state": state})) is lives
+
+
 def test_a_second_start_of_a_live_run_is_refused_by_pid(tmp_path):
     store = open_store(str(tmp_path))
     store.put(HUB_KEY, hub().model_dump_json().encode())
