@@ -38,7 +38,7 @@ from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import stop_when_drained
+from pipelinerl_core.roles.control import stop_when_drained, wants_drain
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.learners import Spread, open_learners
@@ -366,8 +366,15 @@ def main() -> int:
 
 
 def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:
-    """Load, or train again, what was committed, and go on from there."""
+    """Load, or train again, what was committed, and go on from there.
+
+    With nothing left to do it ends before anything is loaded: a start after the last commit, or after a drained one,
+    would wait in vain for ranks on other hosts, which may have been let go. The flow stops the hub once it has ended.
+    """
     commits = counted_commit_keys(context.store, read_epochs(context.store))
+    if max(commits, default=-1) >= context.config.trainer.steps or (commits and wants_drain(context.store)):
+        logger.info("nothing left to do after step %d", max(commits))
+        return
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
     with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
