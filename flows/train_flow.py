@@ -17,7 +17,7 @@ from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.records import eval_key
 from pipelinerl_core.roles.context import RunContext, change_for_resume, open_run
-from pipelinerl_core.roles.control import forget_wishes, wants_drain
+from pipelinerl_core.roles.control import wants_drain
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew, hub_token
 from tasks.preflight import preflight
@@ -32,7 +32,7 @@ from tasks.runs import (
     run_url,
     shared_memory_of,
 )
-from tasks.starts import count_start
+from tasks.starts import count_start, forget_drain
 from tasks.tracking import RunWatch
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[Run
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
-    forget_wishes(run.store)
+    forget_drain(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
 
@@ -145,10 +145,11 @@ def run_roles(
         crew.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
         )
-        if evaluates and not run.store.exists(eval_key(0)):
+        if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
             crew.evaluate("first")
-        for index in range(run.config.placement.actors):
-            crew.start(f"actor-{index}")
+        if not crew.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no step is to be taken
+            for index in range(run.config.placement.actors):
+                crew.start(f"actor-{index}")
         follow(crew, watch, is_enough)
         crew.stop()
         if evaluates and not wants_drain(run.store):

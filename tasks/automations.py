@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, Literal, cast
 from uuid import UUID
 
+from prefect import get_client
 from prefect.automations import Automation
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotification
@@ -39,6 +40,8 @@ TAG = "pipelinerl"
 """On every deployment of ours, and so on its flow runs."""
 
 _RESUMED_STATE = "AwaitingRetry"
+_WAITING_STATE = "AwaitingConcurrencySlot"
+"""Scheduled too, on the way from one that somebody has set."""
 
 _FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
 # One that was never Running may never be able to: whoever started it sees that at once.
@@ -152,6 +155,15 @@ def _alarm(notify_block: UUID | None) -> Automation:
             else DoNothing()
         ],
     )
+
+
+def was_resumed(flow_run_id: UUID) -> bool:
+    """Whether pipelinerl-resume has scheduled this start of a flow run; a person did otherwise."""
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(flow_run_id)
+    scheduled = [state for state in states if state.is_scheduled() and state.name != _WAITING_STATE]
+    newest = max(scheduled, key=lambda state: state.timestamp, default=None)
+    return newest is not None and newest.message == RESUME_MESSAGE
 
 
 def apply_automations(wanted: Iterable[Automation]) -> dict[str, Change]:

@@ -1,12 +1,18 @@
-"""How often one Prefect flow run was started again without a new commit; whatever crashes it would do so for ever."""
+"""What a start makes of those before: how often they came to no new commit, and whether their drain still holds.
+
+Whatever crashes a flow run again and again would do so for ever.
+"""
 
 import logging
+from uuid import UUID
 
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import STARTS_KEY, StartsRecord
+from pipelinerl_core.roles.control import forget_wishes, wants_drain
 from pipelinerl_core.roles.history import counted_commit_keys, read_epochs
 from pipelinerl_core.storage.object_store import open_store
+from tasks.automations import was_resumed
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,25 @@ def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
         )
     if tries > 0:
         logger.warning("started again %d times without a new commit %s; %d are allowed", tries, where, limit)
+
+
+def forget_drain(store: ObjectStore, flow_run_id: str) -> None:
+    """A person who starts a run means it to run, whatever was wanted of the start before.
+
+    The automation that resumes a crashed one means nothing: what an operator has drained ends as Drained then.
+    """
+    if wants_drain(store) and _was_resumed(flow_run_id):
+        logger.info("asked to drain before the crash: no further step is taken")
+    else:
+        forget_wishes(store)
+
+
+def _was_resumed(flow_run_id: str) -> bool:
+    try:
+        return was_resumed(UUID(flow_run_id))
+    except Exception as error:  # noqa: BLE001 (whatever the client raises: the run does not depend on it)
+        logger.warning("cannot tell who has scheduled flow run %s (%s): a drain is forgotten", flow_run_id, error)
+        return False
 
 
 def _read(store: ObjectStore) -> StartsRecord | None:

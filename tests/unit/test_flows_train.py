@@ -1,0 +1,75 @@
+"""What the train flow starts, and when it does not; roles that are only names."""
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from flows import train_flow
+from pipelinerl_core.config import load_config
+from pipelinerl_core.roles.control import ask_to_drain
+from pipelinerl_core.testing.fakes import MemoryStore
+
+
+class Crew:
+    """Takes note of who is started; a trainer that drains ends, as it does within seconds."""
+
+    during_evaluation = staticmethod(lambda: None)
+    newest: "Crew"
+
+    def __init__(self, run) -> None:
+        self.started: list[str] = []
+        self.ended: set[str] = set()
+        self.is_stopped = False
+        Crew.newest = self
+
+    def start(self, name: str) -> None:
+        self.started.append(name)
+
+    def wait_until(self, what, condition, seconds) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        self.ended.add("trainer")
+
+    def evaluate(self, version: str) -> None:
+        self.started.append(version)
+        if version == "first":
+            self.during_evaluation()
+
+    def has_ended(self, name: str) -> bool:
+        return name in self.ended
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setattr(train_flow, "Crew", Crew)
+    config = load_config("quickstart", ["placement.actors=2", "eval.num_prompts=10"])
+    return SimpleNamespace(store=MemoryStore(), config=config, run_id="a-run-of-this-test")
+
+
+def started(run) -> list[str]:
+    train_flow.run_roles(run, MagicMock())
+    assert Crew.newest.is_stopped
+    return Crew.newest.started
+
+
+def test_a_run_starts_everybody_and_is_evaluated_twice(run):
+    assert started(run) == ["hub", "trainer", "first", "actor-0", "actor-1", "last"]
+
+
+def test_no_actor_is_started_for_a_trainer_that_has_ended_during_the_first_evaluation(run, monkeypatch):
+    monkeypatch.setattr(Crew, "during_evaluation", lambda self: self.ended.add("trainer"))
+    assert started(run) == ["hub", "trainer", "first", "last"]
+
+
+def test_no_actor_is_started_after_a_drain_during_the_first_evaluation(run, monkeypatch):
+    monkeypatch.setattr(Crew, "during_evaluation", lambda self: ask_to_drain(run.store, by="this test"))
+    assert started(run) == ["hub", "trainer", "first"]
+
+
+def test_a_drain_that_a_resume_has_kept_is_not_evaluated_first(run):
+    ask_to_drain(run.store, by="this test")
+    assert started(run) == ["hub", "trainer"]

@@ -1,0 +1,70 @@
+"""Whether a start forgets that its run was to drain: a person's does, the automation's does not."""
+
+import uuid
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
+
+from pipelinerl_core.roles.control import ask_to_drain, wants_drain
+from pipelinerl_core.testing.fakes import MemoryStore
+from tasks import automations
+from tasks.automations import RESUME_MESSAGE
+from tasks.starts import forget_drain
+
+FIRST = [Scheduled(), Pending(), Running()]
+RESUMED = [Crashed(message="no heartbeat"), AwaitingRetry(message=RESUME_MESSAGE), Pending(), Running()]
+RETRIED = [Crashed(), AwaitingRetry(message="Retry from the UI"), Pending(), Running()]
+QUEUED = [*RESUMED[:2], State(type="SCHEDULED", name="AwaitingConcurrencySlot"), *RESUMED[2:]]
+
+
+class Server:
+    """A Prefect server that knows the states of one flow run."""
+
+    def __init__(self, states: list[State]) -> None:
+        begun = datetime(2026, 1, 1, tzinfo=UTC)
+        self.states = [
+            state.model_copy(update={"timestamp": begun + timedelta(seconds=index)})
+            for index, state in enumerate(states)
+        ]
+        self.is_away = False
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+    def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State]:
+        if self.is_away:
+            raise ConnectionError("no server")
+        return self.states[::-1]
+
+
+def is_kept(monkeypatch, server: Server) -> bool:
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: server)
+    store = MemoryStore()
+    ask_to_drain(store, by="this test")
+    forget_drain(store, str(uuid.uuid4()))
+    return wants_drain(store)
+
+
+@pytest.mark.parametrize("states", [FIRST, [], FIRST + RETRIED, FIRST + RESUMED + RETRIED])
+def test_who_starts_a_run_means_it_to_run(monkeypatch, states):
+    assert not is_kept(monkeypatch, Server(states))
+
+
+@pytest.mark.parametrize("states", [FIRST + RESUMED, FIRST + RESUMED * 2, FIRST + RETRIED + RESUMED, FIRST + QUEUED])
+def test_a_drain_outlives_a_crash_that_the_automation_mends(monkeypatch, states):
+    assert is_kept(monkeypatch, Server(states))
+
+
+def test_where_the_server_cannot_say_the_run_goes_on(monkeypatch):
+    server = Server(FIRST + RESUMED)
+    server.is_away = True
+    assert not is_kept(monkeypatch, server)
+
+
+def test_without_a_wish_nobody_is_asked(monkeypatch):
+    monkeypatch.setattr(automations, "get_client", lambda sync_client: pytest.fail("asked"))
+    forget_drain(MemoryStore(), str(uuid.uuid4()))
