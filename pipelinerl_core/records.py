@@ -178,6 +178,8 @@ class RoleRecord(Record):
     """Unix seconds."""
     beat: float
     """Unix seconds."""
+    start_beat: float = 0.0
+    """Unix seconds of its newest sign of life before it was ready: a trainer may train steps again for long."""
 
 
 class ResumeRecord(Record):

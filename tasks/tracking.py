@@ -19,10 +19,10 @@ from prefect.artifacts import (
 )
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import DeadlineExceeded, StoreError
-from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit
+from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
+from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.roles.context import RunContext, log_directory
-from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub
+from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub, read_record
 from pipelinerl_core.tracking.live import LiveView
 from pipelinerl_core.tracking.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
 from pipelinerl_core.tracking.samples import token_decoder
@@ -45,7 +45,10 @@ TABLE_SECONDS = 30.0
 TABLE_BATCHES = 5
 """Batches read for it at once while the run goes on."""
 STALL_SECONDS = 1200.0
-"""Neither a commit nor a sampled token for this long: something hangs that no other deadline saw."""
+"""Neither a commit nor a sampled token for this long: something hangs that no other deadline saw.
+
+After a start the trainer may train many steps again while the actors wait for it: each of them counts too.
+"""
 TABLE_VERSIONS = 50
 """Newest weight versions in the table artifact; weights.parquet has them all."""
 
@@ -174,12 +177,23 @@ class RunWatch:
         seen = (self.committed_step, self._live.get("step"), self._live.get("tokens"))
         if seen != self._seen:
             self._seen, self._changed_at = seen, time.monotonic()
-        elif time.monotonic() - self._changed_at > STALL_SECONDS:
+        elif time.monotonic() - self._changed_at > STALL_SECONDS and not self._starts_still():
             self._alarms.tell(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
             raise DeadlineExceeded(
                 f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
                 "the roles' logs say what they wait for. Resume the run to go on"
             )
+
+    def _starts_still(self) -> bool:
+        """Whether the trainer has trained a step again, or come to its work, within the time: until then all wait."""
+        try:
+            trainer = read_record(self._run.store, role_key("trainer", "trainer"), RoleRecord)
+        except MissingObject:
+            return False
+        except StoreError as error:
+            logger.warning("whether the trainer has started could not be read: %s", error)
+            return True
+        return time.time() - trainer.start_beat < STALL_SECONDS
 
 
 def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:

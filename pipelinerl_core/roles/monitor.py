@@ -50,6 +50,9 @@ class RoleMonitor:
         self._beat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
         self._why_not_ready: Callable[[], str] = lambda: "starting"
+        self._is_starting = True
+        self.start_beat = 0.0
+        """Unix seconds of the newest beat before it was ready."""
         self.metrics.ask("role_healthy", lambda: float(self.health()[0]))
         self.metrics.ask("role_ready", lambda: float(self.readiness()[0]))
         self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._beat_at)
@@ -58,12 +61,14 @@ class RoleMonitor:
     def beat(self, phase: str = "") -> None:
         """The main loop turns; `phase` says what it does from here on, if that has changed."""
         self._beat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
+        if self._is_starting:
+            self.start_beat = time.time()
         if phase:
             self._phase = phase
 
     def ready_unless(self, why_not: Callable[[], str]) -> None:
         """From here on the role is ready while `why_not` answers with an empty text; asked on other threads."""
-        self._why_not_ready = why_not
+        self._why_not_ready, self._is_starting = why_not, False
 
     def health(self) -> tuple[bool, str]:
         """Whether the main loop turns, and a line about it."""
@@ -149,6 +154,7 @@ def _keep_record(store: ObjectStore, monitor: RoleMonitor, url: str, done: threa
             url=url,
             started_at=started_at,
             beat=time.time(),
+            start_beat=monitor.start_beat,
         ).model_dump_json().encode()  # fmt: skip
 
     def keep() -> None:

@@ -18,6 +18,7 @@ from pipelinerl_core.roles import actor_watch, monitor
 from pipelinerl_core.roles.actor_watch import ActorWatch
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
+from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tracking.role_metrics import ALL_ROLES, ROLE_METRICS, RoleMetrics
 from pipelinerl_core.tracking.targets import live_roles, targets
@@ -169,6 +170,31 @@ def test_roles_of_one_host_share_a_range_of_ports_and_a_wrong_address_is_one_lin
         monitored(context("placement.metrics_host=192.0.2.1"), "hub", "hub"),
     ):
         pass
+
+
+def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(monkeypatch):
+    monkeypatch.setattr(monitor, "RECORD_SECONDS", 0.01)
+    run = context()
+
+    def await_record(condition):
+        deadline = time.monotonic() + 60
+        while not condition(found := record_of(run.store, "trainer", "trainer")):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return found
+
+    with monitored(run, "trainer", "trainer") as (_, watched):
+        assert await_record(lambda found: True).start_beat == 0.0
+        watch = TrainerWatch(watched, epoch=1)
+        watch.repeats(3)
+        first = await_record(lambda found: found.start_beat > 0.0)
+        watch.repeats(4)
+        await_record(lambda found: found.start_beat > first.start_beat)
+        watch.registered()
+        last = watched.start_beat
+        watch.waits(5)
+        written = time.time()
+        assert await_record(lambda found: found.beat > written).start_beat == last
 
 
 def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(monkeypatch):

@@ -1,0 +1,89 @@
+"""When a run that stands still is ended, by a clock of its own."""
+
+import time
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from pipelinerl_core.errors import DeadlineExceeded, StoreError
+from pipelinerl_core.records import RoleRecord, role_key
+from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tasks import tracking
+from tasks.tracking import STALL_SECONDS, RunWatch
+
+STEP_SECONDS = STALL_SECONDS / 3
+
+
+class Clock:
+    """Both clocks of module time, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tracking, "time", clock)
+    monkeypatch.setattr(tracking, "Alarms", MagicMock())
+    monkeypatch.setattr(tracking, "create_progress_artifact", lambda *_, **__: None)
+    return clock
+
+
+@pytest.fixture
+def watch(tmp_path, clock) -> RunWatch:
+    """Of a run whose commits and tokens stay as they are."""
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock())
+    look(watch, clock, 60.0)
+    return watch
+
+
+def look(watch: RunWatch, clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+    watch.poll()
+
+
+def trainer_turns(watch: RunWatch, start_beat: float) -> None:
+    record = RoleRecord(
+        run_id="r-1", role="trainer", name="trainer", host="h", pid=1, url="http://h:1", started_at=0.0,
+        beat=start_beat, start_beat=start_beat,
+    )  # fmt: skip
+    watch._run.store.put(role_key("trainer", "trainer"), record.model_dump_json().encode())
+
+
+def test_a_run_without_a_commit_or_a_token_is_ended(watch, clock):
+    look(watch, clock, STALL_SECONDS - 1)
+    with pytest.raises(DeadlineExceeded, match="no commit and no token for 1200 s at step 2"):
+        look(watch, clock, 2)
+
+
+def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_all_of_it(watch, clock):
+    for _ in range(20):
+        look(watch, clock, STEP_SECONDS)
+        trainer_turns(watch, clock.now)
+    look(watch, clock, STALL_SECONDS - 1)  # it has come to its work, and beats no more
+    with pytest.raises(DeadlineExceeded):
+        look(watch, clock, 2)
+
+
+def test_a_trainer_that_hangs_as_it_trains_steps_again_is_noticed(watch, clock):
+    trainer_turns(watch, clock.now)
+    look(watch, clock, STALL_SECONDS - 1)
+    with pytest.raises(DeadlineExceeded):
+        look(watch, clock, 2)
+
+
+def test_a_store_that_does_not_answer_ends_nothing(watch, clock):
+    store = MagicMock(get=MagicMock(side_effect=StoreError("503")))
+    watch._run = SimpleNamespace(store=store, config=watch._run.config)
+    look(watch, clock, STALL_SECONDS + 1)
