@@ -155,8 +155,10 @@ def run_roles(
         if evaluates and not wants_drain(run.store):
             crew.evaluate("last")
     finally:
-        crew.stop()
-        shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+        try:
+            crew.stop()
+        finally:  # a second Ctrl-C may end the stop
+            shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
 
 
 def follow(crew: Crew, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
