@@ -1,8 +1,9 @@
 """One actor on the machine of a work pool: the train flow starts it as deployment actor/actor."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -15,6 +16,6 @@ Name = Annotated[str, Field(description="Name of the actor in the run, unique am
 
 @flow(name="actor", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def actor(run_url: RunUrl, name: Name = "actor-0") -> None:
+def actor(run_url: RunUrl, name: Name = "actor-0") -> State[Any] | None:
     """Generate rollouts for a live run until it ends. Any number of actors may join, leave or die."""
-    run_pooled(run_url, name)
+    return run_pooled(run_url, name)

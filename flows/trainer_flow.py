@@ -1,8 +1,9 @@
 """The trainer on the machine of a work pool: the train flow starts it as deployment trainer/trainer."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
@@ -23,6 +24,6 @@ Node = Annotated[
 
 @flow(name="trainer", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def trainer(run_url: RunUrl, node: Node = 0) -> None:
+def trainer(run_url: RunUrl, node: Node = 0) -> State[Any] | None:
     """Take the optimizer steps of a live run, or a part of each: with several nodes each has its ranks."""
-    run_pooled(run_url, f"{NODE_PREFIX}{node}" if node else TRAINER)
+    return run_pooled(run_url, f"{NODE_PREFIX}{node}" if node else TRAINER)

@@ -1,0 +1,100 @@
+"""A role of a work pool whose worker is gone: nobody signals its flow run any more."""
+
+import uuid
+from types import SimpleNamespace
+
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.records import RunRecord
+from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.testing.fakes import MemoryStore
+from tasks import pooled
+
+DEADLINE_LOOKS = 100
+
+
+class Server:
+    """Knows the state of the flow run; None when it was deleted."""
+
+    def __init__(self, state: State | Exception | None) -> None:
+        self.state = state
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *error) -> None: ...
+
+    def read_flow_run(self, run_id: uuid.UUID):
+        if self.state is None:
+            raise ObjectNotFound(Exception())
+        if isinstance(self.state, Exception):
+            raise self.state
+        return SimpleNamespace(state=self.state)
+
+
+class Crew:
+    """One role, which ends by itself after so many looks."""
+
+    num_looks = DEADLINE_LOOKS
+    newest: "Crew"
+
+    def __init__(self, run) -> None:
+        self.looks = 0
+        self.is_stopped = False
+        Crew.newest = self
+
+    def start(self, name: str) -> None: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def has_ended(self, name: str) -> bool:
+        self.looks += 1
+        return self.looks > self.num_looks
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    record = RunRecord(run_id="of-this-test", created_at=0.0, code_version="test", config={})
+    run = RunContext(store=MemoryStore(), record=record, config=load_config("quickstart"), token="")
+    monkeypatch.setattr(pooled, "open_run", lambda url: run)
+    monkeypatch.setattr(pooled, "load_token", lambda run_id: "token")
+    monkeypatch.setattr(pooled, "Crew", Crew)
+    monkeypatch.setattr(pooled, "STATE_SECONDS", 0.0)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
+
+    def follow(state: State | Exception | None) -> State | None:
+        monkeypatch.setattr(pooled, "get_client", lambda sync_client: Server(state))
+        ended = pooled.run_pooled("memory://test", "actor-0")
+        assert Crew.newest.is_stopped
+        return ended
+
+    return follow
+
+
+@pytest.mark.parametrize(
+    ("state", "end"),
+    [(Cancelling(), "Cancelled"), (Cancelled(), "Cancelled"), (Crashed(), "Crashed"), (None, "Cancelled")],
+)
+def test_a_role_ends_once_its_flow_run_is_over_on_the_server_and_leaves_it_so(follow, state, end):
+    ended = follow(state)
+    assert ended is not None
+    assert ended.name == end
+    assert Crew.newest.looks < DEADLINE_LOOKS
+
+
+@pytest.mark.parametrize("state", [Running(), ConnectionError("no server")])
+def test_a_role_goes_on_while_its_flow_run_does_or_nobody_can_say(follow, state):
+    assert follow(state) is None
+    assert Crew.newest.looks > DEADLINE_LOOKS
+
+
+def test_a_role_that_ends_by_itself_is_not_cancelled(follow, monkeypatch):
+    monkeypatch.setattr(Crew, "num_looks", 0)
+    assert follow(Completed()) is None
