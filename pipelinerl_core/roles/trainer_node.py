@@ -36,9 +36,9 @@ def run_node(context: RunContext, node: int, stop: threading.Event, monitor: Rol
     """Until rank 0 has let go of this node and the run is over, or `stop`: its ranks for the trainer's newest start.
 
     A run that drains ends when rank 0 says so: it may see the wish later than others, and without these ranks it
-    could not take its last step. A rank 0 that fails is started again and needs them even after the last commit. One
-    that was let go while the run was not over comes back, whatever is wished meanwhile. Without a hub for so long
-    that every role would have given it up, nobody comes any more.
+    could not take its last step. One that fails is started again and needs them. One that let them go while the run
+    was not over comes back, whatever is wished meanwhile. Without a hub for so long that every role would have given
+    it up, nobody comes any more.
     """
     joined = 0
     hub = _HubWatch(context.store)
