@@ -4,10 +4,14 @@ Run: python -m pipelinerl_core.roles.gc --run URL [--rollouts] [--dry-run] [--js
 
 | class    | what | removed |
 |----------|------|---------|
-| orphans  | what trainers wrote that died before their commit, or were fenced | always |
+| orphans  | what trainers wrote that died before their commit, or were fenced, up to the newest commit | always |
 | checkpoints | all but that of step 0 and the newest two; the newest one once the run is done | always |
 | partials | logs of groups that are decided, and all of them once the run has taken its last step | always |
 | rollouts | segments of which every group is decided: what was trained is in batches/ too | with --rollouts |
+
+Whether a run is live cannot be known for sure: its hub may be between two lives, its clock behind, its store slow.
+So nothing is garbage that a run which goes on from the newest commit may be writing: steps after it stay until the
+run has gone past them, and a start while the run is looked through leaves everything as it is.
 """
 
 import argparse
@@ -16,7 +20,7 @@ import sys
 from collections.abc import Iterable
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, batch_key, checkpoint_prefix
 from pipelinerl_core.roles.context import open_run
@@ -34,7 +38,9 @@ class Collector:
     def __init__(self, store: ObjectStore, config: RunConfig) -> None:
         """Reads every commit."""
         self._store = store
-        keys = counted_commit_keys(store, read_epochs(store))
+        self.epochs = read_epochs(store)
+        """What counts according to them; with a newer one it is something else."""
+        keys = counted_commit_keys(store, self.epochs)
         self._commit_keys = set(keys.values())
         self._commits: list[Commit] = [read_commit(store, key) for key in keys.values()]
         last = self._commits[-1] if self._commits else None
@@ -44,15 +50,20 @@ class Collector:
         self._low_water = dict(last.low_water) if last is not None else {}
 
     def orphans(self) -> list[str]:
-        """Objects of steps that no counted commit speaks of."""
+        """Objects that no counted commit speaks of, of steps that the run has gone past."""
         if not self._commits:  # nothing counts yet, so nothing can be told apart
             return []
+        last = self._commits[-1].step
         kept = {f"{commit.manifest.key}/" for commit in self._commits if commit.manifest and commit.manifest.key}
         kept |= {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits}
         kept |= {f"{batch_key(commit.step, commit.epoch, rank=0).rpartition('/')[0]}/" for commit in self._commits}
         found = [key for key in self._store.list("commits") if key not in self._commit_keys]
         for prefix in ("batches", "weights", "checkpoints"):
             found += [key for key in self._store.list(prefix) if f"{key.rpartition('/')[0]}/" not in kept]
+        if not self._is_done:
+            # Weights of the last one too: a trainer that starts, or an actor that cannot read them, has them
+            # published once more, under a key that no commit names.
+            found = [key for key in found if _step_of(key) <= last - key.startswith("weights/")]
         return sorted(found)
 
     def checkpoints(self) -> list[str]:
@@ -90,8 +101,14 @@ class Collector:
             return set()  # torn: nobody can take anything from it
 
 
+def _step_of(key: str) -> int:
+    """Step of <class>/<step>.<k>...; -1 for a name that no trainer writes."""
+    digits = key.split("/")[1].partition(".")[0]
+    return int(digits) if digits.isdecimal() else -1
+
+
 def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool) -> dict[str, list[str]]:
-    """Class -> the keys that were removed, or would be."""
+    """Class -> the keys that were removed, or would be. PipelineRLError, and nothing is, if the run was started."""
     collector = Collector(store, config)
     garbage = {
         "orphans": collector.orphans(),
@@ -101,6 +118,9 @@ def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_r
     if with_rollouts:
         garbage["rollouts"] = collector.rollouts()
     if not dry_run:
+        refuse_second_hub(store)
+        if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before it beats
+            raise PipelineRLError(f"{store.url}: started while it was looked through; nothing was removed")
         for keys in garbage.values():
             store.delete(keys)
     return garbage

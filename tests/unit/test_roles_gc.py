@@ -1,13 +1,19 @@
 """What is removed of a run: orphans, logs of decided groups, collected rollouts; and what never is."""
 
+import socket
+
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import (
+    HUB_KEY,
     CheckpointRef,
     EpochRecord,
+    HubRecord,
     batch_key,
     commit_key,
     epoch_key,
@@ -20,7 +26,8 @@ from pipelinerl_core.stream.codec import to_segment
 from pipelinerl_core.stream.partials import encode_partials
 from pipelinerl_core.takeover import PartialRow
 from pipelinerl_core.training.checkpoint import save_checkpoint
-from tests.unit.test_roles_audit import CONFIG, EPOCH, STEPS, change, store
+from pipelinerl_core.weights.publish import WeightPublisher
+from tests.unit.test_roles_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
 
 __all__ = ["store"]
 
@@ -47,22 +54,67 @@ def put_log(store, seq, *group_ids):
 
 
 def put_orphans(store):
-    """A trainer of a later epoch wrote these for step 4 and died; another one, for step 2, had been fenced."""
-    keys = [
-        batch_key(4, 3, rank=0),
-        "weights/00000004.3/model.safetensors",
-        "checkpoints/00000004.3/state.safetensors",
+    """(of steps that the run has gone past, of those that a trainer may be at): what dead or fenced trainers wrote.
+
+    The newest commit is the one of step 3; weights of that one may be published again.
+    """
+    past = [
         batch_key(2, 1, rank=0),
+        "checkpoints/00000003.1/state.safetensors",
+        commit_key(2, 1),
         "weights/00000002.1/model.safetensors",
-        commit_key(STEPS + 1, EPOCH),
     ]
-    for key in keys:
+    beyond = [
+        batch_key(4, 3, rank=0),
+        "checkpoints/00000004.3/state.safetensors",
+        commit_key(STEPS + 1, EPOCH),
+        "weights/00000003.1/model.safetensors",
+        "weights/00000004.3/model.safetensors",
+    ]
+    for key in (*past, *beyond):
         store.put(key, b"x")
+    put_epoch(store, 4, STEPS)  # it did not adopt the commit of step 4
+    return past, beyond
+
+
+def put_epoch(store, epoch, adopted_through):
     record = EpochRecord(
-        epoch=4, role="trainer", parent=EPOCH, adopted_through=STEPS, started_at=0.0, host="here", pid=1
+        epoch=epoch,
+        role="trainer",
+        parent=EPOCH,
+        adopted_through=adopted_through,
+        started_at=0.0,
+        host="here",
+        pid=1,
     )
-    store.put(epoch_key(4), record.model_dump_json().encode())  # it did not adopt the last of these
-    return sorted(keys)
+    store.put(epoch_key(epoch), record.model_dump_json().encode())
+
+
+def put_next_steps(store, *steps, epoch=4):
+    """A trainer of a later epoch goes on."""
+    for step in steps:
+        publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False)
+        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        store.put(batch_key(step, epoch, rank=0), b"x")
+        commit = commit_of(store, STEPS).model_copy(update={"step": step, "epoch": epoch, "manifest": manifest})
+        store.put(commit_key(step, epoch), commit.model_dump_json().encode())
+
+
+class BusyStore:
+    """A store in which something happens once a prefix has been listed for the first time."""
+
+    def __init__(self, store, prefix, happens):
+        self._store, self._prefix, self._happens = store, prefix, happens
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def list(self, prefix):
+        keys = self._store.list(prefix)
+        if prefix == self._prefix and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+        return keys
 
 
 def everything(store):
@@ -70,14 +122,55 @@ def everything(store):
     return {key for prefix in prefixes for key in store.list(prefix)}
 
 
-def test_orphans_go_and_everything_that_counts_stays(store):
+def test_orphans_go_once_the_run_has_gone_past_them_and_everything_that_counts_stays(store):
     before = everything(store)
-    orphans = put_orphans(store)
-    assert collect(store, LONGER, with_rollouts=True, dry_run=True)["orphans"] == orphans
-    assert everything(store) == before | set(orphans)
+    past, beyond = put_orphans(store)
+    assert collect(store, LONGER, with_rollouts=True, dry_run=True)["orphans"] == sorted(past)
+    assert everything(store) == before.union(past, beyond)
     collect(store, LONGER, with_rollouts=False, dry_run=False)
-    assert everything(store) == before
+    assert everything(store) == before.union(beyond)
     assert Audit(store, CONFIG).run().problems == []
+    put_next_steps(store, 4, 5)
+    assert collect(store, LONGER, with_rollouts=False, dry_run=True)["orphans"] == sorted(beyond)
+
+
+def test_orphans_of_a_run_that_is_done_go(store):
+    before = everything(store)
+    past, beyond = put_orphans(store)
+    assert collect(store, DONE, with_rollouts=False, dry_run=False)["orphans"] == sorted([*past, *beyond])
+    assert everything(store) == before
+
+
+def test_nothing_goes_of_the_steps_that_a_run_takes_while_it_is_looked_through(store):
+    put_epoch(store, 4, STEPS)
+    before = everything(store)
+    busy = BusyStore(store, "commits/", lambda: put_next_steps(store, 4, 5))
+    collect(busy, LONGER, with_rollouts=False, dry_run=False)
+    after = everything(store)
+    assert before < after
+    assert {commit_key(4, 4), commit_key(5, 4), batch_key(4, 4, rank=0), "weights/00000005.4/manifest.json"} <= after
+
+
+def put_hub(store):
+    process = psutil.Process()
+    record = HubRecord(
+        url="grpc://x:1",
+        boot_id="1-x",
+        host=socket.gethostname(),
+        pid=process.pid,
+        process_started_at=process.create_time(),
+        beat=0.0,
+    )
+    store.put(HUB_KEY, record.model_dump_json().encode())
+
+
+@pytest.mark.parametrize("starts", [lambda store: put_epoch(store, 4, STEPS), put_hub])
+def test_a_run_that_starts_while_it_is_looked_through_is_left_alone(store, starts):
+    store.put(batch_key(2, 1, rank=0), b"x")
+    before = everything(store)
+    with pytest.raises(PipelineRLError, match=r"started while it was looked through|this run has a hub"):
+        collect(BusyStore(store, "batches", lambda: starts(store)), LONGER, with_rollouts=True, dry_run=False)
+    assert everything(store) == before
 
 
 def test_a_run_without_a_commit_keeps_everything(store):
@@ -87,15 +180,15 @@ def test_a_run_without_a_commit_keeps_everything(store):
     assert garbage == {"orphans": [], "checkpoints": [], "partials": [], "rollouts": []}
 
 
-@pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2])])
+@pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1])])
 def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
     for step in range(STEPS + 1):
         save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
         change(store, step, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
-    save_checkpoint(store, STEPS + 1, EPOCH, {"w": torch.zeros(1)}, {})  # its commit is on the way
+    save_checkpoint(store, STEPS + 1, EPOCH, {"w": torch.zeros(1)}, {})  # its commit is on the way, unless it is done
     collect(store, config, with_rollouts=False, dry_run=False)
     left = {int(key.split("/")[1].split(".")[0]) for key in store.list("checkpoints")}
-    assert left == set(range(STEPS + 1)) - set(gone)
+    assert left == set(range(STEPS + 2)) - set(gone)
     assert Audit(store, CONFIG).run().problems == []
 
 
