@@ -1,7 +1,8 @@
 """The hub: accounts for prompts, leases, lag and tokens; carries rollouts from actors to the trainer in memory.
 
 Start and restart are one path: newest commit, segments above its low-water marks, registrations during a grace time.
-It ends when the last step is committed or it is asked to, after telling the actors to leave.
+It ends when the last step is committed or it is asked to, after telling the actors to leave; and with exit code 3
+when another hub of the run has started in the same moment and has taken its epoch later.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import psutil
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.records import HUB_KEY
+from pipelinerl_core.records import HUB_KEY, EpochRecord
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
-from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.roles.history import check_not_fenced, take_epoch
 from pipelinerl_core.roles.hub_live import LiveRecord
 from pipelinerl_core.roles.hub_service import Hub
 from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
@@ -47,6 +48,8 @@ ATTEMPTS_PER_BOOT = 1000
 _TICK_SECONDS = 0.1
 _STANDSTILL_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
+# Between two looks whether another hub has taken over: to two that live, no actor knows where it belongs.
+_FENCE_SECONDS = 3.0
 # Beside the rows; a connection takes about 100 kB of it.
 _MAX_FREE_BYTES = 256 << 20
 _GIVE_BACK_SECONDS = 5.0
@@ -62,7 +65,7 @@ _IDLE_SECONDS = 60.0
 _FAREWELL_SECONDS = 0.5
 
 
-def start_hub(context: RunContext) -> Hub:
+def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
     """Take the next epoch and restore the ledger from the store; PipelineRLError while another hub lives."""
     refuse_second_hub(context.store)
     past = read_past(context.store, context.config.placement.hub_bytes)
@@ -85,7 +88,8 @@ def start_hub(context: RunContext) -> Hub:
         "hub epoch %d, boot %s: after commit %d, %d groups ready from %d in segments, %d open, next group %d",
         epoch.epoch, boot_id, committed, ledger.num_ready, len(past.sealed), ledger.num_queued, ledger.next_group_id,
     )  # fmt: skip
-    return Hub(context.config, ledger, build_source(context.config), context.store, boot_id=boot_id, rows=past.rows)
+    source = build_source(context.config)
+    return Hub(context.config, ledger, source, context.store, boot_id=boot_id, rows=past.rows), epoch
 
 
 class HubProcess:
@@ -99,7 +103,7 @@ class HubProcess:
             )
         placement = context.config.placement
         self._store = context.store
-        self.hub = start_hub(context)
+        self.hub, self._epoch = start_hub(context)
         credentials = make_credentials() if placement.hub_tls else None
         self._server = HubServer(
             self.hub,
@@ -120,20 +124,25 @@ class HubProcess:
                 placement.hub_host,
             )
         self._monitor = monitor or RoleMonitor("hub", "hub", context.run_id)
-        self._monitor.facts["epoch"] = int(self.hub.boot_id.partition("-")[0])
-        self._beat_at = self._gave_back_at = 0.0
+        self._monitor.facts["epoch"] = self._epoch.epoch
+        self._beat_at = self._gave_back_at = self._checked_at = 0.0
         self._process = psutil.Process()
         self._bytes_at_start = self._process.memory_info().rss
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until the last step is committed and the actors have left, or until `stop`."""
+        """Serve until the last step is committed and the actors have left, or until `stop`.
+
+        Raises Fenced once a newer hub of the run has taken over.
+        """
         self._server.start()
         self._beat("run", is_due=True)
+        self._check_epoch()
         logger.info("listening at %s", self._server.url)
         self._monitor.ready_unless(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
             self._beat("run")
+            self._check_epoch()
         was_stopped = stop.is_set() and not self.hub.is_finished
         logger.info("draining: %s", "asked to stop" if was_stopped else "the last step is committed")
         if was_stopped:
@@ -172,6 +181,15 @@ class HubProcess:
             self._store.put(HUB_KEY, record.model_dump_json().encode())
         except StoreError as error:
             logger.warning("%s not written: %s", HUB_KEY, error)
+
+    def _check_epoch(self) -> None:
+        if self._checked_at and time.monotonic() - self._checked_at < _FENCE_SECONDS:
+            return
+        self._checked_at = time.monotonic()
+        try:
+            check_not_fenced(self._store, self._epoch)
+        except StoreError as error:
+            logger.warning("cannot see whether another hub has taken over: %s", error)
 
     def _limit_memory(self) -> None:
         """What is free but kept for the next rows stays small, beside the rows themselves."""

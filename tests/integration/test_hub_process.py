@@ -34,6 +34,7 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.records import Commit, HubRecord, RunRecord, commit_key
+from pipelinerl_core.roles.history import take_epoch
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
@@ -245,6 +246,18 @@ def test_a_second_hub_is_refused_with_one_line_and_exit_code_1(start):
     lines = second.process.stderr.read().strip().splitlines()
     assert "this run has a hub" in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+def test_of_two_hubs_that_started_at_once_the_one_with_the_older_epoch_ends_with_one_line(run, start):
+    hub = start()
+    hub.wait_until_up()
+    store = open_store(str(run))
+    take_epoch(store, "trainer", -1)  # is no hub
+    take_epoch(store, "hub", -1)
+    assert hub.process.wait(timeout=60) == 3
+    errors = hub.process.stderr.read().strip()
+    assert errors.splitlines()[-1].startswith("Fenced: hub epoch 1 was taken over by epoch 3 on ")
+    assert "Traceback" not in errors
 
 
 def test_a_stopped_hub_is_gone_within_two_seconds_although_a_peer_stays(start):
