@@ -17,6 +17,8 @@ from tasks.supervise import SETTLED_SECONDS, STOP_SECONDS, RoleReport, supervise
 HUB_RETURN_SECONDS = 10.0
 """A hub that was stopped and is started again beats within this time; else the run has ended here."""
 _LOOK_SECONDS = 0.5
+_REPLACED_LEASES = 2.0
+"""An actor that has gone is in no hub.json after so many lease times."""
 HUB_STOP_SECONDS = 3.0
 """The hub stops last and keeps nothing: a shorter grace keeps the whole stop below ten seconds."""
 
@@ -54,7 +56,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         name=name,
         ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
         is_done=_is_done(run, role, stop),
-        ends_when_fenced=role == "actor",  # the run goes on with the one that came
+        is_replaced=(lambda: is_replaced(run, name, stop)) if role == "actor" else None,
         stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
         settled_seconds=settled_seconds(run.config),
     )
@@ -72,6 +74,17 @@ def _is_done(run: RunContext, role: str, stop: Event) -> Callable[[], bool]:
     if role == "actor":
         return lambda: is_over(run) or hub_has_left(run, stop)
     return lambda: is_over(run)
+
+
+def is_replaced(run: RunContext, name: str, stop: Event) -> bool:
+    """Whether an actor that was fenced need not come back: the run goes on with the one that came, or has ended here.
+
+    That one may have been of another start of the run, which has lost its hub to ours and is gone by now.
+    """
+    if stop.wait(_REPLACED_LEASES * run.config.placement.lease_seconds) or is_over(run) or hub_has_left(run, stop):
+        return True
+    hub = read_hub(run.store)
+    return hub is not None and name in {key.rpartition("/")[0] for key in hub.live.get("actors", {})}
 
 
 def hub_has_left(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SECONDS) -> bool:

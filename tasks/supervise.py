@@ -76,15 +76,16 @@ def supervise_role(
     ready_seconds: float = READY_SECONDS,
     stop_seconds: float = STOP_SECONDS,
     is_done: Callable[[], bool] = lambda: True,
-    ends_when_fenced: bool = False,
+    is_replaced: Callable[[], bool] | None = None,
     settled_seconds: float = SETTLED_SECONDS,
 ) -> RoleReport:
     """Keep a role running until it ends with 0 or `stop` is set; blocks for the whole life of the role.
 
     A role that somebody else has asked to leave ends with 0 as well: it is started again unless `is_done()`.
-    One whose place another process has taken (exit code 3) ends the supervision, quietly if `ends_when_fenced`.
-    Raises ConfigError (exit code 2, with the role's own line), Fenced (exit code 3), or RoleFailed, with the last
-    lines of its log, once it has failed more than `max_restarts` times in a row, each within `settled_seconds`.
+    One whose place another process has taken (exit code 3) ends the supervision quietly if `is_replaced()`, and is
+    started again if that one is gone; without `is_replaced` it ends it with Fenced.
+    Raises ConfigError (exit code 2, with the role's own line), Fenced, or RoleFailed, with the last lines of its log,
+    once it has failed more than `max_restarts` times in a row, each within `settled_seconds`.
     """
     log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()
@@ -100,13 +101,15 @@ def supervise_role(
                 life.end(stop_seconds)
         if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
             break
-        if ends_when_fenced and life.exit_code == EXIT_FENCED:
-            logger.warning("%s: another process has taken its place", name)
-            break
         reason = failure or describe_exit(life.exit_code)
         if time.monotonic() - started >= settled_seconds:
             in_a_row = 0
-        _raise_if_final(name, life, reason, in_a_row, max_restarts)
+        if is_replaced is not None and life.exit_code == EXIT_FENCED:
+            logger.warning("%s: another process has taken its place", name)
+            if is_replaced():
+                break
+            reason = "its place is free again"
+        _raise_if_final(name, life, reason, in_a_row, max_restarts, may_return=is_replaced is not None)
         restarts += 1
         in_a_row += 1
         backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (in_a_row - 1), LAST_BACKOFF_SECONDS)
@@ -180,12 +183,14 @@ class _Life:
         self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
 
 
-def _raise_if_final(name: str, life: _Life, reason: str, restarts: int, max_restarts: int) -> None:
+def _raise_if_final(
+    name: str, life: _Life, reason: str, restarts: int, max_restarts: int, *, may_return: bool
+) -> None:
     """Raise unless a restart may help."""
     lines = life.log.last_lines(_TAIL_LINES)
     if life.exit_code == EXIT_CONFIG:
         raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {life.log.path}")
-    if life.exit_code == EXIT_FENCED:
+    if life.exit_code == EXIT_FENCED and not may_return:
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
     if restarts >= max_restarts:
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"

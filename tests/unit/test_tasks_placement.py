@@ -9,6 +9,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
+from pipelinerl_core.config import build_config
 from tasks import placement, roles
 from tasks.placement import SETTLED_SECONDS, Crew, DeployedMember
 from tasks.supervise import RoleFailed
@@ -149,11 +150,12 @@ class Runs:
     def __init__(self, states: list[str]) -> None:
         self.states = states
         self.num_looks = 0
+        self.actors = {}
 
     def read(self, store):
         state = self.states[min(self.num_looks, len(self.states) - 1)]
         self.num_looks += 1
-        return SimpleNamespace(live={"state": state}, beat=float(self.num_looks))
+        return SimpleNamespace(live={"state": state, "actors": self.actors}, beat=float(self.num_looks))
 
 
 @pytest.mark.parametrize(
@@ -209,3 +211,31 @@ def test_a_ctrl_c_during_the_stop_leaves_nobody_untold(strikes):
     with pytest.raises(KeyboardInterrupt):
         crew.stop()
     assert {name for name, member in members.items() if not member.is_told} == set()
+
+
+@pytest.mark.parametrize(
+    ("states", "actors", "is_replaced"),
+    [
+        (["run"], {"actor-0/17": {}, "actor-10/17": {}}, True),
+        (["run"], {"actor-0/17": {}, "actor-10/17": {}}, False),
+        (["run"], {}, False),
+        (["done"], {}, True),
+    ],
+    ids=["by another", "only others", "by nobody", "the run is over"],
+)
+def test_a_fenced_actor_comes_back_if_the_run_lives_without_one_of_its_name(monkeypatch, states, actors, is_replaced):
+    runs = Runs(states)
+    runs.actors = actors
+    monkeypatch.setattr(roles, "read_hub", runs.read)
+    monkeypatch.setattr(roles, "is_live", lambda hub: True)
+    monkeypatch.setattr(roles, "is_over", lambda run: states == ["done"])
+    monkeypatch.setattr(roles, "_LOOK_SECONDS", 0.001)
+    run = SimpleNamespace(store=None, config=build_config({"placement": {"lease_seconds": 0.01}}))
+    name = "actor-0" if is_replaced else "actor-1"
+    assert roles.is_replaced(run, name, threading.Event()) is is_replaced
+
+
+def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
+    stop = threading.Event()
+    stop.set()
+    assert roles.is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)

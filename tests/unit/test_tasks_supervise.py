@@ -128,8 +128,19 @@ def test_exit_code_2_surfaces_its_own_line_and_is_not_restarted(tmp_path):
 
 
 def test_an_actor_whose_place_is_taken_ends_without_an_error(tmp_path):
-    report = run(tmp_path, COUNT + "sys.exit(3)", ends_when_fenced=True)
+    report = run(tmp_path, COUNT + "sys.exit(3)", is_replaced=lambda: True)
     assert (report.exit_code, report.restarts) == (3, 0)
+
+
+def test_an_actor_whose_place_was_taken_is_started_again_once_that_place_is_free(tmp_path):
+    report = run(tmp_path, COUNT + "sys.exit(3 if n == 1 else 0)", is_replaced=lambda: False)
+    assert (report.exit_code, report.restarts) == (0, 1)
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_an_actor_that_is_fenced_again_and_again_is_given_up(tmp_path):
+    with pytest.raises(RoleFailed, match="its place is free again, after 2 restarts"):
+        run(tmp_path, COUNT + "sys.exit(3)", is_replaced=lambda: False)
 
 
 def test_a_fenced_role_is_not_restarted(tmp_path):
