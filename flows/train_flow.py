@@ -1,7 +1,6 @@
 """The train flow: hub and trainer, first evaluation, actors, until the last step; then evaluation and report."""
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -29,8 +28,8 @@ from tasks.runs import (
     new_run_id,
     refuse_if_live,
     remember_latest,
+    remove_shared_memory,
     run_url,
-    shared_memory_of,
 )
 from tasks.starts import count_start, forget_drain
 from tasks.tracking import RunWatch
@@ -158,7 +157,7 @@ def run_roles(
         try:
             crew.stop()
         finally:  # a second Ctrl-C may end the stop
-            shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+            remove_shared_memory(run)
 
 
 def follow(crew: Crew, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:

@@ -1,7 +1,6 @@
 """What the actor and trainer flows of a work pool do: supervise one role by the same task as a local run."""
 
 import logging
-import shutil
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from prefect.states import Cancelled
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.roles.context import open_run
 from tasks.placement import TRAINER, Crew, load_token
-from tasks.runs import shared_memory_of
+from tasks.runs import remove_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def run_pooled(run_url: str, name: str) -> State[Any] | None:
             crew.stop()
         finally:
             if name == TRAINER:  # the actors of this host may still read it
-                shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+                remove_shared_memory(run)
     return end
 
 

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +16,11 @@ import psutil
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RUN_KEY, HubRecord, RunRecord
 from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import read_hub
 
@@ -152,11 +155,15 @@ def is_live(hub: HubRecord | None) -> bool:
         return False
     if hub.host != socket.gethostname():
         return hub.live.get("state") not in ("stopped", "done") and time.time() - hub.beat < BEAT_SECONDS
+    # A reused pid has another start time.
+    return _process_lives(hub.pid, lambda started_at: abs(started_at - hub.process_started_at) < 1.0)
+
+
+def _process_lives(pid: int, is_same: Callable[[float], bool]) -> bool:
+    """Whether there is a process of this pid whose start time `is_same`; one that nobody reaps does not live."""
     try:
-        process = psutil.Process(hub.pid)
-        # A reused pid has another start time; a killed hub whose parent does not reap it is a zombie, not alive.
-        is_same = abs(process.create_time() - hub.process_started_at) < 1.0
-        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        return bool(is_same(process.create_time()) and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -175,3 +182,20 @@ def refuse_if_live(url: str) -> None:
 def shared_memory_of(run_id: str) -> Path:
     """Directory of a run's weights in this host's shared memory."""
     return SHARED_MEMORY / f"pipelinerl-{run_id}"
+
+
+def remove_shared_memory(run: RunContext) -> None:
+    """At the end of a start of a run: its weights go from this host, unless the trainer of another start is here."""
+    if not _is_trained_here(run):
+        shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+
+
+def _is_trained_here(run: RunContext) -> bool:
+    try:
+        trainers = [record for record in read_epochs(run.store) if record.role == "trainer"]
+    except StoreError:
+        return False
+    newest = max(trainers, key=lambda record: record.epoch, default=None)
+    if newest is None or newest.host != socket.gethostname():
+        return False
+    return _process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)

@@ -1,0 +1,66 @@
+"""What a start of a run leaves on its host when it ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from pipelinerl_core.records import EpochRecord, epoch_key
+from pipelinerl_core.testing.fakes import MemoryStore
+from tasks import runs
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "SHARED_MEMORY", tmp_path)
+    run = SimpleNamespace(run_id="run", store=MemoryStore())
+    (runs.shared_memory_of("run") / "00000001.4").mkdir(parents=True)
+    return run
+
+
+def put_epoch(run, epoch, role="trainer", *, pid, host=None, started_at=None):
+    record = EpochRecord(
+        epoch=epoch,
+        role=role,
+        parent=None,
+        adopted_through=-1,
+        started_at=time.time() if started_at is None else started_at,
+        host=host or socket.gethostname(),
+        pid=pid,
+    )
+    run.store.put(epoch_key(epoch), record.model_dump_json().encode())
+
+
+def dead_pid():
+    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    process.wait(60)
+    return process.pid
+
+
+def is_left(run):
+    runs.remove_shared_memory(run)
+    return runs.shared_memory_of("run").exists()
+
+
+def test_weights_in_shared_memory_stay_while_the_trainer_of_another_start_is_on_this_host(run):
+    put_epoch(run, 2, pid=dead_pid())
+    put_epoch(run, 4, pid=os.getpid())
+    put_epoch(run, 5, "hub", pid=dead_pid())
+    assert is_left(run)
+
+
+@pytest.mark.parametrize("newest", ["none", "dead", "elsewhere", "pid of another process"])
+def test_weights_in_shared_memory_go_with_the_last_start_on_this_host(run, newest):
+    if newest != "none":
+        put_epoch(run, 2, pid=os.getpid())
+    if newest == "dead":
+        put_epoch(run, 4, pid=dead_pid())
+    if newest == "elsewhere":
+        put_epoch(run, 4, pid=os.getpid(), host="another-host")
+    if newest == "pid of another process":
+        put_epoch(run, 4, pid=os.getpid(), started_at=1.0)
+    assert not is_left(run)
