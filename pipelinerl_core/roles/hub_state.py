@@ -115,14 +115,23 @@ class HubState:
     def return_credit(self, groups: "Counter[ActorKey]") -> None:
         """Tell actors to ask for credit again, unless they have plenty. Outside the lock: it writes to the peers."""
         with self.changed:
-            short = [(peer.credit, peer.actor) for peer in self.peers.values() if peer.granted < MIN_CREDIT]
-        sinks = [(sink, groups[actor]) for sink, actor in short if actor is not None and actor in groups]
+            short = [(peer.credit, actor) for peer, actor in self._heard() if peer.granted < MIN_CREDIT]
+        sinks = [(sink, groups[actor]) for sink, actor in short if actor in groups]
         for sink, num_groups in sinks:
             sink(num_groups)
 
     def nudge(self) -> None:
         """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""
         with self.changed:
-            sinks = [peer.credit for peer in self.peers.values() if peer.actor is not None]
+            sinks = [peer.credit for peer, _ in self._heard()]
         for sink in sinks:
             sink(0)
+
+    def _heard(self) -> list[tuple[Peer, ActorKey]]:
+        """Actors that can be written to. Under the lock.
+
+        One that has been silent for so long that it counts as gone may not read either: a write to it has no
+        deadline, and the thread that would be stuck in it is the trainer's or another actor's.
+        """
+        found = ((peer, peer.actor) for peer in self.peers.values())
+        return [(peer, actor) for peer, actor in found if actor is not None and not self.ledger.is_gone(actor)]

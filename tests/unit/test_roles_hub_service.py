@@ -337,6 +337,22 @@ def test_credit_falls_with_groups_at_the_hub_and_returns_when_the_trainer_takes_
     assert talk.sync(want=0).credit == 8
 
 
+def test_nothing_is_written_to_an_actor_that_is_silent_until_it_is_heard_of_again(tmp_path):
+    now = [1000.0]
+    talk = Talk(str(tmp_path), Ledger(CONFIG, clock=lambda: now[0], boot_id="boot"))
+    talk.register()
+    for lease in talk.sync(want=4).leases:
+        talk.deliver(lease)
+    now[0] += CONFIG.placement.lease_seconds + 1.0
+    talk.hub.tick()
+    nudges = talk.nudges
+    talk.commit(1, talk.reserve(1))
+    assert (talk.credits, talk.nudges) == ([], nudges)
+    talk.sync(want=0, version=1)
+    talk.commit(2, talk.reserve(2))
+    assert (talk.credits, talk.nudges) == ([2], nudges + 1)
+
+
 def test_a_group_that_does_not_stay_returns_its_credit(talk):
     [lease] = talk.sync(want=1).leases
     ref, batch = rows_of(lease, rewards=(0.0, None))
