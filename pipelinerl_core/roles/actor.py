@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pipelinerl_core.config.cores import own_cores
-from pipelinerl_core.interfaces import BroadcastReceiver, Engine
+from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
@@ -31,9 +31,19 @@ from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
+def next_epoch(store: ObjectStore, name: str) -> int:
+    """The Unix time, unique per name, since an actor takes seconds to start; or more than what is in the store.
+
+    The clock may have been set back, or an earlier actor of this name been on a host whose clock is ahead: one whose
+    epoch is not the newest is fenced.
+    """
+    keys = [key for prefix in ("rollouts", "partials") for key in store.list(f"{prefix}/{name}")]
+    return max(int(time.time()), *(int(key.split("/")[2]) + 1 for key in keys), 0)
+
+
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
-    epoch = int(time.time())  # unique per name: an actor takes seconds to start
+    epoch = next_epoch(context.store, name)
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     scorer = build_scorer(context.config)
     segments = SegmentWriter(
