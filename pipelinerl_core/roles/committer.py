@@ -230,6 +230,8 @@ class Committer:
         )
         check_not_fenced(self._store, self._epoch)
         self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
+        # Whoever took over between these two has not adopted this commit: no hub may count on it.
+        check_not_fenced(self._store, self._epoch)
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
