@@ -70,6 +70,7 @@ def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
     refuse_second_hub(context.store)
     past = read_past(context.store, context.config.placement.hub_bytes)
     committed = past.commit.step if past.commit else -1
+    refuse_second_hub(context.store)  # reading takes a while: one that has come up meanwhile is not to be fenced
     epoch = take_epoch(context.store, "hub", committed)
     boot_id = f"{epoch.epoch}-{uuid.uuid4().hex[:8]}"
     is_first = epoch.parent is None
