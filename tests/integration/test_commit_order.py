@@ -5,6 +5,7 @@ A run over local disk and one over S3; in each of their steps another trainer di
 a run a function of its configuration, so they are compared with an uninterrupted one to the last bit.
 """
 
+import math
 import re
 import shutil
 import threading
@@ -56,6 +57,12 @@ OVERRIDES = (
     "placement.lease_seconds=30",
     "eval.num_prompts=0",
 )
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints_are_cheap(monkeypatch):
+    """One that takes long, on a busy machine, would put off the next, and with it the crash in the midst of that."""
+    monkeypatch.setattr("pipelinerl_core.roles.trainer._CHEAP_SECONDS", math.inf)
 
 
 class Crash(BaseException):
