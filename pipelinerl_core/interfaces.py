@@ -52,6 +52,8 @@ class WeightUpdate:
     """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
     group: int = 0
     """Broadcast group that the engine receives the tensors from, which are then empty here; 0: none."""
+    broadcast_index: int = 0
+    """Which of the group's broadcasts holds them, from 1 on."""
 
 
 class TensorMeta(NamedTuple):
@@ -137,12 +139,15 @@ class BroadcastReceiver(Protocol):
     """An engine that can receive weights from the trainer's memory, without a file between them."""
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Meet the other members; returns when all are there. Raises EngineError, and is in no group then."""
+        """Meet the other members; returns when all are there. Raises EngineError, and is in no group then.
+
+        It must take every broadcast of the group from then on: a swap to a later one than the next is refused.
+        """
         ...
 
     @property
     def group(self) -> int:
-        """Number of the group it is in, 0 for none: a failed broadcast or a restart leaves a group."""
+        """Number of the group it is in, 0 for none: a broadcast failed or missed, or a restart, leaves a group."""
         ...
 
     @property

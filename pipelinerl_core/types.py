@@ -311,6 +311,8 @@ class WeightManifest:
     """Broadcast group that actors named in it are to join; 0: none."""
     is_broadcast: bool = False
     """Its members receive this version from the trainer, right after it is announced."""
+    broadcast_index: int = 0
+    """Which of the group's broadcasts that is, from 1 on: what is on its way does not say which version it is."""
 
     @property
     def num_bytes(self) -> int:

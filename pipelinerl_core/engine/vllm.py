@@ -328,10 +328,6 @@ class VLLMEngine:
             )
         if update.group == 0:
             self._staged.check(update.tensors, is_partial=update.is_partial)
-        elif update.group != self.group:
-            raise SwapError(
-                f"version {update.version} is broadcast to group {update.group}, the engine is in {self.group}"
-            )
 
     async def _drain(self) -> None:
         """Admit nothing until nothing runs; at most the longest rest of a running sequence."""

@@ -45,6 +45,8 @@ class CoreKeeper:
         self.num_deaths = 0
         self.group: BroadcastGroup | None = None
         """The broadcast group that the core's workers are in."""
+        self._num_received = 0
+        """Broadcasts of that group."""
         self._is_on_disk = True
         self._staged = staged
         self._on_open = on_open
@@ -75,7 +77,7 @@ class CoreKeeper:
             except CoreDied as error:
                 self.revive(str(error))
                 raise
-            self.group = group
+            self.group, self._num_received = group, 0
 
     async def open(self) -> None:
         """Stamp the weights of a started core and begin."""
@@ -96,6 +98,7 @@ class CoreKeeper:
     ) -> float:
         """Load a checked update; returns the seconds of the pause. SwapError: the core starts again, unchanged.
 
+        A broadcast whose turn it is not is refused before anything is touched: the core goes on.
         in_pause is awaited in the pause, before the weights change.
         """
         path = None if update.group else await asyncio.to_thread(self._staged.stage, update)
@@ -104,6 +107,8 @@ class CoreKeeper:
         self._closed_for.add("swap")
         try:
             async with self._lock:
+                if update.group:
+                    self._check_turn(update)
                 start = time.perf_counter()
                 await self.core.pause(clear_cache=clear_cache)
                 await in_pause()
@@ -112,6 +117,8 @@ class CoreKeeper:
                 if not self.is_paused:
                     await self.core.resume()
                 return time.perf_counter() - start
+        except SwapError:  # nothing was touched
+            raise
         except EngineError as error:
             self.revive(str(error))
             raise SwapError(f"no swap to version {update.version}, vLLM starts again: {error}") from error
@@ -144,12 +151,31 @@ class CoreKeeper:
         await self.core.close()
         self._staged.close()
 
+    def _check_turn(self, update: WeightUpdate) -> None:
+        """Raise SwapError unless what the workers would receive now is this update.
+
+        The trainer is done with a broadcast before the last member has it. One that stood still meanwhile, and hears
+        of the next, would be given the old weights in the new one's name: it leaves the group, and takes a file.
+        """
+        number = self.group.number if self.group is not None else 0
+        if update.group != number:
+            raise SwapError(
+                f"version {update.version} is broadcast to group {update.group}, the engine is in {number}"
+            )
+        if update.broadcast_index != self._num_received + 1:
+            self.group = None
+            raise SwapError(
+                f"version {update.version} is broadcast {update.broadcast_index} of group {number}, the engine has "
+                f"received {self._num_received}: it leaves the group"
+            )
+
     async def _load(self, path: Path | None, version: int) -> None:
         """From a file, or without one from the broadcast that is under way."""
         if path is not None:
             await self.core.load_weights(str(path), version)
         elif self.group is not None:
             await self.core.receive_weights(self.group.layout, version)
+            self._num_received += 1
         else:
             raise EngineError("it has left the broadcast group")
         self.version = version

@@ -78,9 +78,9 @@ class BroadcastPublisher:
     ) -> WeightManifest:
         """The manifest to commit and announce; then call `deliver`. `data`: the tensors, serialized."""
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
-        is_broadcast = self._broadcaster.attend(joined, tensors)
+        index = self._broadcaster.next_index if self._broadcaster.attend(joined, tensors) else 0
         manifest = self._publisher.publish_bytes(
-            version, data, durable=durable, group=self._broadcaster.number, is_broadcast=is_broadcast
+            version, data, durable=durable, group=self._broadcaster.number, broadcast_index=index
         )
         self._newest = _Version(manifest, tensors, data)
         return manifest

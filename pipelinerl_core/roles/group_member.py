@@ -42,7 +42,13 @@ class GroupMember:
         """The update that receives a version by broadcast; None: it is to be fetched."""
         if not manifest.is_broadcast or manifest.group != self._receiver.group:
             return None
-        return WeightUpdate(version=manifest.version, tensors={}, num_bytes=manifest.num_bytes, group=manifest.group)
+        return WeightUpdate(
+            version=manifest.version,
+            tensors={},
+            num_bytes=manifest.num_bytes,
+            group=manifest.group,
+            broadcast_index=manifest.broadcast_index,
+        )
 
     async def close(self) -> None:
         """Stop joining."""

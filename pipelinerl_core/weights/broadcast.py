@@ -164,6 +164,7 @@ class WeightBroadcaster:
         self._on_gpu = on_gpu
         self._group: BroadcastGroup | None = None
         self._sender: Sender | None = None
+        self._num_sent = 0
         self._has_met = threading.Event()
         self._is_lost = threading.Event()
         """The group never met."""
@@ -179,6 +180,11 @@ class WeightBroadcaster:
         """The group that actors are to join, 0 for none."""
         group = self._group
         return 0 if group is None or self._is_lost.is_set() else group.number
+
+    @property
+    def next_index(self) -> int:
+        """Of the group's next broadcast; members count with it. The first is 1."""
+        return self._num_sent + 1
 
     def attend(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
         """Whether a broadcast reaches every actor; opens a new group where none can any more.
@@ -201,7 +207,10 @@ class WeightBroadcaster:
         return False
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast one version to the group; raises BroadcastError and gives the group up when that fails."""
+        """Broadcast one version to the group; raises BroadcastError and gives the group up when that fails.
+
+        When this returns the version has left, and members at the ends of the collective's tree may not have it yet.
+        """
         group, sender = self._group, self._sender
         assert group is not None
         assert sender is not None
@@ -221,6 +230,7 @@ class WeightBroadcaster:
             raise BroadcastError(
                 f"broadcast group {group.number} of {sorted(group.first_ranks)} is given up: {cause}"
             )
+        self._num_sent += 1
 
     def close(self) -> None:
         """Give the group up. Harmless without one."""
@@ -251,7 +261,7 @@ class WeightBroadcaster:
         )
         self._store.put(broadcast_key(group.number), json.dumps(asdict(group)).encode())
         self._group, self._sender, self._has_met = group, sender, threading.Event()
-        self._heard, self._opened_at = set(), time.monotonic()
+        self._num_sent, self._heard, self._opened_at = 0, set(), time.monotonic()
         self._is_lost, self._is_over = threading.Event(), threading.Event()
         meet = functools.partial(self._meet, group, sender, self._has_met, self._is_lost, self._is_over)
         self._start(meet, "broadcast-meet")

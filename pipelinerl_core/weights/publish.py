@@ -58,10 +58,11 @@ class WeightPublisher:
         return self.publish_bytes(version, serialize(tensors), durable=durable)
 
     def publish_bytes(
-        self, version: int, data: bytes, *, durable: bool, group: int = 0, is_broadcast: bool = False
+        self, version: int, data: bytes, *, durable: bool, group: int = 0, broadcast_index: int = 0
     ) -> WeightManifest:
         """`publish` of weights that are serialized already; what is broadcast needs no copy anywhere.
 
+        broadcast_index: as in the manifest; 0: it is not broadcast.
         A version that shared memory has no room for goes to the object store.
         """
         entry = entry_of(self._file_name, data)
@@ -69,6 +70,7 @@ class WeightPublisher:
         directory = self._shm / f"{version:08d}.{self._epoch}" if self._shm else None
         if directory is not None and not self._put_shm(directory, data):
             directory = None
+        is_broadcast = broadcast_index > 0
         in_store = durable or (directory is None and not is_broadcast)
         manifest = WeightManifest(
             version=version,
@@ -80,6 +82,7 @@ class WeightPublisher:
             published_at=time.time(),
             group=group,
             is_broadcast=is_broadcast,
+            broadcast_index=broadcast_index,
         )
         if in_store:
             self._store.put(f"{prefix}/{entry.name}", data)

@@ -234,7 +234,9 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         assert broadcaster.number == group.number
         await sampled(engine, 60)
         sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, tensors))
-        report = await engine.swap(WeightUpdate(version=1, tensors={}, num_bytes=1, group=group.number))
+        report = await engine.swap(
+            WeightUpdate(version=1, tensors={}, num_bytes=1, group=group.number, broadcast_index=1)
+        )
         await sending
         await sampled(engine, 100)
         kill_engine_core()

@@ -1,9 +1,10 @@
 """An actor's engine in broadcast groups: what it joins, and which versions reach it how."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from pydantic import TypeAdapter
 
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import BroadcastReceiver
@@ -91,9 +92,16 @@ def test_versions_reach_the_engine_by_broadcast_in_its_group_and_by_file_else(st
     assert (member.wants(sent, 4), member.wants(durable, 4), member.wants(MANIFEST, 4)) == (False, True, True)
     assert member.update(durable) is None
     receiver.group = 9
+    sent = replace(sent, broadcast_index=3)
     assert (member.wants(sent, 4), member.wants(sent, 5), member.wants(MANIFEST, 5)) == (True, False, False)
     update = member.update(sent)
-    assert (update.version, update.group, dict(update.tensors)) == (5, 9, {})
+    assert (update.version, update.group, update.broadcast_index, dict(update.tensors)) == (5, 9, 3, {})
+
+
+def test_a_manifest_of_before_broadcasts_were_counted_is_read():
+    values = asdict(replace(MANIFEST, group=9, is_broadcast=True, key=None))
+    del values["broadcast_index"]
+    assert TypeAdapter(WeightManifest).validate_python(values).broadcast_index == 0
 
 
 def test_lost_weights_are_wanted_again_from_a_file(store):

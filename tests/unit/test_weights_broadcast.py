@@ -168,10 +168,13 @@ def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
 def test_other_actors_make_another_group(make, store, joined):
     broadcaster = make()
     formed(broadcaster, store, ["a", "b"])
+    broadcaster.send(WEIGHTS)
     number = broadcaster.number
+    assert broadcaster.next_index == 2
     actors = joined(number)
     assert broadcaster.attend(actors, WEIGHTS) is False
     assert broadcaster.number > number
+    assert broadcaster.next_index == 1
     assert set(read_group(store, broadcaster.number).first_ranks) == set(actors)
 
 
@@ -230,7 +233,7 @@ def publish(publisher, version, actors, durable=False):
 def broadcasting(publisher, store, num_versions):
     """A publisher whose one actor has joined, the member, and the sample of the actor."""
     first = publish(publisher, 1, {"a/1": sample(0)})
-    assert (first.is_broadcast, first.key is None) == (False, False)
+    assert (first.is_broadcast, first.broadcast_index, first.key is None) == (False, 0, False)
     member = Member(read_group(store, first.group), 1, num_versions)
     actors = {"a/1": sample(first.group)}
     until(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
@@ -242,13 +245,13 @@ def test_a_version_is_broadcast_and_in_no_store_once_its_actors_have_joined(publ
     member, actors = broadcasting(publisher, store, 1)
     manifest = publish(publisher, 3, actors)
     assert manifest.is_broadcast
-    assert (manifest.key, manifest.shm) == (None, None)
+    assert (manifest.key, manifest.shm, manifest.broadcast_index) == (None, None, 1)
     assert publisher.deliver() is None
     member.join(timeout=60)
     assert_equal(member.received[0])
     assert publisher.rescue(actors) is None
     durable = publish(publisher, 4, actors, durable=True)
-    assert durable.is_broadcast
+    assert (durable.is_broadcast, durable.broadcast_index) == (True, 2)
     assert durable.key is not None
 
 

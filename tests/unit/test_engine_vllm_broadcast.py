@@ -1,0 +1,330 @@
+"""vLLM's engine in broadcast groups, on a core that is none: which broadcast it takes, in whose name. Real gloo."""
+
+import asyncio
+import threading
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed as dist
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.engine.vllm import VLLMEngine
+from pipelinerl_core.engine.vllm_core import CoreLoad, CoreOutput
+from pipelinerl_core.errors import SwapError
+from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
+from pipelinerl_core.roles.broadcasting import BroadcastPublisher
+from pipelinerl_core.roles.group_member import GroupMember
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER, gloo_member_key, read_group
+from pipelinerl_core.weights.files import serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+DEADLINE_SECONDS = 60.0
+REQUEST = EngineRequest(request_id="r", prompt_token_ids=np.array([1, 2], np.int32), max_tokens=1, sampler=Sampler())
+
+
+def weights(version):
+    """One weight: the tree of a broadcast has room for as many as it is deep."""
+    return {"w": torch.full((3,), float(version))}
+
+
+class Core:
+    """Holds one number for its weights, and forgets nothing that it was given."""
+
+    is_dead = False
+
+    def __init__(self):
+        self.load = CoreLoad()
+        self.loaded = []
+        """(the version that is in the weights, the version they are called)."""
+        self.num_starts = 0
+        self.collective = None
+
+    async def start(self):
+        self.num_starts += 1
+
+    async def close(self):
+        self.collective = None
+
+    async def pause(self, *, clear_cache):
+        pass
+
+    async def resume(self):
+        pass
+
+    async def set_version(self, version):
+        pass
+
+    async def join(self, group, first_rank):
+        self.collective = await asyncio.to_thread(connect, group, first_rank)
+
+    async def load_weights(self, path, version):
+        self.loaded.append((int(path), version))
+
+    async def receive_weights(self, layout, version):
+        (meta,) = layout
+        tensor = torch.empty(meta.shape)
+        await asyncio.to_thread(receive, self.collective, tensor)
+        self.loaded.append((int(tensor[0]), version))
+
+
+class Staged:
+    """A file is the number that is in it."""
+
+    current = None
+
+    def check(self, tensors, *, is_partial):
+        pass
+
+    def stage(self, update):
+        return str(int(update.tensors["w"][0]))
+
+    def take(self, path):
+        self.current = path
+
+    def close(self):
+        pass
+
+
+def connect(group, rank):
+    host, _, port = group.ticket.removeprefix("gloo:").rpartition(":")
+    deadline = timedelta(seconds=group.deadline_seconds)
+    store = dist.TCPStore(host, int(port), group.world_size, is_master=False, timeout=deadline)
+    store.set(gloo_member_key(rank), "")
+    return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
+
+
+def receive(collective, tensor):
+    collective.broadcast([tensor], dist.BroadcastOptions()).wait()
+
+
+def make_engine(core, kv="keep"):
+    return VLLMEngine(core, Staged(), slots=2, max_len=8, vocab_size=8, eos_token_ids=(), kv=kv)
+
+
+def broadcast(version, index, group=7):
+    return WeightUpdate(version=version, tensors={}, num_bytes=1, group=group, broadcast_index=index)
+
+
+def by_file(version):
+    return WeightUpdate(version=version, tensors=weights(version), num_bytes=1)
+
+
+# ---- a group of one trainer and three engines ----------------------------------------------------------------------
+
+
+class Worker(threading.Thread):
+    """Another actor's only worker: takes every broadcast until the group ends."""
+
+    def __init__(self, group, rank):
+        super().__init__(daemon=True)
+        self._group, self._rank = group, rank
+        self.start()
+
+    def run(self):
+        tensor = torch.empty(3)
+        try:
+            collective = connect(self._group, self._rank)
+            while True:
+                receive(collective, tensor)
+        except RuntimeError:  # somebody has left
+            return
+
+
+@pytest.fixture
+def store(request):
+    return open_store(f"memory://{request.node.name}")
+
+
+@pytest.fixture
+def publisher(store):
+    config = build_config(
+        {"engine": {"kind": "vllm"}, "weights": {"transport": "nccl", "broadcast_seconds": DEADLINE_SECONDS}}
+    )
+    plain = WeightPublisher(store, run_id="run", epoch=1, use_shm=False)
+    publisher = BroadcastPublisher(store, plain, config, epoch=1)
+    yield publisher
+    publisher.close()
+
+
+def publish(publisher, version, groups):
+    """groups: actor -> the group that it says it is in."""
+    actors = {f"{name}/1": sample(group) for name, group in groups.items()}
+    return publisher.publish(version, weights(version), serialize(weights(version)), durable=False, actors=actors)
+
+
+def sample(group):
+    return {"at": 1.0, "counters": {GROUP_COUNTER: float(group)}}
+
+
+async def form(publisher, store, engine):
+    """The first broadcast manifest for a group of three, of which `engine` is the last, and the two other workers."""
+    actors = dict.fromkeys("abc", 0)
+    group = read_group(store, publish(publisher, 1, actors).group)
+    others = [Worker(group, group.first_ranks[name]) for name in "ab"]
+    await engine.join(group, group.first_ranks["c"])
+    actors = dict.fromkeys("abc", group.number)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (manifest := publish(publisher, 2, actors)).is_broadcast:  # the trainer's own thread meets
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    return manifest, others
+
+
+def test_whoever_stood_still_during_a_broadcast_does_not_take_it_for_the_next_one(publisher, store):
+    core = Core()
+
+    async def main():
+        engine = make_engine(core)
+        await engine.open()
+        member = GroupMember(engine, store, name="c")
+        manifest, others = await form(publisher, store, engine)
+        group = manifest.group
+        # Done for the trainer: the worker above this engine has it, and waits to pass it on.
+        assert await asyncio.to_thread(publisher.deliver) is None
+        manifest = publish(publisher, 3, dict.fromkeys("abc", group))
+        assert (manifest.is_broadcast, manifest.group) == (True, group)
+        assert member.wants(manifest, engine.weight_version)
+        with pytest.raises(SwapError, match=f"3 is broadcast 2 of group {group}, the engine has received 0"):
+            await engine.swap(member.update(manifest))
+        assert (engine.group, engine.weight_version, core.loaded) == (0, 0, [])
+        assert not member.wants(manifest, engine.weight_version)
+        manifest = publisher.rescue({"a/1": sample(group), "b/1": sample(group), "c/1": sample(engine.group)})
+        assert member.wants(manifest, engine.weight_version)
+        assert member.update(manifest) is None
+        await engine.swap(WeightSubscriber(store).fetch(manifest))
+        assert (core.loaded, core.num_starts) == ([(3, 3)], 0)
+        await engine.close()
+        publisher.close()
+        return others
+
+    for other in asyncio.run(main()):
+        other.join(timeout=60)
+        assert not other.is_alive()
+
+
+def test_every_broadcast_in_its_turn_is_taken(publisher, store):
+    core = Core()
+
+    async def main():
+        engine = make_engine(core)
+        await engine.open()
+        member = GroupMember(engine, store, name="c")
+        manifest, others = await form(publisher, store, engine)
+        for version in (3, 4, 5):
+            delivery = asyncio.create_task(asyncio.to_thread(publisher.deliver))
+            await engine.swap(member.update(manifest))
+            assert await delivery is None
+            manifest = publish(publisher, version, dict.fromkeys("abc", manifest.group))
+        assert core.loaded == [(2, 2), (3, 3), (4, 4)]
+        await engine.close()
+        publisher.close()
+        return others
+
+    for other in asyncio.run(main()):
+        other.join(timeout=60)
+        assert not other.is_alive()
+
+
+# ---- one engine ----------------------------------------------------------------------------------------------------
+
+
+class LonelyCore(Core):
+    """What it receives is the number of its group and how many broadcasts it has had from it."""
+
+    async def join(self, group, first_rank):
+        self.collective = 10 * group.number
+
+    async def receive_weights(self, layout, version):
+        self.collective += 1
+        self.loaded.append((self.collective, version))
+
+
+def group(number):
+    return BroadcastGroup(
+        number=number, ticket="", world_size=2, first_ranks={"a": 1}, deadline_seconds=1.0,
+        layout=(TensorMeta("w", "float32", (3,)),),
+    )  # fmt: skip
+
+
+def test_each_group_is_counted_from_its_first_broadcast_on():
+    core = LonelyCore()
+
+    async def main():
+        engine = make_engine(core)
+        await engine.open()
+        for number in (7, 8):
+            await engine.join(group(number), 1)
+            await engine.swap(broadcast(number * 10, 1, number))
+            await engine.swap(by_file(number * 10 + 1))  # for somebody else; it counts for nothing
+            await engine.swap(broadcast(number * 10 + 2, 2, number))
+        await engine.close()
+
+    asyncio.run(main())
+    assert core.loaded == [(71, 70), (71, 71), (72, 72), (81, 80), (81, 81), (82, 82)]
+    assert core.num_starts == 0
+
+
+@pytest.mark.parametrize("index", [0, 1, 3], ids=["of an older trainer", "received already", "one is missed"])
+def test_a_broadcast_whose_turn_it_is_not_ends_the_membership_and_nothing_else(index):
+    core = LonelyCore()
+
+    async def main():
+        engine = make_engine(core)
+        await engine.open()
+        await engine.join(group(7), 1)
+        await engine.swap(broadcast(1, 1))
+        with pytest.raises(SwapError, match=f"version 2 is broadcast {index} of group 7, the engine has received 1"):
+            await engine.swap(broadcast(2, index))
+        assert (engine.group, engine.weight_version, engine.needs_weights) == (0, 1, False)
+        with pytest.raises(SwapError, match="version 2 is broadcast to group 7, the engine is in 0"):
+            await engine.swap(broadcast(2, 2))
+        await engine.swap(by_file(2))
+        await engine.close()
+
+    asyncio.run(main())
+    assert core.loaded == [(71, 1), (2, 2)]
+    assert core.num_starts == 0
+
+
+class BusyCore(LonelyCore):
+    """Its one sequence ends when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request_id, token_ids, **_):
+        self.runs.set()
+        await self.may_end.wait()
+        yield CoreOutput([1], [0.0], FinishReason.LENGTH, (WeightSpan(0, 0, 1),))
+
+
+def test_a_group_that_is_joined_while_a_swap_drains_gives_nothing_to_a_version_of_the_one_before():
+    core = BusyCore()
+
+    async def main():
+        engine = make_engine(core, kv="drain")
+        await engine.open()
+        await engine.join(group(7), 1)
+        sequence = asyncio.create_task(anext(engine.generate(REQUEST)))
+        await core.runs.wait()
+        swap = asyncio.create_task(engine.swap(broadcast(1, 1)))
+        await asyncio.sleep(0)  # it drains
+        await engine.join(group(8), 1)
+        core.may_end.set()
+        with pytest.raises(SwapError, match="version 1 is broadcast to group 7, the engine is in 8"):
+            await swap
+        await sequence
+        assert (engine.group, core.loaded) == (8, [])
+        await engine.swap(broadcast(2, 1, 8))
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert core.loaded == [(81, 2)]
+    assert core.num_starts == 0
