@@ -29,6 +29,7 @@ from pipelinerl_core.errors import (
     DeadlineExceeded,
     HubUnavailable,
     MissingObject,
+    RankLost,
     SchemaMismatch,
     StreamError,
 )
@@ -39,7 +40,7 @@ from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import stop_when_drained, wants_drain
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.roles.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.learners import Spread, open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
@@ -377,12 +378,18 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
         return
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
-    with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
-        learner = emulated_learner(learners.build(context.config), context.config)
-        trainer = Trainer(context, learner, epoch, monitor=monitor)
-        freeze_startup_objects()
-        stop_when_drained(context.store, stop)
-        trainer.run(commits, stop)
+    try:
+        with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
+            learner = emulated_learner(learners.build(context.config), context.config)
+            trainer = Trainer(context, learner, epoch, monitor=monitor)
+            freeze_startup_objects()
+            stop_when_drained(context.store, stop)
+            trainer.run(commits, stop)
+    except RankLost:
+        check_not_fenced(
+            context.store, epoch
+        )  # gone to a newer trainer: another start of this one would take them back
+        raise
 
 
 if __name__ == "__main__":

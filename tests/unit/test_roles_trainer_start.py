@@ -5,11 +5,12 @@ import threading
 import pytest
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import Fenced, RankLost
 from pipelinerl_core.records import RunRecord, commit_key
 from pipelinerl_core.roles import trainer
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.control import ask_to_drain
-from pipelinerl_core.roles.history import read_epochs
+from pipelinerl_core.roles.history import read_epochs, take_epoch
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.testing.fakes import MemoryStore
 
@@ -62,3 +63,17 @@ def test_what_is_left_to_do_is_done(context, last, drains):
     with pytest.raises(Opened):
         start(context)
     assert len(read_epochs(context.store)) == 1
+
+
+@pytest.mark.parametrize(("newer", "error"), [(True, Fenced), (False, RankLost)])
+def test_ranks_that_have_gone_to_a_newer_trainer_are_not_taken_back(context, monkeypatch, newer, error):
+    """Two that are started again whenever they lose their ranks would take them from each other for ever."""
+
+    def open_learners(*arguments):
+        if newer:
+            take_epoch(context.store, "trainer", -1)
+        raise RankLost("step 1: a rank of the trainer is gone or silent")
+
+    monkeypatch.setattr(trainer, "open_learners", open_learners)
+    with pytest.raises(error):
+        start(context)
