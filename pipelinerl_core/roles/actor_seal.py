@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
-from pipelinerl_core.errors import HubUnavailable, RunOver
+from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import LeaseRef, Sealed
 from pipelinerl_core.roles.finished import FinishedGroup
 from pipelinerl_core.roles.hub_link import HubLink
@@ -83,7 +83,16 @@ class Sealer:
             await self.seal(everything=False)
 
     async def seal(self, *, everything: bool) -> None:
-        """Write waiting groups as a segment, all of them or what is due; the hub hears of it by and by."""
+        """Write waiting groups as a segment, all of them or what is due; the hub hears of it by and by.
+
+        A store that fails is no loss: they wait for the next call, while sequences go on.
+        """
+        try:
+            await self._seal(everything=everything)
+        except StoreError as error:
+            logger.warning("finished groups are not sealed yet, tried again soon: %s", error)
+
+    async def _seal(self, *, everything: bool) -> None:
         sealed = await asyncio.to_thread(self._segments.seal if everything else self._segments.seal_due)
         if sealed is None:
             return
@@ -108,8 +117,8 @@ class Sealer:
             self._told(message)
 
     async def close(self) -> None:
-        """Seal the rest, and tell a hub that is there; call it when no other method runs any more."""
-        await self.seal(everything=True)
+        """Seal the rest, and tell a hub that is there; call it when no other method runs any more. Raises StoreError."""
+        await self._seal(everything=True)
         while self._untold:
             message = self._untold[0]
             try:

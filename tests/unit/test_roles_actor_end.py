@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import HubUnavailable, RunOver
+from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import Ack, Refused, SyncReply
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.actor_seal import Sealer
@@ -134,6 +134,32 @@ def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_is_off
         assert one.offers() == one.to_offer_again() == []
 
     asyncio.run(main())
+
+
+def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
+    class Failing(Segments):
+        is_away = True
+
+        def seal(self):
+            if self.is_away:
+                raise StoreError("the disk is full")
+            return super().seal()
+
+        seal_due = seal
+
+    async def main():
+        link, segments = Link(), Failing()
+        one = sealer(link, segments)
+        one.add(group(0))
+        for everything in (True, False):
+            await one.seal(everything=everything)
+        with pytest.raises(StoreError, match="the disk is full"):
+            await one.close()  # the last chance: whoever supervises the actor hears of it
+        segments.is_away = False
+        await one.close()
+        return [message.groups for message in link.told]
+
+    assert asyncio.run(main()) == [((0, 0),)]
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), RunOver("over")])
