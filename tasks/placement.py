@@ -28,7 +28,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Cancelling
 
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from tasks.roles import is_over
@@ -58,6 +58,10 @@ _ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.P
 class Member(Protocol):
     """One started role."""
 
+    def begin(self) -> None:
+        """Start it, if it is not running already."""
+        ...
+
     def has_ended(self) -> bool:
         """Whether it ended by itself or was stopped."""
         ...
@@ -75,10 +79,14 @@ class LocalMember:
     """A role that a task of this flow run supervises on this host."""
 
     def __init__(self, submit: Callable[[Event], PrefectFuture[Any]], changed: Event) -> None:
+        self._submit = submit
         self._stop = Event()
         self._ended = Event()
-        self._future = submit(self._stop)
         self._changed = changed
+
+    def begin(self) -> None:
+        """Start it; who may have to stop it knows it by now."""
+        self._future = self._submit(self._stop)
         self._future.add_done_callback(self._note_end)
 
     def _note_end(self, future: PrefectFuture[Any]) -> None:
@@ -117,6 +125,9 @@ class DeployedMember:
         self._restarts = 0
         self._is_stopping = False
         self._follow(self._left_by_earlier_start() or self._start())
+
+    def begin(self) -> None:
+        """It has begun."""
 
     def _follow(self, run: FlowRun) -> None:
         self._id: UUID = run.id
@@ -207,6 +218,8 @@ class Crew:
         self._members: dict[str, Member] = {}
         self._changed = Event()
         self._is_pooled = run.config.placement.kind == "work_pools"
+        self._is_fenced = False
+        """Another start of the run goes on: it has taken over what deployments run for this one."""
         if self._is_pooled:
             Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
 
@@ -215,10 +228,14 @@ class Crew:
 
         A trainer on several hosts is started on each of them.
         """
-        self._members[name] = self._place(name)
+        self._begin(name, self._place(name))
         if name == TRAINER and self._is_pooled:
             for node in range(1, self._run.config.placement.trainer_nodes):
-                self._members[f"{NODE_PREFIX}{node}"] = self._place(f"{NODE_PREFIX}{node}")
+                self._begin(f"{NODE_PREFIX}{node}", self._place(f"{NODE_PREFIX}{node}"))
+
+    def _begin(self, name: str, member: Member) -> None:
+        self._members[name] = member  # first: Ctrl-C may come at any moment
+        member.begin()
 
     def evaluate(self, version: str, enough: float | None = None) -> None:
         """Evaluate `first`, `last` or `all` on this host and wait for it; raises what made it or another role fail.
@@ -226,8 +243,8 @@ class Crew:
         enough: accuracy after which, reached twice, the later versions of `all` are left out.
         """
         name = f"evaluator-{version}"
-        self._members[name] = LocalMember(
-            lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed
+        self._begin(
+            name, LocalMember(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
         )
         deadline = time.monotonic() + EVALUATION_SECONDS
         while not self.has_ended(name):
@@ -256,7 +273,11 @@ class Crew:
         """Whether a role is over; raises whatever made any role fail."""
         for other, member in self._members.items():
             if member.has_ended():
-                member.check()
+                try:
+                    member.check()
+                except Fenced:
+                    self._is_fenced = True
+                    raise
                 self._check_node(other)
         return self._members[name].has_ended()
 
@@ -290,16 +311,19 @@ class Crew:
         A second Ctrl-C cuts the wait for the workers short, and a third the one for all: everybody is told even so,
         for the flow waits for the threads that supervise them.
         """
-        workers = [member for name, member in self._members.items() if name != HUB]
+        members = self._members
+        if self._is_fenced:
+            members = {name: member for name, member in members.items() if isinstance(member, LocalMember)}
+        workers = [member for name, member in members.items() if name != HUB]
         begun = time.monotonic()
-        everyone = list(self._members.values())
+        everyone = list(members.values())
         try:
             _tell_to_stop(workers)
             self._await(workers, begun + WORKERS_SECONDS)
         finally:
             _tell_to_stop(everyone)
             self._await(everyone, begun + STOP_SECONDS)
-        if self._is_pooled:
+        if self._is_pooled and not self._is_fenced:
             name = secret_name(self._run.run_id)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
             self._is_pooled = False  # a second stop finds nothing to do

@@ -23,6 +23,7 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import read_hub
+from tasks.groups import is_descendant
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
 DEFAULT_ROOT = "./runs"
@@ -196,6 +197,6 @@ def _is_trained_here(run: RunContext) -> bool:
     except StoreError:
         return False
     newest = max(trainers, key=lambda record: record.epoch, default=None)
-    if newest is None or newest.host != socket.gethostname():
+    if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # ours is about to end
         return False
     return _process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)

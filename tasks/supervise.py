@@ -31,11 +31,8 @@ READY_SECONDS = 120.0
 """How long a start may take until the role is ready."""
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
-SETTLED_SECONDS = 1800.0
-"""A process that has lived for so long was started well: failures before it are not counted any more.
-
-Longer than a start and the longest wait that ends in a failure, else such failures would never be counted together.
-"""
+SETTLED_SECONDS = 600.0
+"""A process that has lived for so long was started well: failures before it are not counted any more."""
 EXIT_CONFIG = 2
 EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call

@@ -219,7 +219,8 @@ class PlacementConfig(Section):
     healthy_seconds: float = Field(300.0, gt=0)
     """A role whose main loop has not turned for so long is unhealthy; longer than the longest optimizer step."""
     max_restarts: int = Field(5, ge=0)
-    """Restarts of each role in a row before the run fails; a life of half an hour starts the count again."""
+    """Restarts of each role in a row before the run fails; a life of ten minutes (trainer: half an hour) starts the
+    count again."""
     max_resumes: int = Field(5, ge=0)
     """Times in a row that one Prefect flow run may be started again without a new commit, before it fails."""
 

@@ -14,6 +14,7 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.group_member import GroupMember
+from pipelinerl_core.roles.history import is_complete
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
@@ -65,7 +66,10 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
-        return HubLink(context.store, token=context.token, role="actor", name=name, registration=registration)
+        return HubLink(
+            context.store, token=context.token, role="actor", name=name, registration=registration,
+            is_over=lambda: is_complete(context.store, context.config.trainer.steps),
+        )  # fmt: skip
 
     freeze_startup_objects()
     try:

@@ -117,7 +117,10 @@ class Sealer:
             self._told(message)
 
     async def close(self) -> None:
-        """Seal the rest, and tell a hub that is there; call it when no other method runs any more. Raises StoreError."""
+        """Seal the rest, and tell a hub that is there; call it when no other method runs any more.
+
+        Raises StoreError.
+        """
         await self._seal(everything=True)
         while self._untold:
             message = self._untold[0]

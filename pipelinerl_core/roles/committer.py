@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
 from pipelinerl_core.records import (
@@ -287,7 +287,12 @@ class Committer:
             metrics=commit.metrics,
             is_last=is_last,
         )
-        answer = self._link.request(message)
+        try:
+            answer = self._link.request(message)
+        except RunOver:  # the hub has taken it, and left before its answer came
+            if not is_last:
+                raise
+            return
         if isinstance(answer, Refused):
             raise_refusal(answer)
 

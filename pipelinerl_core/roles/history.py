@@ -40,6 +40,13 @@ def read_commit(store: ObjectStore, key: str) -> Commit:
     return Commit.model_validate_json(store.get(key))
 
 
+def is_complete(store: ObjectStore, steps: int) -> bool:
+    """Whether the last step is committed, by a commit that counts."""
+    if not any(parse_commit_key(key)[0] >= steps for key in store.list("commits")):
+        return False
+    return max(counted_commit_keys(store, read_epochs(store)), default=-1) >= steps
+
+
 def take_epoch(
     store: ObjectStore,
     role: Literal["hub", "trainer"],

@@ -155,18 +155,19 @@ class HubProcess:
 
     def _drain(self, stop: threading.Event) -> None:
         """Answer syncs with `drain` until everybody has gone."""
-        begun = seen_at = time.monotonic()
+        begun = time.monotonic()
         while True:
-            if (now := time.monotonic()) - seen_at > _STANDSTILL_SECONDS:
-                begun += now - seen_at  # this process stood still: nobody had the time to hear of it
-            seen_at = now
             limit = STOP_SECONDS if stop.is_set() else DRAIN_SECONDS if self.hub.has_met_trainer else _IDLE_SECONDS
             is_alone = self.hub.num_peers == 0 and (self.hub.has_met_trainer or stop.is_set())
             if is_alone or time.monotonic() - begun > limit:
                 return
             self.hub.tick()
             self._beat("drain")
+            slept_from = time.monotonic()
             time.sleep(_TICK_SECONDS)
+            stood_still = time.monotonic() - slept_from
+            if stood_still > _STANDSTILL_SECONDS:  # this host, or this process: nobody had the time to hear of it
+                begun += stood_still
 
     def _beat(self, state: str, *, is_due: bool = False) -> None:
         if not is_due and time.monotonic() - self._beat_at < _BEAT_SECONDS:

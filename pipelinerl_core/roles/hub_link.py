@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 HUB_DEADLINE_SECONDS = 120.0
 # A request that is not answered within this is sent again.
 RETRY_SECONDS = 2.0
-# A host that vanished says nothing: hub.json is read again after this. A hub on this host that dies closes its socket.
-_REMOTE_ANSWER_SECONDS = 30.0
+# A host that vanished says nothing, where a hub on this host that dies closes its socket: hub.json is read again
+# after this. What carries many rows may take longer.
+_REMOTE_ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 REFUSALS: dict[str, type[Exception]] = {
     "fenced": Fenced,
@@ -57,11 +58,17 @@ class HubLink:
         role: Literal["actor", "trainer"],
         name: str,
         registration: Callable[[], Register],
+        is_over: Callable[[], bool] = lambda: False,
         faults: Callable[[str], bool] | None = None,
         deadline_seconds: float = HUB_DEADLINE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`faults` is for tests: asked before each message, True loses it."""
+        """`faults` is for tests: asked before each message, True loses it.
+
+        is_over: asked when a hub that this role has never met has left after the last step: whether there is nothing
+        to do any more, or that was of another time.
+        """
+        self._is_over = is_over
         self._store = store
         self._token = token
         self._role = role
@@ -86,13 +93,15 @@ class HubLink:
 
     def connect(self) -> Registered:
         """Find the hub and register; HubUnavailable after the deadline, RunOver when it has left for good."""
-        deadline = time.monotonic() + self._deadline_seconds
+        return self._connect_until(time.monotonic() + self._deadline_seconds, self._deadline_seconds)
+
+    def _connect_until(self, deadline: float, seconds: float) -> Registered:
         while True:
             client = self._client
             try:
                 return self._connect_once(client)
             except HubUnavailable as error:
-                self._wait_or_raise(deadline, error, self._deadline_seconds)
+                self._wait_or_raise(deadline, error, seconds)
 
     def register_again(self) -> Registered:
         """Register on the open connection: the hub answered with an unknown boot_id."""
@@ -112,7 +121,7 @@ class HubLink:
 
     def request_all(self, messages: Sequence[tuple[Request, pa.RecordBatch | None]]) -> list[Answer]:
         """The answers to several requests that do not wait for each other, in their order."""
-        return self._through_restarts(lambda client: client.request_all(messages))
+        return self._through_restarts(lambda client: client.request_all(messages, timeout=HUB_DEADLINE_SECONDS))
 
     def reserve(self, message: Reserve) -> tuple[Answer, list[tuple[RowsHeader, pa.RecordBatch]]]:
         """The hub's answer, and those rows of the reserved groups that came with it."""
@@ -120,7 +129,7 @@ class HubLink:
 
     def request_rows(self, message: Rows) -> list[tuple[RowsHeader, pa.RecordBatch]]:
         """The record batches of reserved groups; HubUnavailable, or StreamError for rows the hub does not have."""
-        return self._through_restarts(lambda client: client.request_rows(message))
+        return self._through_restarts(lambda client: client.request_rows(message, timeout=HUB_DEADLINE_SECONDS))
 
     def close(self, *, bye: bool = True) -> None:
         """End the connection."""
@@ -136,7 +145,7 @@ class HubLink:
             client = self._client
             try:
                 if client is None:
-                    self.connect()
+                    self._connect_until(deadline, seconds)
                     continue
                 return call(client)
             except HubUnavailable as error:
@@ -154,6 +163,8 @@ class HubLink:
 
     def _connect_once(self, failed: HubClient | None) -> Registered:
         with self._lock:
+            if self._closed:  # a thread that waited for a hub while the role left
+                raise HubUnavailable("the link is closed")
             found = self._find()
             if self._client is not failed:  # another thread was sooner
                 return self.register_again()
@@ -206,7 +217,7 @@ class HubLink:
             found = HubRecord.model_validate_json(self._store.get(HUB_KEY))
         except MissingObject:
             raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started") from None
-        if found.live.get("state") == "done":
+        if found.live.get("state") == "done" and (found.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has left after the last step")
         return found
 

@@ -131,7 +131,8 @@ def refuse_second_hub(store: ObjectStore) -> None:
         return
     age_seconds = time.time() - record.beat
     is_here = record.host == socket.gethostname()
-    if _lives_here(record) if is_here else age_seconds < BEAT_LIMIT_SECONDS:
+    has_left = record.live.get("state") in ("stopped", "done")  # the last word of a hub
+    if _lives_here(record) if is_here else age_seconds < BEAT_LIMIT_SECONDS and not has_left:
         raise PipelineRLError(
             f"{store.url}: this run has a hub: pid {record.pid} on {record.host}, heard {age_seconds:.1f} s ago. "
             "Stop it first, or follow the run with `pipelinerl status`"

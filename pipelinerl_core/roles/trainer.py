@@ -30,6 +30,7 @@ from pipelinerl_core.errors import (
     HubUnavailable,
     MissingObject,
     RankLost,
+    RunOver,
     SchemaMismatch,
     StreamError,
 )
@@ -39,9 +40,10 @@ from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import stop_when_drained, wants_drain
+from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.last_word import nothing_is_left
 from pipelinerl_core.roles.learners import Spread, open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
@@ -244,7 +246,7 @@ class Trainer:
             keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
             try:
                 return reserved, self._rows(step, keys, at_hand)
-            except HubUnavailable:
+            except (HubUnavailable, RunOver):
                 raise
             except (StreamError, MissingObject) as error:
                 lost = tuple(key for key in keys if self._is_lost(step, key))
@@ -254,7 +256,7 @@ class Trainer:
     def _is_lost(self, step: int, key: GroupKey) -> bool:
         try:
             self._link.request_rows(Rows(step=step, groups=(key,)))
-        except HubUnavailable:
+        except (HubUnavailable, RunOver):
             raise
         except (StreamError, MissingObject):
             return True
@@ -299,7 +301,7 @@ class Trainer:
             try:
                 received = self._link.request_rows(Rows(step=step, groups=missing))
             except (StreamError, MissingObject) as error:
-                if isinstance(error, SchemaMismatch | HubUnavailable) or time.monotonic() > deadline:
+                if isinstance(error, SchemaMismatch | HubUnavailable | RunOver) or time.monotonic() > deadline:
                     raise
                 logger.warning("step %d: rows not there yet: %s", step, error)
                 time.sleep(0.2)
@@ -370,11 +372,11 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     """Load, or train again, what was committed, and go on from there.
 
     With nothing left to do it ends before anything is loaded: a start after the last commit, or after a drained one,
-    would wait in vain for ranks on other hosts, which may have been let go. The flow stops the hub once it has ended.
+    would wait in vain for ranks on other hosts, which may have been let go.
     """
-    commits = counted_commit_keys(context.store, read_epochs(context.store))
-    if max(commits, default=-1) >= context.config.trainer.steps or (commits and wants_drain(context.store)):
-        logger.info("nothing left to do after step %d", max(commits))
+    epochs = read_epochs(context.store)
+    commits = counted_commit_keys(context.store, epochs)
+    if nothing_is_left(context, commits, epochs, stop):
         return
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)

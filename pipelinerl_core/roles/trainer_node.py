@@ -11,9 +11,10 @@ import time
 
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import MeetingRecord, parse_commit_key
+from pipelinerl_core.records import MeetingRecord
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import wants_drain
+from pipelinerl_core.roles.history import is_complete
 from pipelinerl_core.roles.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.meeting import newest_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
@@ -105,8 +106,7 @@ def take_part(
 
 
 def _is_over(context: RunContext) -> bool:
-    steps = [parse_commit_key(key)[0] for key in context.store.list("commits")]
-    return max(steps, default=-1) >= context.config.trainer.steps or wants_drain(context.store)
+    return is_complete(context.store, context.config.trainer.steps) or wants_drain(context.store)
 
 
 @exit_codes

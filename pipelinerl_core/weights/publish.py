@@ -33,7 +33,10 @@ def shm_directory(run_id: str) -> Path:
 
 def _left_behind(shm: Path) -> list[Path]:
     """The versions of earlier epochs in a run's shared memory, oldest first."""
-    found = [] if not shm.is_dir() else [(_DIRECTORY.fullmatch(path.name), path) for path in shm.iterdir()]
+    try:
+        found = [(_DIRECTORY.fullmatch(path.name), path) for path in shm.iterdir()]
+    except FileNotFoundError:  # nothing was published, or another start has just removed it
+        return []
     ordered = sorted((int(name[1]), int(name[2]), path) for name, path in found if name is not None)
     return [path for _, _, path in ordered]
 

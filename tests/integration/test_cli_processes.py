@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -151,17 +152,20 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
 def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
     """Ctrl-C as it comes from somebody who is impatient, while the trainer does not end and holds up the others."""
 
-    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    hub, trainer, actor = (
-        next(one for one in alive if f"pipelinerl_core.roles.{name}" in one.cmdline())
-        for name in ("hub", "trainer", "actor")
-    )
+    found = {}
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process_of = psutil.Process(pid)
+            words = [word for word in process_of.cmdline() if word.startswith("pipelinerl_core.roles.")]
+            found |= {word.rpartition(".")[2]: process_of for word in words}
+    hub, trainer, actor = (found[name] for name in ("hub", "trainer", "actor"))
     trainer.suspend()
     process.send_signal(signal.SIGINT)
     until("the end of the actor", lambda: not actor.is_running(), 60, process)
     process.send_signal(signal.SIGINT)
     until("the end of the hub", lambda: not hub.is_running(), 60, process)
-    trainer.resume()
+    with suppress(psutil.NoSuchProcess):  # its supervisor has lost patience
+        trainer.resume()
 
 
 def check_ended(root: Path, run: Path) -> None:

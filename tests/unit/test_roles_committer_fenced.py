@@ -1,7 +1,5 @@
 """What the committer does when another trainer takes over."""
 
-from pathlib import Path
-
 import pytest
 import torch
 

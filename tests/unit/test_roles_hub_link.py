@@ -126,8 +126,12 @@ def test_a_hub_that_is_at_neither_is_named_by_its_url(link_to):
 
 
 def test_a_hub_that_has_left_after_the_last_step_is_not_waited_for(link_to):
+    link = link_to(record(live={"state": "done"}), deadline_seconds=60.0)
+    link._is_over = lambda: True
     with pytest.raises(RunOver, match="the run is over"):
-        link_to(record(live={"state": "done"}), deadline_seconds=60.0).connect()
+        link.connect()
+    with pytest.raises(HubUnavailable):  # it was of another time: there is something to do
+        link_to(record(url="grpc://127.0.0.1:1", live={"state": "done"})).connect()
     with pytest.raises(HubUnavailable):  # of a run that goes on later
         link_to(record(url="grpc://127.0.0.1:1", live={"state": "stopped"})).connect()
 
@@ -150,10 +154,20 @@ def test_whoever_is_asked_to_stop_does_not_wait_for_a_hub(link_to):
 
 
 def test_the_last_word_has_a_deadline_of_its_own(link_to):
+    """Whether it had found the hub before or not."""
     link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
-    link._connect_once = lambda client: (_ for _ in ()).throw(HubUnavailable("away"))
-    link._client = SimpleNamespace(
+    lost = SimpleNamespace(
         request=lambda *_, timeout: (_ for _ in ()).throw(HubUnavailable("lost")), close=lambda bye: None
     )
-    with pytest.raises(HubUnavailable, match="no hub for 0 s"):
-        link.request(Bye(), seconds=0.0)
+    for client in (None, lost):
+        link._client = client
+        with pytest.raises(HubUnavailable, match="no hub for 0 s"):
+            link.request(Bye(), seconds=0.0)
+    link._client = None
+
+
+def test_a_link_that_was_closed_meanwhile_opens_nothing(server, link_to):
+    link = link_to(record(url=server.url, local_url=server.local_url))
+    link.close()
+    with pytest.raises(HubUnavailable, match="closed"):
+        link.connect()

@@ -1,18 +1,23 @@
 """A start of the trainer that has nothing left to do."""
 
+import socket
 import threading
+import time
 
 import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced, RankLost
-from pipelinerl_core.records import RunRecord, commit_key
-from pipelinerl_core.roles import trainer
+from pipelinerl_core.messages import Register
+from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, RunRecord, commit_key
+from pipelinerl_core.roles import last_word, trainer
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.control import ask_to_drain
 from pipelinerl_core.roles.history import read_epochs, take_epoch
 from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.stream_hub import QueueHub
 
 STEPS = 3
 
@@ -41,10 +46,39 @@ def commit_through(context: RunContext, last: int) -> None:
         context.store.put(commit_key(step, 1), b"{}")
 
 
-def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context):
+def complete(context: RunContext, epoch: int) -> None:
+    """The last step is committed; its trainer has died."""
     commit_through(context, STEPS)
+    commit = Commit(
+        run_id="run-1", step=STEPS, epoch=epoch, batches=(), weights_sha256="", manifest=None, checkpoint=None,
+        reserved_at=0.0, computed_at=0.0, committed_at=0.0,
+    )  # fmt: skip
+    context.store.put(commit_key(STEPS, epoch), commit.model_dump_json().encode())
+
+
+def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context, monkeypatch):
+    complete(context, 1)
+    monkeypatch.setattr(last_word, "HUB_SECONDS", 0.0)
     start(context)
     assert read_epochs(context.store) == []
+
+
+def test_a_hub_that_has_not_heard_of_the_last_commit_hears_of_it(context):
+    """Else it would wait for ever, and every actor with it."""
+    complete(context, take_epoch(context.store, "trainer", -1).epoch)
+    hub = QueueHub()
+    server = HubServer(hub, host="127.0.0.1", port=0, token=context.token)
+    server.start()
+    found = HubRecord(
+        url=server.url, local_url=server.local_url, host=socket.gethostname(), boot_id="boot", pid=1,
+        process_started_at=0.0, beat=time.time(),
+    )  # fmt: skip
+    context.store.put(HUB_KEY, found.model_dump_json().encode())
+    start(context)
+    assert server.shutdown(60.0)
+    (message,) = (message for message in hub.received if isinstance(message, Register))
+    assert (message.role, message.committed_step, message.epoch) == ("trainer", STEPS, 1)
+    assert len(read_epochs(context.store)) == 1
 
 
 def test_a_run_that_is_to_drain_is_not_gone_on_with(context):

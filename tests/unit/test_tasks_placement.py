@@ -1,5 +1,8 @@
 """A role on a work pool, with a server that only remembers the states it is told."""
 
+import socket
+import subprocess
+import sys
 import threading
 import uuid
 from types import SimpleNamespace
@@ -10,8 +13,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import Fenced
+from pipelinerl_core.records import EpochRecord
 from tasks import placement, roles
-from tasks.placement import SETTLED_SECONDS, Crew, DeployedMember
+from tasks.placement import SETTLED_SECONDS, Crew, DeployedMember, LocalMember
 from tasks.supervise import RoleFailed
 
 
@@ -239,3 +244,74 @@ def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
     stop = threading.Event()
     stop.set()
     assert roles.is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
+
+
+def crew_of(kind: str) -> Crew:
+    crew = Crew.__new__(Crew)
+    crew._members, crew._changed = {}, threading.Event()
+    crew._run, crew._is_pooled, crew._is_fenced = SimpleNamespace(run_id="run-1"), kind == "work_pools", False
+    return crew
+
+
+class Superseded:
+    """A hub that another start has fenced."""
+
+    def has_ended(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        raise Fenced("hub: another process has taken over this run")
+
+    def stop(self) -> None: ...
+
+
+def test_a_start_that_is_fenced_leaves_what_deployments_run_to_the_other_one(monkeypatch):
+    deleted = []
+    monkeypatch.setattr(placement.Secret, "delete", deleted.append)
+    crew = crew_of("work_pools")
+    elsewhere, here = Worker([]), LocalMember(lambda stop: None, crew._changed)
+    here._ended.set()
+    crew._members |= {"hub": Superseded(), "trainer": elsewhere, "evaluator-first": here}
+    with pytest.raises(Fenced):
+        crew.has_ended("trainer")
+    crew.stop()
+    assert not elsewhere.is_told
+    assert here._stop.is_set()
+    assert deleted == []
+
+
+def test_a_role_is_known_before_it_is_started():
+    crew = crew_of("local")
+
+    def submit(stop):
+        crew.stop()  # Ctrl-C comes now
+        assert stop.is_set()
+        raise KeyboardInterrupt
+
+    member = LocalMember(submit, crew._changed)
+    member._ended.set()
+    with pytest.raises(KeyboardInterrupt):
+        crew._begin("hub", member)
+
+
+def hub_epoch(epoch: int, pid: int, host: str) -> EpochRecord:
+    return EpochRecord(epoch=epoch, role="hub", parent=None, adopted_through=-1, started_at=0.0, host=host, pid=pid)
+
+
+@pytest.mark.parametrize(
+    ("pid", "host", "is_ours"),
+    [("child", socket.gethostname(), True), (1, socket.gethostname(), False), ("child", "elsewhere", False)],
+    ids=["our hub", "another's", "on another host"],
+)
+def test_a_fenced_trainer_comes_back_if_the_newest_hub_is_of_its_own_start(monkeypatch, pid, host, is_ours):
+    monkeypatch.setattr(roles, "_HUB_FENCED_SECONDS", 0.0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        newest = hub_epoch(7, child.pid if pid == "child" else pid, host)
+        monkeypatch.setattr(roles, "read_epochs", lambda store: [hub_epoch(5, 1, host), newest])
+        monkeypatch.setattr(roles, "is_over", lambda run: False)
+        run = SimpleNamespace(store=None)
+        if is_ours:
+            assert roles.trainer_is_replaced(run, threading.Event()) is False
+        else:
+            with pytest.raises(Fenced, match="another process has taken over"):
+                roles.trainer_is_replaced(run, threading.Event())

@@ -64,3 +64,9 @@ def test_weights_in_shared_memory_go_with_the_last_start_on_this_host(run, newes
     if newest == "pid of another process":
         put_epoch(run, 4, pid=os.getpid(), started_at=1.0)
     assert not is_left(run)
+
+
+def test_weights_in_shared_memory_go_though_the_trainer_of_this_start_has_its_grace_still(run):
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as trainer:
+        put_epoch(run, 2, pid=trainer.pid)
+        assert not is_left(run)
