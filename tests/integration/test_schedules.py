@@ -118,8 +118,8 @@ def test_a_conventional_run_announces_ends_of_phases_and_survives_its_trainer_in
     tmp_path, prepared_model
 ):
     url, log = str(tmp_path / "schedules-conventional"), tmp_path / "log"
-    # A step that lasts about eight seconds, so that the trainer is killed in the step it is to be killed in.
-    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=1.8e-2")
+    # A step that lasts about six seconds, so that the trainer is killed in the step it is to be killed in.
+    slow = ("emulation.accelerators=1", "emulation.token_seconds=1e-6", "emulation.train_token_seconds=1.4e-2")
     with begun(url, log, *TWO_STEPS_A_PHASE, *slow):
         first = start_role("trainer", url, log)
         try:

@@ -1,6 +1,8 @@
 """An actor that dies leaves its unfinished groups in the log; another one goes on from there. Real processes."""
 
+import json
 import signal
+import time
 
 import pyarrow as pa
 import pytest
@@ -47,6 +49,9 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
             wait_for(lambda: any((tmp_path / "run" / "partials").rglob("[0-9]*.arrow")), "the log")
             first.send_signal(way)
             first.wait(timeout=60)
+            gone_at = time.time()
+        # Else the run may end with other groups before those of the first are anybody's again.
+        wait_for(lambda: num_leased(tmp_path / "run", gone_at) == 0, "the end of its leases", seconds=120)
         with role("actor", url, log, "--name", "second") as second:
             assert trainer.wait(timeout=600) == 0, log.read_text()[-3000:]
             assert second.wait(timeout=60) == 0
@@ -68,6 +73,12 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
     assert num_taken > 0
     check_ledger(url, way)
     assert assert_closes(url)["taken_over_tokens"] == num_taken
+
+
+def num_leased(run, after):
+    """Groups that the hub believes to be somebody's, when it says so after that time; else -1."""
+    record = json.loads((run / "hub.json").read_text())
+    return record["live"]["leased"] if record["beat"] > after else -1
 
 
 def check_ledger(url, way):

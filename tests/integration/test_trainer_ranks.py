@@ -96,7 +96,7 @@ def arithmetic_of(url: str, key: str) -> list[object]:
 
 def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/one"
-    make_run(url, "trainer.ranks=2", *SMALL, "trainer.collective_seconds=60", "weights.durable_every=1")
+    make_run(url, "trainer.ranks=2", *SMALL, "trainer.collective_seconds=45", "weights.durable_every=1")
     log = tmp_path / "log.txt"
     with role("hub", url, log), role("actor", url, log, "--name", "actor-0"):
         with role("trainer", url, log) as trainer:
