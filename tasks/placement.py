@@ -32,7 +32,7 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, Pipeli
 from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from tasks.roles import is_over
-from tasks.supervise import RoleFailed
+from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ STOP_SECONDS = 9.5
 """The whole crew is gone within this time."""
 EVALUATION_SECONDS = 1800.0
 """Deadline of one evaluation."""
-SETTLED_SECONDS = 600.0
-"""Crashes of flow runs before one that has lived for so long are not counted: machines may come and go for weeks.
-
-A role that fails is not among them. Its own host restarts it, and its flow run fails in the end.
-"""
 _POLL_DEPLOYMENT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 

@@ -16,8 +16,8 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.records import EpochRecord
 from tasks import placement, roles
-from tasks.placement import SETTLED_SECONDS, Crew, DeployedMember, LocalMember
-from tasks.supervise import RoleFailed
+from tasks.placement import Crew, DeployedMember, LocalMember
+from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 
 class Server:
