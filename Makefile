@@ -1,8 +1,13 @@
 # Every verb installs what it needs. Without arguments: make help.
-PYTHON ?= python3.11
+PYTHON ?= $(or $(firstword $(foreach name,python3.11 python3.12,$(if $(shell $(name) -c "" 2>&1 || echo missing),,$(name)))),python3)
+PYTHON := $(PYTHON)
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# cpu or cuda; without: the build that the package index offers
+TORCH ?=
+STAMP := $(VENV)/.installed$(addprefix -torch-,$(TORCH))
+DEV := $(VENV)/.installed-dev
+PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
 PEERS := .bench-packages
 # embedded or vllm
 ENGINE ?= embedded
@@ -32,31 +37,32 @@ ifeq ($(LEARNER),deepspeed)
 install: $(DEEPSPEED)
 endif
 
-install: $(STAMP) ## create .venv with the locked packages (ENGINE=vllm: vLLM for CPUs; LEARNER=deepspeed: DeepSpeed)
+install: $(STAMP) ## create .venv with the locked packages (TORCH=cpu|cuda, ENGINE=vllm, LEARNER=deepspeed; docs/installing.md)
 
-$(STAMP): requirements.lock pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or set PYTHON=..." >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements.lock
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e .
-	@touch $(STAMP)
+$(STAMP): requirements.lock requirements-cuda.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or 3.12, or set PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) infra/install.py $(VENV) --torch "$(TORCH)"
+	@touch $@ $(VENV)/.installed
 
-$(VLLM): $(STAMP) requirements-vllm.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-vllm.lock
+$(VLLM): $(STAMP) requirements-vllm.lock requirements-gpu.lock
+	@$(PYTHON) infra/install.py $(VENV) --add vllm
 	@touch $@
 
 $(DEEPSPEED): $(STAMP) requirements-deepspeed.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
-		-r requirements-deepspeed.lock
+	$(PIP) --no-build-isolation -r requirements-deepspeed.lock
+	@touch $@
+
+$(DEV): $(STAMP) requirements-dev.lock
+	$(PIP) -r requirements-dev.lock
 	@touch $@
 
 quickstart: install ## train the quickstart model and print where its report is
 	$(BIN)/pipelinerl train quickstart $(ARGS)
 
-test: install ## unit, contract and integration tests
+test: install $(DEV) ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
 
-test-slow: install $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
+test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
 	@echo "two groups side by side (SIDE_BY_SIDE in tests/conftest.py), then the rest"; status=0; \
 	$(SLOW) -m "slow and not gpu and side_of_vllm" $(ARGS) > .side-of-vllm.log 2>&1 & vllm=$$!; \
 	trap 'kill $$vllm' INT TERM; \
@@ -65,16 +71,16 @@ test-slow: install $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed
 	$(SLOW) -m "slow and not gpu and not side_of_vllm and not side_of_others" $(ARGS) \
 		|| { code=$$?; [ $$code -eq 5 ] || status=$$code; }; exit $$status
 
-chaos: install ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
+chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-check: install ## lint, types, import rules
+check: install $(DEV) ## lint, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-format: install ## apply the formatter
+format: install $(DEV) ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -86,12 +92,11 @@ images: ## build the container images of all roles (needs Docker)
 bench-peers: $(PEERS)/.installed ## install what `bench learning` and `bench stream` compare with, beside .venv
 
 $(PEERS)/.installed: $(STAMP) requirements-bench.lock
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(PEERS) \
-		-r requirements-bench.lock
+	$(PIP) --upgrade --target $(PEERS) -r requirements-bench.lock
 	@touch $@
 
 bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.roles.bench_gpu --out docs/results-gpu.md $(ARGS)
 
-bench: install ## measure the engine against its peers (NAME=engine)
+bench: install $(DEV) ## measure the engine against its peers (NAME=engine)
 	$(BIN)/pipelinerl bench $(or $(NAME),engine)

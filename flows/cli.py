@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,8 @@ def main() -> None:
     """Console script `pipelinerl`."""
     set_defaults()
     with exit_codes():
+        if sys.platform != "linux":
+            raise ConfigError(f"PipelineRL runs on Linux only, and this is {sys.platform}")
         app()
 
 
@@ -346,14 +349,26 @@ def deploy(
     max_resumes: Annotated[
         int | None, typer.Option(help="Times that a crashed run is scheduled again without coming to run.")
     ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; `deploy --show` prints that."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the shipped prefect.yaml and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make work pools, deployments and automations on the server of PREFECT_API_URL; as often as you like.
+    """Create or update work pools, deployments and automations on the server of PREFECT_API_URL.
 
     Example: `pipelinerl deploy`, then `prefect worker start --pool control` and a click on "Run" in the Prefect UI.
+    With images, schedules or resources of your own: `pipelinerl deploy --show > prefect.yaml`, edit,
+    `pipelinerl deploy --file prefect.yaml`.
     """
+    module = _module("flows.deploy")
+    if show:
+        text = module.SHIPPED.read_text()
+        answer(text, [text.rstrip()], as_json=as_json)
+        return
     more = {} if max_resumes is None else {"max_resumes": max_resumes}
-    deployed = _module("flows.deploy").deploy(pools, notify, Path.cwd(), **more)
+    deployed = module.deploy(pools, notify, file or module.SHIPPED, **more)
     answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""`pipelinerl deploy`: work pools, deployments and automations on a Prefect server, as often as one likes."""
+"""`pipelinerl deploy`: creates or updates work pools, deployments and automations on a Prefect server."""
 
 import json
 import subprocess
@@ -18,14 +18,15 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
 from flows.console import say
+from flows.source import installed
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
 from tasks.checks import check_http
 
 PoolKind = Literal["process", "docker", "kubernetes"]
 KINDS: tuple[PoolKind, ...] = ("process", "docker", "kubernetes")
-PROJECT_FILE = "prefect.yaml"
-_TEMPLATES = Path("infra/work_pools")
+SHIPPED = Path(__file__).with_name("prefect.yaml")
+_TEMPLATES = "work_pools"
 _DEPLOY_SECONDS = 300.0
 
 
@@ -47,15 +48,15 @@ class Deployed:
         return [*found, "next, on the machines that run them:", *workers, "  prefect deployment run train/quickstart"]
 
 
-def deploy(kind: PoolKind, notify: str, project: Path, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
-    """Make the server what prefect.yaml in the directory `project` says; ConfigError without a server or that file.
+def deploy(kind: PoolKind, notify: str, file: Path = SHIPPED, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
+    """Create or update on the server what `file` describes; ConfigError without a server or without that file.
 
     notify: "<block type>/<name>" of a notification block that alarms go to, or "". max_resumes: how often a
     crashed train run is scheduled again that never comes to run.
     """
     if max_resumes < LEAST_RESUMES:
         raise ConfigError(f"--max-resumes {max_resumes}: at least {LEAST_RESUMES}")
-    document = read_project(project, kind)
+    document = read_project(file, kind)
     url = get_current_settings().api.url
     if not url:
         raise ConfigError("deploy needs a Prefect server. Set PREFECT_API_URL, for example http://127.0.0.1:4200/api")
@@ -64,9 +65,9 @@ def deploy(kind: PoolKind, notify: str, project: Path, max_resumes: int = DEFAUL
     deployed = Deployed(api_url=str(url))
     with get_client(sync_client=True) as client:
         for name in document["definitions"]["pools"][kind]:
-            deployed.pools[name] = _make_pool(client, name, kind, project)
+            deployed.pools[name] = _make_pool(client, name, kind, file)
     say(f"deploying {len(document['deployments'])} deployments")
-    _deploy_all(document, project)
+    _deploy_all(document)
     for entry in document["deployments"]:
         flow = entry["entrypoint"].rpartition(":")[2]
         deployed.deployments[f"{flow}/{entry['name']}"] = "deployed"
@@ -74,23 +75,22 @@ def deploy(kind: PoolKind, notify: str, project: Path, max_resumes: int = DEFAUL
     return deployed
 
 
-def read_project(project: Path, kind: PoolKind) -> dict[str, Any]:
-    """prefect.yaml, with every deployment on the pool of this kind that has the name of its own."""
-    path = project / PROJECT_FILE
+def read_project(file: Path, kind: PoolKind) -> dict[str, Any]:
+    """The document of `file`, with every deployment on the pool of this kind that has the name of its own."""
     if kind not in KINDS:
         raise ConfigError(f"--pools {kind}: there are {', '.join(KINDS)}")
     try:
-        document: dict[str, Any] = yaml.safe_load(path.read_text())
+        document: dict[str, Any] = yaml.safe_load(file.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path} is not there: run `pipelinerl deploy` from the repository root") from None
+        raise ConfigError(f"--file {file}: no such file. Without --file, {SHIPPED} is deployed") from None
     pools = document["definitions"]["pools"][kind]
     for entry in document["deployments"]:
         entry["work_pool"] = pools[entry["work_pool"]["name"]]
     return document
 
 
-def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, project: Path) -> str:
-    template = _template(project, kind)
+def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, file: Path) -> str:
+    template = _template(file, kind)
     try:
         found = client.read_work_pool(name)
     except ObjectNotFound:
@@ -109,15 +109,20 @@ def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, project: Pa
     return "updated"
 
 
-def _template(project: Path, kind: PoolKind) -> dict[str, Any] | None:
-    """Base job template of a kind of pool; None: Prefect's own."""
-    path = project / _TEMPLATES / f"{kind}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def _template(file: Path, kind: PoolKind) -> dict[str, Any] | None:
+    """Base job template of a kind of pool: beside the file, or the shipped one. None: Prefect's own."""
+    for directory in (file.parent, SHIPPED.parent):
+        path = directory / _TEMPLATES / f"{kind}.json"
+        if path.exists():
+            found: dict[str, Any] = json.loads(path.read_text())
+            return found
+    return None
 
 
-def _deploy_all(document: dict[str, Any], project: Path) -> None:
-    """Prefect's own command, on the file as it was read."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix=".prefect-", dir=project) as file:
+def _deploy_all(document: dict[str, Any]) -> None:
+    """Run `prefect deploy` on the document, where the entry points lie: the directory of the package `flows`."""
+    project = installed()["directory"]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="prefect-") as file:
         yaml.safe_dump(document, file)
         file.flush()
         command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", file.name]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.deploy import read_project
+from flows.deploy import SHIPPED, read_project
 from tasks.placement import STOP_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -107,8 +107,8 @@ def test_manifests_fit_the_schemas_of_kubernetes(tools):
 def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
     tools, server_packages, tmp_path, pool, gpus
 ):
-    values = read_project(ROOT, "kubernetes")["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
-    template = json.loads((INFRA / "work_pools" / "kubernetes.json").read_text())
+    values = read_project(SHIPPED, "kubernetes")["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
+    template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
     job = json.loads(
         run(server_packages, sys.executable, "-c", RENDER, text=json.dumps({"template": template, "values": values}))
     )

@@ -4,22 +4,19 @@ import importlib
 import json
 import re
 import shutil
-from pathlib import Path
 from uuid import UUID
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.deploy import KINDS, deploy, read_project
+from flows.deploy import KINDS, SHIPPED, deploy, read_project
 from pipelinerl_core.errors import ConfigError
 from tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
-    document = read_project(ROOT, kind)
+    document = read_project(SHIPPED, kind)
     names = set()
     for entry in document["deployments"]:
         path, _, function = entry["entrypoint"].partition(":")
@@ -35,10 +32,10 @@ def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
 def test_every_variable_of_a_job_template_is_used_and_every_use_is_declared(kind):
-    template = json.loads((ROOT / "infra" / "work_pools" / f"{kind}.json").read_text())
+    template = json.loads((SHIPPED.parent / "work_pools" / f"{kind}.json").read_text())
     used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
     assert used == set(template["variables"]["properties"])  # Prefect ignores a variable that nothing refers to
-    for pool in read_project(ROOT, kind)["definitions"]["pools"][kind].values():
+    for pool in read_project(SHIPPED, kind)["definitions"]["pools"][kind].values():
         assert set(pool["job_variables"]) <= used
 
 
@@ -51,16 +48,16 @@ def test_every_variable_of_a_job_template_is_used_and_every_use_is_declared(kind
 )
 def test_without_a_server_deploy_says_what_to_set(url, says):
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(ConfigError, match=re.escape(says)):
-        deploy("process", "", ROOT)
+        deploy("process", "")
 
 
 def test_wrong_kinds_and_directories_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--pools nomad: there are process, docker, kubernetes"):
-        read_project(ROOT, "nomad")
-    with pytest.raises(ConfigError, match="from the repository root"):
-        read_project(tmp_path, "process")
-    shutil.copy(ROOT / "prefect.yaml", tmp_path)
-    assert read_project(tmp_path, "process")["name"] == "pipelinerl"
+        read_project(SHIPPED, "nomad")
+    with pytest.raises(ConfigError, match=r"no such file\. Without --file"):
+        read_project(tmp_path / "prefect.yaml", "process")
+    shutil.copy(SHIPPED, tmp_path)
+    assert read_project(tmp_path / "prefect.yaml", "process")["name"] == "pipelinerl"
 
 
 def test_the_automations_are_four_and_an_alarm_goes_to_the_block_that_is_named():
@@ -77,4 +74,4 @@ def test_resuming_gives_up_as_late_as_is_asked_for(tmp_path):
     assert give_up.trigger.threshold == 7
     assert "resumed 7 times after a crash, and it never came to run" in give_up.actions[0].message
     with pytest.raises(ConfigError, match="--max-resumes 1: at least 2"):
-        deploy("process", "", ROOT, 1)
+        deploy("process", "", max_resumes=1)

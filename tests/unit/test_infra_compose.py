@@ -19,7 +19,7 @@ INFRA = ROOT / "infra"
 FILES = [INFRA / "compose.yaml", INFRA / "compose.gpu.yaml"]
 COMPOSE, GPU = (yaml.safe_load(path.read_text()) for path in FILES)
 SERVICES = COMPOSE["services"]
-PROJECT = yaml.safe_load((ROOT / "prefect.yaml").read_text())
+PROJECT = yaml.safe_load((ROOT / "flows" / "prefect.yaml").read_text())
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 EXAMPLE = (INFRA / ".env.example").read_text()
 VARIABLE = re.compile(r"\$\{(\w+)(:[?-])?([^}]*)\}")
@@ -216,11 +216,12 @@ def locked(name: str) -> dict[str, str]:
 
 
 def test_the_lock_files_of_the_images_add_to_the_first_and_contradict_nothing():
-    first, server, gpu, deepspeed = (
-        locked(f"requirements{name}.lock") for name in ("", "-server", "-gpu", "-deepspeed")
+    first, server, cuda, gpu, deepspeed, dev = (
+        locked(f"requirements{name}.lock") for name in ("", "-server", "-cuda", "-gpu", "-deepspeed", "-dev")
     )
-    for more in (server, gpu, deepspeed):
+    for more in (server, cuda, gpu, deepspeed, dev):
         assert set(more).isdisjoint(first)
+    assert set(cuda).isdisjoint(gpu)
     assert all(gpu[package] == deepspeed[package] for package in set(gpu) & set(deepspeed))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert extras["vllm"] == [f"vllm=={gpu['vllm']}"]

@@ -7,7 +7,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "infra" / "kubernetes").glob("*.yaml"))
 MANIFESTS = [part for path in FILES for part in yaml.safe_load_all(path.read_text())]
-POOLS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["definitions"]["pools"]["kubernetes"]
+POOLS = yaml.safe_load((ROOT / "flows" / "prefect.yaml").read_text())["definitions"]["pools"]["kubernetes"]
 
 
 def of_kind(kind: str) -> list[dict]:
@@ -34,7 +34,7 @@ def test_everything_is_in_one_namespace_and_jobs_are_made_there():
     for part in MANIFESTS:
         if part["kind"] not in ("Namespace", "PriorityClass"):
             assert part["metadata"]["namespace"] == namespace["metadata"]["name"], part["kind"]
-    template = yaml.safe_load((ROOT / "infra" / "work_pools" / "kubernetes.json").read_text())
+    template = yaml.safe_load((ROOT / "flows" / "work_pools" / "kubernetes.json").read_text())
     assert template["variables"]["properties"]["namespace"]["default"] == namespace["metadata"]["name"]
 
 
@@ -42,7 +42,7 @@ def test_the_example_of_a_secret_has_names_and_no_values():
     example = yaml.safe_load((ROOT / "infra" / "kubernetes" / "secret.yaml.example").read_text())
     assert set(example["stringData"].values()) == {""}
     assert {"PREFECT_API_URL", "PIPELINERL_ROOT", "MLFLOW_TRACKING_URI"} < set(example["stringData"])
-    template = yaml.safe_load((ROOT / "infra" / "work_pools" / "kubernetes.json").read_text())
+    template = yaml.safe_load((ROOT / "flows" / "work_pools" / "kubernetes.json").read_text())
     assert template["variables"]["properties"]["secret_name"]["default"] == example["metadata"]["name"]
 
 
