@@ -6,8 +6,9 @@ Arrow record batches beside the messages that name them. A request carries `id`;
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from pipelinerl_core.ranges import Attempt, Count, Finite, Number, Seconds, Step, StepOrNone, Total
 from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
 
@@ -18,18 +19,9 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def _counts(ref: GroupRef) -> GroupRef:
-    numbers = (ref.group_id, ref.attempt, ref.actor_epoch, ref.num_rollouts, ref.num_tokens)
-    if not all(0 <= number < 1 << 63 for number in numbers):
-        raise ValueError("the numbers of a group are from 0 to 2^63 - 1")
-    return ref
-
-
-# What requests say is bounded here once: it ends up in int64 columns, in object keys and in lines of the log.
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+# Names end up in object keys and in lines of the log; ranges.py bounds the numbers.
 Name = Annotated[str, Field(pattern=r"^[^\p{C}/\\.][^\p{C}/\\]*$", max_length=100)]
 LeaseId = Annotated[str, Field(pattern=r"^[!-~]+$", max_length=200)]
-Ref = Annotated[GroupRef, AfterValidator(_counts)]
 
 
 class Introduction(Message):
@@ -46,12 +38,12 @@ class Introduction(Message):
 class Lease(Message):
     """The right and duty of one actor to produce one attempt of one group."""
 
-    group_id: int
-    attempt: int
+    group_id: Count
+    attempt: Attempt
     lease_id: str
-    deadline_seconds: float
+    deadline_seconds: Seconds
     """Unix seconds at which it expires unless renewed by a sync."""
-    group_size: int
+    group_size: Count
     prompt: Prompt
     holders: tuple[Holder, ...] = ()
     """Who held the group before, newest first: their logs may hold tokens of it, to be continued."""
@@ -61,7 +53,7 @@ class LeaseRef(Message):
     """Names one lease that an actor holds."""
 
     group_id: Count
-    attempt: Count
+    attempt: Attempt
     lease_id: LeaseId
 
 
@@ -69,7 +61,7 @@ class FateRecord(Message):
     """A group that left the ledger without being trained, or its training in a commit."""
 
     group_id: Count
-    attempt: Count
+    attempt: Attempt
     fate: Literal["trained", "filtered", "dropped_stale", "failed"]
     num_tokens: Count
 
@@ -81,17 +73,17 @@ class Register(Message):
     """First message of every peer, and again whenever the hub answers with an unknown boot_id."""
 
     kind: Literal["register"] = "register"
-    id: int = 0
+    id: Count = 0
     role: Literal["actor", "trainer"]
     name: Name
     epoch: Count
     leases: tuple[LeaseRef, ...] = ()
     """Leases an actor still works on."""
-    step: Count | None = None
+    step: Step | None = None
     """Trainer: the step whose reservation it holds."""
-    reservation: tuple[Ref, ...] = ()
+    reservation: tuple[GroupRef, ...] = ()
     """Trainer: the groups of that reservation."""
-    committed_step: int = -1
+    committed_step: StepOrNone = -1
     """Trainer: its newest commit."""
     manifest: WeightManifest | None = None
     """Trainer: the weights of that commit, to be announced if they were not."""
@@ -101,23 +93,23 @@ class Sync(Message):
     """An actor's heartbeat: renews leases, asks for work, hears of versions. Nothing else announces anything."""
 
     kind: Literal["sync"] = "sync"
-    id: int = 0
+    id: Count = 0
     boot_id: str
-    engine_version: int
+    engine_version: StepOrNone
     running: Count
     waiting: Count
     concurrency: Count
-    want: int
+    want: Count
     """Groups it could start now."""
     leases: tuple[LeaseId, ...]
     """lease_id of every lease it knows and has not finished; the hub sends again what is missing here."""
     num_tokens: Count
     """Tokens sampled since this actor epoch began."""
-    running_seconds: float
+    running_seconds: Number
     """Integral of `running` since this actor epoch began, sequence-seconds."""
     swaps: tuple[dict[str, Any], ...] = ()
     """Swaps that the hub has not acknowledged, each a SwapRecord."""
-    counters: dict[Name, float] = Field(default_factory=dict, max_length=100)
+    counters: dict[Name, Number] = Field(default_factory=dict, max_length=100)
     """Free-form counters of the role, for example cpu_seconds, rss_bytes, reward_errors."""
 
 
@@ -125,9 +117,9 @@ class Group(Message):
     """A finished group; its rows are the record batch that travels with this message."""
 
     kind: Literal["group"] = "group"
-    id: int = 0
+    id: Count = 0
     lease_id: LeaseId
-    ref: Ref
+    ref: GroupRef
     seq: Count | None = None
     """Segment that holds the rows, when they are sealed already."""
 
@@ -136,7 +128,7 @@ class Groups(Message):
     """Several finished groups at once; the record batch beside it holds their rows, one group after the other."""
 
     kind: Literal["groups"] = "groups"
-    id: int = 0
+    id: Count = 0
     groups: tuple[Group, ...] = Field(min_length=1)
 
 
@@ -144,11 +136,11 @@ class Sealed(Message):
     """Rows are durable in rollouts/<actor>/<epoch>/<seq>.arrow: the hub may forget what it can read back."""
 
     kind: Literal["sealed"] = "sealed"
-    id: int = 0
+    id: Count = 0
     actor: Name
     epoch: Count
     seq: Count
-    groups: tuple[tuple[Count, Count], ...]
+    groups: tuple[tuple[Count, Attempt], ...]
     """(group_id, attempt) of each group in the segment."""
 
 
@@ -156,11 +148,11 @@ class Reserve(Message):
     """Trainer rank 0 asks for the groups of a step; the hub answers with them, or that they are not ready yet."""
 
     kind: Literal["reserve"] = "reserve"
-    id: int = 0
-    step: Count
+    id: Count = 0
+    step: Step
     epoch: Count
-    wait_seconds: float = 0.5
-    lost: tuple[tuple[Count, Count], ...] = ()
+    wait_seconds: Seconds = 0.5
+    lost: tuple[tuple[Count, Attempt], ...] = ()
     """(group_id, attempt) of groups of the last answer whose rows cannot be read: they are generated again."""
     with_rows: bool = False
     """Whether the rows that the hub has in memory shall follow the answer, as they would follow `rows`."""
@@ -170,24 +162,24 @@ class Rows(Message):
     """A trainer rank asks for the rows of reserved groups."""
 
     kind: Literal["rows"] = "rows"
-    id: int = 0
-    step: Count
-    groups: tuple[tuple[Count, Count], ...]
+    id: Count = 0
+    step: Step
+    groups: tuple[tuple[Count, Attempt], ...]
 
 
 class Committed(Message):
     """Step n is committed: the hub announces the version and forgets the groups."""
 
     kind: Literal["committed"] = "committed"
-    id: int = 0
-    step: Count
+    id: Count = 0
+    step: Step
     epoch: Count
     manifest: WeightManifest | None
     """None when this version was not published (weights.publish_every > 1)."""
-    groups: tuple[tuple[Count, Count], ...]
+    groups: tuple[tuple[Count, Attempt], ...]
     fates: tuple[FateRecord, ...] = ()
     """The untrained fates that this commit records, which the hub may now forget."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Finite] = Field(default_factory=dict)
     """Step metrics, for the live view and the tracker."""
     is_last: bool = False
 
@@ -196,7 +188,7 @@ class Bye(Message):
     """Clean end of a peer: its leases are released at once."""
 
     kind: Literal["bye"] = "bye"
-    id: int = 0
+    id: Count = 0
 
 
 Request = Annotated[
@@ -210,11 +202,11 @@ class Registered(Message):
     """Answer to register."""
 
     kind: Literal["registered"] = "registered"
-    re: int
+    re: Count
     boot_id: str
-    newest_version: int
-    sync_seconds: float
-    credit: int
+    newest_version: StepOrNone
+    sync_seconds: Seconds
+    credit: Count
     """Groups this actor may have at the hub that the trainer has not taken."""
 
 
@@ -222,7 +214,7 @@ class SyncReply(Message):
     """Answer to sync."""
 
     kind: Literal["sync_reply"] = "sync_reply"
-    re: int
+    re: Count
     boot_id: str
     leases: tuple[Lease, ...] = ()
     stop_leases: tuple[str, ...] = ()
@@ -230,13 +222,13 @@ class SyncReply(Message):
     manifest: WeightManifest | None = None
     """Newest announced weights."""
     state: Literal["run", "pause", "drain"] = "run"
-    sync_seconds: float = 0.05
-    credit: int = 0
+    sync_seconds: Seconds = 0.05
+    credit: Count = 0
     """Groups the actor may have at the hub that the trainer has not taken: level-triggered, so that a lost Credit
     message costs nothing. The actor counts its own unacknowledged sends against it."""
-    ready_groups: int = 0
+    ready_groups: Count = 0
     """Groups that wait for the trainer: what the actor paces its engine by."""
-    swaps_acknowledged: int = -1
+    swaps_acknowledged: StepOrNone = -1
     """Highest swap version whose report has arrived."""
 
 
@@ -244,7 +236,7 @@ class Ack(Message):
     """A group, sealed, committed or bye message was taken in (or had been before)."""
 
     kind: Literal["ack"] = "ack"
-    re: int
+    re: Count
     note: str = ""
 
 
@@ -252,24 +244,24 @@ class Reserved(Message):
     """Answer to reserve: the groups of the step, or is_ready=False."""
 
     kind: Literal["reserved"] = "reserved"
-    re: int
+    re: Count
     is_ready: bool
     groups: tuple[GroupRef, ...] = ()
-    num_following: int = 0
+    num_following: Count = 0
     """Of them, how many follow at once with their rows."""
     fates: tuple[FateRecord, ...] = ()
     """Untrained fates since the last commit: the commit of this step records them."""
-    next_group_id: int = 0
+    next_group_id: Count = 0
     """Prompt frontier: no group at or beyond it was ever leased."""
-    open_groups: tuple[int, ...] = ()
+    open_groups: tuple[Count, ...] = ()
     """Groups below the frontier without a fate, those of this reservation excluded."""
-    low_water: dict[str, int] = Field(default_factory=dict)
+    low_water: dict[str, Count] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> lowest segment seq that may hold rows of an undecided group."""
-    tokens: dict[str, int] = Field(default_factory=dict)
+    tokens: dict[str, Total] = Field(default_factory=dict)
     """Live token ledger: generated, trained, masked_stale, dropped_stale, filtered, failed, superseded, ..."""
     lengths: dict[str, LengthTotals] = Field(default_factory=dict)
     """Length-bias meter: the same classes, over the tokens whose rows have arrived."""
-    waits: dict[str, float] = Field(default_factory=dict)
+    waits: dict[str, Number] = Field(default_factory=dict)
     """Cause -> seconds that trainer and actors have waited since the run began."""
     swaps: tuple[dict[str, Any], ...] = ()
     """SwapRecord of every swap heard of since the last commit."""
@@ -277,7 +269,7 @@ class Reserved(Message):
     """"<actor>/<epoch>" -> ActorSample now."""
     reason: str = ""
     """Why it is not ready, in words for a log line."""
-    ready_groups: int = 0
+    ready_groups: Count = 0
     """While it is not ready: how many groups are. A trainer gives up when this does not grow."""
 
 
@@ -285,20 +277,20 @@ class RowsHeader(Message):
     """Precedes the record batch of one group; `remaining` counts those that follow."""
 
     kind: Literal["rows_header"] = "rows_header"
-    re: int
-    group_id: int
-    attempt: int
-    remaining: int
+    re: Count
+    group_id: Count
+    attempt: Attempt
+    remaining: Count
 
 
 class RowsBundle(Message):
     """Several of them at once: the record batch beside it holds the rows of these groups, one after the other."""
 
     kind: Literal["rows_bundle"] = "rows_bundle"
-    re: int
-    groups: tuple[tuple[int, int, int], ...]
+    re: Count
+    groups: tuple[tuple[Count, Attempt, Count], ...]
     """(group_id, attempt, number of rows) of each."""
-    remaining: int
+    remaining: Count
 
 
 class Refused(Message):
@@ -308,7 +300,7 @@ class Refused(Message):
     """
 
     kind: Literal["refused"] = "refused"
-    re: int
+    re: Count
     code: str
     detail: str
 
@@ -317,7 +309,7 @@ class Answers(Message):
     """Answer to groups: one to each of them, in their order."""
 
     kind: Literal["answers"] = "answers"
-    re: int
+    re: Count
     answers: tuple[Annotated[Ack | Refused, Field(discriminator="kind")], ...]
 
 
@@ -328,7 +320,7 @@ class Credit(Message):
     """
 
     kind: Literal["credit"] = "credit"
-    num_groups: int
+    num_groups: Count
 
 
 class Goodbye(Message):

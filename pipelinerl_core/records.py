@@ -22,6 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone, Total
 from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
 
 RUN_KEY = "run.json"
@@ -114,9 +115,9 @@ def parse_commit_key(key: str) -> tuple[int, int]:
 class Record(BaseModel):
     """Frozen JSON object; unknown fields of a newer minor version are kept out silently."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    format_version: int = 1
+    format_version: Count = 1
     """Readers refuse another major version by name."""
 
 
@@ -124,7 +125,7 @@ class RunRecord(Record):
     """run.json."""
 
     run_id: str
-    created_at: float
+    created_at: Seconds
     code_version: str
     config: dict[str, Any]
     """The resolved RunConfig."""
@@ -136,15 +137,15 @@ class RunRecord(Record):
 class EpochRecord(Record):
     """epochs/<k>.json: fences every earlier epoch of the same role."""
 
-    epoch: int
+    epoch: Count
     role: Literal["hub", "trainer"]
-    parent: int | None
+    parent: Count | None
     """Newest earlier epoch of the same role."""
-    adopted_through: int
+    adopted_through: StepOrNone
     """Last commit of earlier epochs that counts; -1 for none."""
-    started_at: float
+    started_at: Seconds
     host: str
-    pid: int
+    pid: Count
     arithmetic: dict[str, Any] = {}
     """Trainer: what its rounding depends on (see `RunConfig.arithmetic`)."""
 
@@ -153,14 +154,14 @@ class SwapRecord(Record):
     """One swap in one actor."""
 
     actor: str
-    actor_epoch: int
-    version: int
-    at: float
+    actor_epoch: Count
+    version: Step
+    at: Seconds
     """Unix seconds."""
-    pause_seconds: float
-    num_bytes: int
-    num_running: int
-    num_tokens: int
+    pause_seconds: Seconds
+    num_bytes: Count
+    num_running: Count
+    num_tokens: Count
     """Tokens the actor epoch had sampled when it happened."""
 
 
@@ -171,14 +172,14 @@ class RoleRecord(Record):
     role: str
     name: str
     host: str
-    pid: int
+    pid: Count
     url: str
     """Of /healthz, /readyz and /metrics."""
-    started_at: float
+    started_at: Seconds
     """Unix seconds."""
-    beat: float
+    beat: Seconds
     """Unix seconds."""
-    start_beat: float = 0.0
+    start_beat: Seconds = 0.0
     """Unix seconds of its newest sign of life before it was ready: a trainer may train steps again for long."""
 
 
@@ -187,7 +188,7 @@ class ResumeRecord(Record):
 
     overrides: tuple[str, ...]
     """`section.key=value`, of RESUMABLE keys only."""
-    at: float
+    at: Seconds
     """Unix seconds."""
 
 
@@ -195,24 +196,24 @@ class StartsRecord(Record):
     """starts.json: since which start of its Prefect flow run the newest commit is what it is."""
 
     flow_run_id: str
-    run_count: int
+    run_count: Count
     """Prefect's number of that start, 1 for the first."""
-    step: int
+    step: StepOrNone
     """Newest committed step then; -1: none."""
 
 
 class MeetingRecord(Record):
     """meetings/<epoch>.json: where the ranks of a trainer on several hosts find one another."""
 
-    epoch: int
+    epoch: Count
     """Of the trainer; a newer one is another start."""
     where: str
-    size: int
+    size: Count
     """Ranks in all."""
-    per_node: int
+    per_node: Count
     """Ranks on each host."""
     device: str
-    seconds: float
+    seconds: Seconds
     """Longest wait of a rank for the others."""
 
 
@@ -220,7 +221,7 @@ class ControlRecord(Record):
     """control.json: what somebody wants of a run."""
 
     desired: Literal["run", "drain"]
-    at: float
+    at: Seconds
     """Unix seconds."""
     by: str = ""
 
@@ -228,29 +229,29 @@ class ControlRecord(Record):
 class ActorSample(Record):
     """What an actor had done when a step was reserved."""
 
-    at: float
-    engine_version: int
-    running: int
-    waiting: int
-    concurrency: int
-    num_tokens: int
-    running_seconds: float
-    counters: dict[str, float] = Field(default_factory=dict)
+    at: Seconds
+    engine_version: StepOrNone
+    running: Count
+    waiting: Count
+    concurrency: Count
+    num_tokens: Count
+    running_seconds: Number
+    counters: dict[str, Number] = Field(default_factory=dict)
 
 
 class CheckpointRef(Record):
     """The newest finished checkpoint when a step was committed."""
 
-    step: int
-    epoch: int
+    step: Step
+    epoch: Count
 
 
 class Commit(Record):
     """commits/<step>.<k>.json. Step 0 commits the initial weights."""
 
     run_id: str
-    step: int
-    epoch: int
+    step: Step
+    epoch: Count
     batches: tuple[FileEntry, ...]
     """`name` is the key."""
     weights_sha256: str
@@ -260,31 +261,31 @@ class Commit(Record):
     checkpoint: CheckpointRef | None
     fates: tuple[FateRecord, ...] = ()
     """Fate of every group decided since the commit before, `trained` included."""
-    next_group_id: int = 0
-    open_groups: tuple[int, ...] = ()
-    low_water: dict[str, int] = Field(default_factory=dict)
-    tokens: dict[str, int] = Field(default_factory=dict)
+    next_group_id: Count = 0
+    open_groups: tuple[Count, ...] = ()
+    low_water: dict[str, Count] = Field(default_factory=dict)
+    tokens: dict[str, Total] = Field(default_factory=dict)
     """Token ledger at the reservation of this step."""
     lengths: dict[str, LengthTotals] = Field(default_factory=dict)
     """Length-bias meter at the reservation of this step."""
-    waits: dict[str, float] = Field(default_factory=dict)
+    waits: dict[str, Number] = Field(default_factory=dict)
     """Seconds that trainer and actors have waited since the run began, by cause, this reservation included."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, Finite] = Field(default_factory=dict)
     """Keys of tracking/metrics.py."""
     swaps: tuple[SwapRecord, ...] = ()
     """Swaps the hub has heard of since the commit before."""
     actors: dict[str, ActorSample] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> sample at the reservation of this step."""
-    reserved_at: float
-    computed_at: float
-    committed_at: float
+    reserved_at: Seconds
+    computed_at: Seconds
+    committed_at: Seconds
 
 
 class CheckpointManifest(Record):
     """checkpoints/<step>.<k>/manifest.json, written last."""
 
-    step: int
-    epoch: int
+    step: Step
+    epoch: Count
     files: tuple[FileEntry, ...]
     values: dict[str, Any]
     """JSON part of the learner's state."""
@@ -293,12 +294,12 @@ class CheckpointManifest(Record):
 class EvalRecord(Record):
     """evals/<version>.json."""
 
-    version: int
-    num_prompts: int
-    accuracy: float
-    mean_tokens: float
-    errors: int
-    seconds: float
+    version: Step
+    num_prompts: Count
+    accuracy: Number
+    mean_tokens: Number
+    errors: Count
+    seconds: Seconds
     samples: tuple[dict[str, Any], ...] = ()
     """A few {prompt, completion, reward}."""
 
@@ -313,10 +314,10 @@ class HubRecord(Record):
     """Of its Unix socket, for processes of `host`; empty without one."""
     boot_id: str
     host: str
-    pid: int
-    process_started_at: float
+    pid: Count
+    process_started_at: Seconds
     """Start time of the process (psutil), so that a reused pid is not taken for it."""
-    beat: float
+    beat: Seconds
     """Unix seconds of the last rewrite."""
     live: dict[str, Any] = Field(default_factory=dict)
     """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, lengths, tokens_per_second,

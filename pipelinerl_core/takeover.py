@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipelinerl_core.ranges import Attempt, Count
 from pipelinerl_core.types import FinishReason, Float32Array, Int32Array, Origin, Outcome, WeightSpan
 
 
@@ -10,8 +11,8 @@ class Holder(NamedTuple):
     """Who held a group and gave it up: its log may hold tokens of it."""
 
     actor: str
-    epoch: int
-    attempt: int
+    epoch: Count
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

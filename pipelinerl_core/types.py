@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl_core.ranges import Attempt, Count, Seconds, Step, Total
+
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
@@ -58,8 +60,8 @@ class Origin(NamedTuple):
     """The first tokens of a completion that another actor epoch sampled, before somebody took it over."""
 
     actor: str
-    epoch: int
-    num_tokens: int
+    epoch: Count
+    num_tokens: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +289,7 @@ class FileEntry:
     """One file of a manifest."""
 
     name: str
-    size: int
+    size: Count
     sha256: str
 
 
@@ -295,9 +297,9 @@ class FileEntry:
 class WeightManifest:
     """One published set of weights. Written after its data; a reader trusts nothing without it."""
 
-    version: int
+    version: Step
     """Number of optimizer steps inside the weights, 0 = initial."""
-    epoch: int
+    epoch: Count
     """Trainer epoch that published it."""
     files: tuple[FileEntry, ...]
     key: str | None
@@ -305,13 +307,13 @@ class WeightManifest:
     shm: str | None
     """Directory of the copy in shared memory on `host`; None when there is none."""
     host: str
-    published_at: float
+    published_at: Seconds
     """Unix seconds."""
-    group: int = 0
+    group: Count = 0
     """Broadcast group that actors named in it are to join; 0: none."""
     is_broadcast: bool = False
     """Its members receive this version from the trainer, right after it is announced."""
-    broadcast_index: int = 0
+    broadcast_index: Count = 0
     """Which of the group's broadcasts that is, from 1 on: what is on its way does not say which version it is."""
 
     @property
@@ -324,12 +326,12 @@ class WeightManifest:
 class GroupRef:
     """Names one finished group exactly."""
 
-    group_id: int
-    attempt: int
+    group_id: Count
+    attempt: Attempt
     actor: str
-    actor_epoch: int
-    num_rollouts: int
-    num_tokens: int
+    actor_epoch: Count
+    num_rollouts: Count
+    num_tokens: Count
     """Completion tokens of all its rollouts."""
     origins: tuple[Origin, ...] = ()
     """Those of them that other actor epochs sampled."""
@@ -350,12 +352,12 @@ class LengthTotals:
     The first and the last third of a completion of C tokens are its first and its last (C + 1) // 3: C / 3, rounded.
     """
 
-    num_tokens: int = 0
-    first_third: int = 0
+    num_tokens: Total = 0
+    first_third: Total = 0
     """Tokens in the first third of their completion."""
-    last_third: int = 0
+    last_third: Total = 0
     """Tokens in the last third of their completion."""
-    length_sum: int = 0
+    length_sum: Total = 0
     """Sum over the tokens of the length of their completion: a completion of C tokens counts C times C."""
 
     def __add__(self, other: "LengthTotals") -> "LengthTotals":

@@ -82,7 +82,7 @@ class Waits:
 
 def empty_share(sync: Sync, num_leases: int, group_size: int) -> float:
     """Share of an actor's slots that stay empty although it asked for more groups than the `num_leases` it got."""
-    if sync.want <= num_leases:
+    if sync.want <= num_leases or not sync.concurrency:
         return 0.0
     num_sequences = sync.running + sync.waiting + num_leases * group_size
     return max(0.0, 1 - num_sequences / sync.concurrency)

@@ -12,6 +12,7 @@ from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.follow import read_record
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
@@ -51,7 +52,7 @@ def open_run(url: str) -> RunContext:
     """Open the run at a URL; ConfigError when there is none."""
     store = open_store(url)
     try:
-        record = RunRecord.model_validate_json(store.get(RUN_KEY))
+        record = read_record(store, RUN_KEY, RunRecord)
     except MissingObject:
         raise ConfigError(f"{url}: no run here ({RUN_KEY} is missing). Start it with `pipelinerl train`") from None
     token = os.environ.get(TOKEN_VARIABLE, "")

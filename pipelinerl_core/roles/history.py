@@ -13,6 +13,7 @@ from typing import Literal
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, EpochRecord, epoch_key, parse_commit_key
+from pipelinerl_core.tracking.follow import read_record
 
 # More starts of hub and trainer than any run has; a bound on the search for a free epoch number.
 _MAX_EPOCHS = 100_000
@@ -20,7 +21,7 @@ _MAX_EPOCHS = 100_000
 
 def read_epochs(store: ObjectStore) -> list[EpochRecord]:
     """Every start of hub and trainer, oldest first."""
-    return [EpochRecord.model_validate_json(store.get(key)) for key in store.list("epochs/")]
+    return [read_record(store, key, EpochRecord) for key in store.list("epochs/")]
 
 
 def counted_commit_keys(store: ObjectStore, epochs: list[EpochRecord]) -> dict[int, str]:
@@ -36,8 +37,8 @@ def counted_commit_keys(store: ObjectStore, epochs: list[EpochRecord]) -> dict[i
 
 
 def read_commit(store: ObjectStore, key: str) -> Commit:
-    """One commit."""
-    return Commit.model_validate_json(store.get(key))
+    """One commit. Raises StoreError, naming the value, for one that is damaged or has a number out of its range."""
+    return read_record(store, key, Commit)
 
 
 def is_complete(store: ObjectStore, steps: int) -> bool:
@@ -82,6 +83,6 @@ def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
     for key in reversed(store.list("epochs/")):
         if key <= epoch_key(epoch.epoch):
             return
-        newer = EpochRecord.model_validate_json(store.get(key))
+        newer = read_record(store, key, EpochRecord)
         if newer.role == epoch.role:
             raise Fenced(f"{epoch.role} epoch {epoch.epoch} was taken over by epoch {newer.epoch} on {newer.host}")

@@ -12,7 +12,7 @@ from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub_rows import Arrived
 from pipelinerl_core.roles.hub_state import HubState
-from pipelinerl_core.roles.hub_store import summarize
+from pipelinerl_core.roles.hub_store import check_versions, summarize
 from pipelinerl_core.roles.hub_summaries import summarize_all
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class GroupDesk:
         try:
             self._state.check_own(actor, summary.actor, [key])
             self._state.check_groups([ref.group_id])
+            check_versions(summary, self._ledger.manifest)
             self._state.use_credit(self._state.peers[peer])
             arrival = self._ledger.add_group(summary, group.lease_id)
             if group.seq is not None:

@@ -8,7 +8,6 @@ The right half is in hub_trainer.py. Prompts, summaries and reads from the store
 """
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
+from pipelinerl_core.ranges import first_error
 from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.hub_groups import GroupDesk
 from pipelinerl_core.roles.hub_rows import RowMemory
@@ -308,9 +308,7 @@ def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
         try:
             record = SwapRecord.model_validate(swap)
         except ValidationError as error:
-            raise SchemaMismatch(f"{actor} reports a swap that is none: {error.errors()[0]['msg']}") from None
-        if not math.isfinite(record.at) or not math.isfinite(record.pause_seconds):
-            raise SchemaMismatch(f"{actor} reports a swap at {record.at} with a pause of {record.pause_seconds} s")
+            raise SchemaMismatch(f"{actor} reports a swap that is none: {first_error(error)}") from None
         named = ActorKey(record.actor, record.actor_epoch)
         if named != actor:
             raise WrongPeer(f"{actor} reports a swap of {named}: an actor speaks for itself")

@@ -68,13 +68,29 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
         try:
             for ref in segments.groups_in(key):
                 batch = segments.read_group(*name, ref.group_id, ref.attempt)
-                past.sealed.append(SealedGroup(summary=summarize(ref, batch), seq=name.seq))
+                summary = summarize(ref, batch)
+                check_versions(summary, manifest)
+                past.sealed.append(SealedGroup(summary=summary, seq=name.seq))
                 num_bytes += batch.nbytes
                 if num_bytes <= max_row_bytes:
                     past.rows[ref.group_id, ref.attempt] = batch
         except SchemaMismatch as error:
             logger.error("segment left out, its groups are generated again: %s", error)
     return past
+
+
+def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
+    """SchemaMismatch for tokens of weights that nobody was told of, `manifest` being the newest: no step trains them.
+
+    An actor whose hub knows of no version yet samples with the weights that every run starts from, version 0.
+    """
+    newest = manifest.version if manifest is not None else 0
+    found = max(summary.tokens_by_version, default=0)
+    if found > newest:
+        raise SchemaMismatch(
+            f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {found}, "
+            f"but the newest announced version is {newest}"
+        )
 
 
 def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:

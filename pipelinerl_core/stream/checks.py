@@ -1,15 +1,15 @@
 """What rows must satisfy before the hub or the trainer takes them in."""
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.ranges import MAX_LOGPROB, MAX_REWARD, MAX_STEP
 from pipelinerl_core.stream.codec import list_lengths, origins_of, rows_of, span_lists, total_origins
-from pipelinerl_core.stream.quick_checks import are_logprobs_sound, are_sound, has_no_nulls
+from pipelinerl_core.stream.quick_checks import are_logprobs_sound, are_sound, has_no_nulls, out_of_range
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Int32Array, Outcome
 
@@ -129,6 +129,7 @@ def _check_each_row(batch: pa.RecordBatch, max_tokens_per_row: int) -> None:
     lengths = list_lengths(_column(batch, "completion_token_ids"))
     _check_lengths(batch, lengths, max_tokens_per_row)
     _check_logprobs(batch)
+    _check_numbers(batch)
     _check_spans(batch, lengths)
     _check_turns(batch)
     _check_results(batch)
@@ -175,7 +176,15 @@ def _check_lengths(batch: pa.RecordBatch, lengths: list[int], max_tokens_per_row
 
 def _check_logprobs(batch: pa.RecordBatch) -> None:
     if not are_logprobs_sound(batch):
-        raise SchemaMismatch("rollout_logprobs must be finite, and 0 where loss_mask is false")
+        raise SchemaMismatch(
+            f"rollout_logprobs must be finite, within {MAX_LOGPROB:g} of 0, and 0 where loss_mask is false"
+        )
+
+
+def _check_numbers(batch: pa.RecordBatch) -> None:
+    rule = out_of_range(batch)
+    if rule:
+        raise SchemaMismatch(f"a number is out of its range: {rule}")
 
 
 def _check_spans(batch: pa.RecordBatch, lengths: list[int]) -> None:
@@ -186,10 +195,10 @@ def _check_spans(batch: pa.RecordBatch, lengths: list[int]) -> None:
     for row, length in enumerate(lengths):
         reached, newest = 0, 0
         for version, start, end in spans[bounds[row] : bounds[row + 1]]:
-            if start != reached or end <= start or version < newest:
+            if start != reached or end <= start or not newest <= version <= MAX_STEP:
                 raise SchemaMismatch(
                     f"row {row}: weight_spans {spans[bounds[row] : bounds[row + 1]]} must follow each other without "
-                    "gaps, versions not decreasing"
+                    "gaps, versions not decreasing and below 2^31"
                 )
             reached, newest = end, version
         if reached != length:
@@ -258,8 +267,8 @@ def _check_results(batch: pa.RecordBatch) -> None:
             raise SchemaMismatch(f"row {row}: outcome {outcome!r} is none of {[str(word) for word in Outcome]}")
         if (outcome == Outcome.ERROR) != (reward is None):
             raise SchemaMismatch(f"row {row}: reward {reward} with outcome {outcome}; null exactly with error")
-        if reward is not None and not math.isfinite(reward):
-            raise SchemaMismatch(f"row {row}: reward {reward} is not a finite number")
+        if reward is not None and not abs(reward) <= MAX_REWARD:  # nor is a nan
+            raise SchemaMismatch(f"row {row}: reward {reward} is not a finite number within {MAX_REWARD:g} of 0")
     for row, word in enumerate(_column(batch, "finish_reason").to_pylist()):
         if word not in _FINISH_REASONS:
             raise SchemaMismatch(

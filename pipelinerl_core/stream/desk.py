@@ -79,6 +79,13 @@ class Peer:
         self._writer = writer
         self._lock = threading.Lock()
         self._is_dead = False
+        self._num_faults = 0
+
+    def note_fault(self, error: PipelineRLError) -> None:
+        """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:
+            _log.warning("%s: refused (%d so far): %s", self.name, self._num_faults, str(error)[:_MAX_DETAIL])
 
     def write(self, answer: Answer, rows: pa.RecordBatch | None = None, *, lock_seconds: float = -1) -> None:
         """Send, or do nothing if the peer has gone."""
@@ -154,6 +161,7 @@ class Desk:
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
+            peer.note_fault(error)
             peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)[:_MAX_DETAIL]))
             return
         if isinstance(request, Groups):
@@ -252,6 +260,6 @@ def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
         _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
         return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
     code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
-    if code == "wrong_peer":
-        _log.warning("%s: %s", peer.name, error)
+    if code in ("schema", "wrong_peer"):
+        peer.note_fault(error)
     return Refused(re=request.id, code=code, detail=str(error)[:_MAX_DETAIL])

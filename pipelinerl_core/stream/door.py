@@ -23,11 +23,10 @@ from pipelinerl_core.messages import (
     Sealed,
     Sync,
 )
+from pipelinerl_core.ranges import MAX_COUNT, first_error
 
 MAX_MESSAGE_BYTES = 8 << 20
 """Largest message without its rows."""
-
-_MAX_PLACE = 100  # characters
 
 _KINDS: dict[str, tuple[type[Request], ...]] = {
     "actor": (Register, Sync, Group, Sealed, Bye),
@@ -53,9 +52,7 @@ def parse(metadata: bytes) -> Request:
     try:
         return REQUEST.validate_json(metadata)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])[:_MAX_PLACE]  # a key of theirs may be part of it
-        raise SchemaMismatch(f"no request of this protocol: {place + ': ' if place else ''}{first['msg']}") from None
+        raise SchemaMismatch(f"no request of this protocol: {first_error(error)}") from None
 
 
 def id_of(metadata: bytes) -> int:
@@ -67,7 +64,7 @@ def id_of(metadata: bytes) -> int:
     except (ValueError, RecursionError):
         return 0
     number = found.get("id") if isinstance(found, dict) else None
-    return number if isinstance(number, int) else 0
+    return number if isinstance(number, int) and 0 <= number <= MAX_COUNT else 0
 
 
 def check_sender(who: Introduction, request: Request) -> None:

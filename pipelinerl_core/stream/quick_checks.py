@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelinerl_core.ranges import MAX_LOGPROB, MAX_REWARD, MAX_SECONDS, MAX_STEP
 from pipelinerl_core.stream.codec import flat_values
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome
@@ -20,6 +21,8 @@ from pipelinerl_core.types import FinishReason, GroupRef, Outcome
 _AT = {name: index for index, name in enumerate(ROLLOUT_SCHEMA.names)}  # asking by index is the cheaper way
 _OUTCOMES = frozenset(str(word) for word in Outcome if word is not Outcome.ERROR)
 _FINISH_REASONS = frozenset(str(word) for word in FinishReason)
+_REALS = ("started_at", "finished_at", "scored_at", "temperature", "top_p")
+_TOKENS = ("prompt_token_ids", "completion_token_ids")
 _SAME_IN_GROUP = ("run_id", "lease_id", "prompt_id")  # beside those that a reference names
 
 
@@ -41,6 +44,7 @@ def are_sound(refs: Sequence[GroupRef], batch: pa.RecordBatch, max_tokens_per_ro
         and _have_tokens(refs, bounds, sizes)
         and _are_lengths_sound(batch, bounds, lengths, max_tokens_per_row)
         and are_logprobs_sound(batch)
+        and not out_of_range(batch)
         and _column(batch, "turn_spans").null_count == batch.num_rows
         and _are_spans_sound(batch, lengths)
         and _are_results_sound(batch)
@@ -97,17 +101,29 @@ def _are_lengths_sound(batch: pa.RecordBatch, bounds: list[int], lengths: list[i
 
 
 def are_logprobs_sound(batch: pa.RecordBatch) -> bool:
-    """Whether they are finite, and 0 where the mask is false."""
+    """Whether they are in their range, and 0 where the mask is false."""
     logprobs = flat_values(_column(batch, "rollout_logprobs")).to_numpy()
-    if not np.isfinite(logprobs).all():
+    if not np.abs(logprobs).max(initial=0) <= MAX_LOGPROB:  # nor is a nan
         return False
     mask = flat_values(_column(batch, "loss_mask"))
     return mask.true_count == len(mask) or not np.any(logprobs[~mask.to_numpy(zero_copy_only=False)] != 0)
 
 
+def out_of_range(batch: pa.RecordBatch) -> str:
+    """The columns of which one has a number out of its range, of those that no other rule bounds; empty for none."""
+    reals = np.concatenate([_column(batch, name).to_numpy() for name in _REALS])
+    if not (reals.min() >= 0 and reals.max() <= MAX_SECONDS):  # nor is a nan
+        return f"{', '.join(_REALS)}: numbers from 0 to {MAX_SECONDS:g}"
+    if any(flat_values(_column(batch, name)).to_numpy().min(initial=0) < 0 for name in _TOKENS):
+        return f"{', '.join(_TOKENS)}: tokens from 0 on"
+    return ""
+
+
 def _are_spans_sound(batch: pa.RecordBatch, lengths: list[int]) -> bool:
     """Whether the spans of each row follow each other from 0 to its length, versions from 0 and not decreasing."""
     bounds, version, start, end = spans_of_rows(batch)
+    if len(version) and version.max() > MAX_STEP:
+        return False
     if len(version) == len(lengths) == len(bounds) - 1 and bounds == list(range(len(bounds))):
         return not start.any() and end.tolist() == lengths and min(lengths) > 0 and bool(version.min() >= 0)
     bounds_R, lengths_R = np.array(bounds), np.array(lengths)
@@ -130,7 +146,7 @@ def _are_results_sound(batch: pa.RecordBatch) -> bool:
     reward = _column(batch, "reward")
     return bool(
         reward.null_count == 0
-        and np.isfinite(reward.to_numpy()).all()
+        and (np.abs(reward.to_numpy()) <= MAX_REWARD).all()
         and _OUTCOMES.issuperset(_values(batch, "outcome"))
         and _FINISH_REASONS.issuperset(_values(batch, "finish_reason"))
     )

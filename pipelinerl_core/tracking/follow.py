@@ -1,13 +1,16 @@
 """Read a run from its objects while it grows: commits that count, evaluations, hub.json, derived metrics."""
 
+import json
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, Tracker
+from pipelinerl_core.ranges import first_error
 from pipelinerl_core.records import (
     HUB_KEY,
     RUN_KEY,
@@ -25,24 +28,50 @@ from pipelinerl_core.tracking.metrics import finite
 
 R = TypeVar("R", bound=Record)
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION = 1
 PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 """Metrics that are x axes."""
+_STATISTICS = (("swaps",), ("actors",))  # of a commit: what actors said of themselves
 
 
 def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
     """One JSON object of a run. Raises MissingObject, or StoreError for another format or a broken object."""
     data = store.get(key)
     try:
-        record = model.model_validate_json(data)
+        try:
+            record = model.model_validate_json(data)
+        except ValidationError as error:
+            record = model.model_validate(_cut_to_range(data, error, f"{store.url}/{key}"))
     except ValidationError as error:
-        raise StoreError(f"{store.url}/{key} is not a valid {model.__name__}: {error.errors()[0]['msg']}") from None
+        raise StoreError(f"{store.url}/{key} is not a valid {model.__name__}: {first_error(error)}") from None
     if record.format_version != FORMAT_VERSION:
         raise StoreError(
             f"{store.url}/{key} has format_version {record.format_version}; this version of pipelinerl reads "
             f"{FORMAT_VERSION}. Read the run with the version that wrote it"
         )
     return record
+
+
+def _cut_to_range(data: bytes, error: ValidationError, where: str) -> Any:
+    """The JSON of a commit whose statistics are out of their range, each put to the end of the range.
+
+    An earlier release took any number of an actor's in; nothing goes by these. Raises `error` if more is wrong.
+    """
+    found = None
+    for one in error.errors():
+        limit = one.get("ctx", {}).get("le", one.get("ctx", {}).get("ge"))
+        path = one["loc"]
+        if limit is None or path[:1] not in _STATISTICS:
+            raise error
+        found = json.loads(data) if found is None else found
+        inner = found
+        for part in path[:-1]:
+            inner = inner[part]
+        inner[path[-1]] = limit
+        logger.warning("%s: %s is out of its range and read as %g", where, ".".join(map(str, path)), limit)
+    return found
 
 
 def read_hub(store: ObjectStore) -> HubRecord | None:

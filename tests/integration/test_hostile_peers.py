@@ -323,6 +323,13 @@ CASES = [
     Case("spans before them", spans((0, -4, 12)), "schema", "weight_spans"),
     Case("spans with a gap", spans((0, 0, 4), (1, 6, 12)), "schema", "weight_spans"),
     Case("versions that fall", spans((1, 0, 4), (0, 4, 12)), "schema", "weight_spans"),
+    Case("a version that was never announced", spans((1, 0, 12)), "schema", "the newest announced version is 0"),
+    Case("a version beyond all", spans((1 << 40, 0, 12)), "schema", "weight_spans"),
+    Case("a reward beyond all", changed(reward=3e38), "schema", "is not a finite number within 1e+09 of 0"),
+    Case("a time beyond all", changed(scored_at=1e300), "schema", "numbers from 0 to 1e+11"),
+    Case("an engine version beyond all", lambda world: world.intruder.sync(engine_version=10**400),
+         "schema", "sync.engine_version: Input should be less than or equal to 2147483647"),
+    Case("a swap to a version beyond all", a_swap(version=1 << 70), "schema", "version: Input should be less than"),
     Case("lengths that disagree", changed(rollout_logprobs=np.zeros(5, np.float32)), "schema", "one each"),
     Case("a mask of another length", changed(loss_mask=np.ones(13, np.bool_)), "schema", "one each"),
     Case("a counter that is no number", lambda world: world.raw(

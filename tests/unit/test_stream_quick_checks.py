@@ -106,11 +106,16 @@ FAULTS = {
     "rollout_logprobs": [[-1.0] * 12] * 5 + [[-1.0] * 11 + [float("inf")]],
     "prompt_token_ids": [[1]] * 5 + [[]],
     "loss_mask": [[True] * 12] * 5 + [[True] * 11 + [False]],
+    "started_at": [0.0] * 5 + [-1.0],
+    "finished_at": [0.0] * 5 + [float("nan")],
+    "scored_at": [0.0] * 5 + [1.1e11],
+    "temperature": [1.0] * 5 + [float("inf")],
+    "top_p": [1.0] * 5 + [-0.5],
     "turn_spans": [None] * 5 + [[{"start": 0, "end": 11}]],
 }
 BAD_SPANS = (
     [(0, 1, 12)], [(0, 0, 6), (0, 7, 12)], [(2, 0, 6), (1, 6, 12)], [(0, 0, 13)], [], [(-1, 0, 12)],
-    [(0, 0, 6), (0, 6, 6), (0, 6, 12)], [(0, 0, 6), (0, 3, 12)],
+    [(1 << 31, 0, 12)], [(0, 0, 6), (0, 6, 6), (0, 6, 12)], [(0, 0, 6), (0, 3, 12)],
 )  # fmt: skip
 
 
@@ -161,6 +166,16 @@ def test_rows_with_turns_go_the_long_way_round(sound):
 def test_too_long_rows_are_not_found_sound(sound):
     refs, batch = sound
     assert not are_sound(refs, batch, 11)
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "completion_token_ids"])
+def test_a_negative_token_is_not_found_sound(sound, name):
+    refs, batch = sound
+    rows = batch.column(name).to_pylist()
+    rows[4][0] = -1
+    assert not are_sound(refs, changed(batch, name, rows), MAX_TOKENS)
+    with pytest.raises(SchemaMismatch, match="tokens from 0 on"):
+        checks.check_groups(refs, changed(batch, name, rows), max_tokens_per_row=MAX_TOKENS)
 
 
 def test_a_column_with_a_null_is_not_found_sound(sound):

@@ -1,12 +1,18 @@
 """Which commits count, reading a run while it grows, and the metrics that follow from two commits."""
 
+import json
+import re
+
 import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.ranges import MAX_STEP
 from pipelinerl_core.records import RUN_KEY, ActorSample, SwapRecord, commit_key, eval_key
+from pipelinerl_core.roles.history import read_commit
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
 from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, counting, forward
+from pipelinerl_core.tracking.html import write_report
 from pipelinerl_core.tracking.metrics import METRICS
 
 
@@ -52,6 +58,46 @@ def test_commits_are_delivered_once_and_in_order():
     assert [commit.step for commit in follower.refresh().commits] == [4]
     assert follower.last.step == 4
     assert follower.before(follower.last).step == 3
+
+
+def poisoned(change) -> MemoryStore:
+    """A finished run whose last commit an earlier release wrote, with a number that no message may have now."""
+    store = MemoryStore()
+    write_run(store, Shape(steps=3))
+    commit = json.loads(store.get(commit_key(3, 2)))
+    change(commit)
+    store.put(commit_key(3, 2), json.dumps(commit).encode())
+    return store
+
+
+def test_a_statistic_of_an_earlier_release_is_cut_to_its_range_and_the_run_can_be_read(caplog):
+    def change(commit):
+        commit["actors"]["actor-0/1"]["engine_version"] = 10**400
+        commit["swaps"][1]["version"] = 1 << 70
+        commit["swaps"][1]["at"] = -1e300
+
+    store = poisoned(change)
+    commit = read_commit(store, commit_key(3, 2))
+    assert commit.actors["actor-0/1"].engine_version == commit.swaps[1].version == MAX_STEP
+    assert commit.swaps[1].at == 0.0
+    assert "commits/00000003.2.json: actors.actor-0/1.engine_version is out of its range" in caplog.text
+    recorder = Recorder()
+    assert forward(RunFollower(store), recorder) == 6
+    assert json.loads(json.dumps(write_report(store), allow_nan=False))["num_swaps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda commit: commit.update(next_group_id=10**400), "next_group_id: Input should be less than"),
+        (lambda commit: commit["fates"][0].update(num_tokens=-1), "fates.0.num_tokens: Input should be greater"),
+        (lambda commit: commit["actors"]["actor-0/1"].pop("running"), "actors.actor-0/1.running: Field required"),
+    ],
+)
+def test_any_other_number_out_of_its_range_is_one_line_that_names_it(change, says):
+    with pytest.raises(StoreError, match=re.escape(f"{commit_key(3, 2)} is not a valid Commit: {says}")) as caught:
+        read_commit(poisoned(change), commit_key(3, 2))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_retracted_commit_is_replaced_by_its_successor():
