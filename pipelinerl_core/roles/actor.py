@@ -27,6 +27,7 @@ from pipelinerl_core.roles.process import (
     keep_freed_memory,
     keep_to_cores,
     limit_threads,
+    raise_descriptor_limit,
 )
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -99,6 +100,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     configure_logging()
+    raise_descriptor_limit()
     stop = install_stop_signal()
     context = open_run(arguments.run)
     keep_to_cores(own_cores(context.config, arguments.name))

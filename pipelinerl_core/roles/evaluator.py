@@ -26,7 +26,13 @@ from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.process import configure_logging, die_with_parent, exit_codes, limit_threads
+from pipelinerl_core.roles.process import (
+    configure_logging,
+    die_with_parent,
+    exit_codes,
+    limit_threads,
+    raise_descriptor_limit,
+)
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
@@ -188,6 +194,7 @@ def main() -> int:
     if arguments.parent_pid is not None:
         die_with_parent(arguments.parent_pid)
     configure_logging()
+    raise_descriptor_limit()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
     with monitored(context, "evaluator", f"evaluator-{arguments.version}") as (timed, monitor):

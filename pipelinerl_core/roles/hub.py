@@ -6,12 +6,14 @@ when another hub of the run has started in the same moment and has taken its epo
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -37,6 +39,8 @@ from pipelinerl_core.roles.process import (
     keep_freed_memory,
     leave,
     limit_threads,
+    own_descriptors,
+    raise_descriptor_limit,
 )
 from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.stream.tls import make_credentials
@@ -106,6 +110,10 @@ class HubProcess:
         self._store = context.store
         self.hub, self._epoch = start_hub(context)
         credentials = make_credentials() if placement.hub_tls else None
+        # gRPC accepts the connections of anybody, without a bound, before it asks for the token. What says in the
+        # store that this hub lives has descriptors that connections cannot use up, on a thread older than they are.
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper", initializer=own_descriptors)
+        self._keeper.submit(int).result()
         self._server = HubServer(
             self.hub,
             host=placement.hub_host,
@@ -136,20 +144,18 @@ class HubProcess:
         Raises Fenced once a newer hub of the run has taken over.
         """
         self._server.start()
-        self._beat("run", is_due=True)
-        self._check_epoch()
+        self._keep("run", is_due=True)
         logger.info("listening at %s", self._server.url)
         self._monitor.ready_unless(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
-            self._beat("run")
-            self._check_epoch()
+            self._keep("run")
         was_stopped = stop.is_set() and not self.hub.is_finished
         logger.info("draining: %s", "asked to stop" if was_stopped else "the last step is committed")
         if was_stopped:
             self.hub.stop()
         self._drain(stop)
-        self._beat("stopped" if was_stopped else "done", is_due=True)
+        self._keep("stopped" if was_stopped else "done", is_due=True)
         has_ended = self._server.shutdown(_FAREWELL_SECONDS)
         logger.info("hub left%s", "" if has_ended else ", some peers had not")
 
@@ -162,18 +168,24 @@ class HubProcess:
             if is_alone or time.monotonic() - begun > limit:
                 return
             self.hub.tick()
-            self._beat("drain")
+            self._keep("drain")
             slept_from = time.monotonic()
             time.sleep(_TICK_SECONDS)
             stood_still = time.monotonic() - slept_from
             if stood_still > _STANDSTILL_SECONDS:  # this host, or this process: nobody had the time to hear of it
                 begun += stood_still
 
-    def _beat(self, state: str, *, is_due: bool = False) -> None:
+    def _keep(self, state: str, *, is_due: bool = False) -> None:
+        self._keeper.submit(self._beat, state, is_due=is_due).result()
+        if state == "run":
+            self._keeper.submit(self._check_epoch).result()
+
+    def _beat(self, state: str, *, is_due: bool) -> None:
         if not is_due and time.monotonic() - self._beat_at < _BEAT_SECONDS:
             return
         self._beat_at = time.monotonic()
-        self._limit_memory()
+        with contextlib.suppress(OSError):  # where the keeper has no descriptors apart, there may be none left
+            self._limit_memory()
         record = self._live.record(state)
         self._monitor.beat(f"state {state}, step {record.live['step']}")
         self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
@@ -216,6 +228,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     configure_logging()
+    raise_descriptor_limit()
     stop = install_stop_signal()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)

@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 _EXIT_CODES = {ConfigError: 2, Fenced: 3}
 # <linux/prctl.h>
 _PR_SET_PDEATHSIG = 1
+# <linux/close_range.h>; beyond every descriptor: nothing is closed.
+_CLOSE_RANGE_UNSHARE = 2
+_NO_DESCRIPTOR = (1 << 32) - 1
+# More would only make whatever walks through all possible descriptors slow.
+_MAX_DESCRIPTORS = 1 << 16
 # <malloc.h>, and the largest value that it takes for the second one.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -55,6 +61,26 @@ def install_stop_signal() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
     return stop
+
+
+def raise_descriptor_limit() -> None:
+    """As many open descriptors as the system allows this process without asking, 65,536 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def own_descriptors() -> None:
+    """From here on the calling thread has a table of descriptors of its own, a copy of the process's (Linux 5.9).
+
+    What the thread opens afterwards does not count with what others open, and is unknown to them: the thread must
+    close it again itself. The limit holds for each table.
+    """
+    close_range = getattr(ctypes.CDLL(None), "close_range", None)
+    nothing = ctypes.c_uint(_NO_DESCRIPTOR)
+    if close_range is None or close_range(nothing, nothing, _CLOSE_RANGE_UNSHARE) != 0:
+        logger.info("this system gives no thread descriptors of its own: connections can use up all there are")
 
 
 def limit_threads(count: int) -> None:

@@ -54,6 +54,7 @@ from pipelinerl_core.roles.process import (
     install_stop_signal,
     keep_to_cores,
     limit_threads,
+    raise_descriptor_limit,
 )
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
@@ -359,6 +360,7 @@ def main() -> int:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     configure_logging()
+    raise_descriptor_limit()
     stop = install_stop_signal()
     context = open_run(arguments.run)
     keep_to_cores(own_cores(context.config, "trainer"))

@@ -1,5 +1,6 @@
 """What every role does as a process."""
 
+import errno
 import subprocess
 import sys
 import textwrap
@@ -26,6 +27,35 @@ def test_startup_objects_are_left_out_of_later_collections():
         print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000)
     """
     assert run(code) == "True True"
+
+
+def test_the_limit_of_descriptors_is_raised_to_what_the_system_allows():
+    code = """
+        import resource
+        from pipelinerl_core.roles.process import raise_descriptor_limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+        raise_descriptor_limit()
+        print(resource.getrlimit(resource.RLIMIT_NOFILE))
+    """
+    assert run(code) == "(200, 200)"
+
+
+def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_none_left():
+    code = """
+        import os, resource
+        from concurrent.futures import ThreadPoolExecutor
+        from pathlib import Path
+        from pipelinerl_core.roles.process import own_descriptors
+        with ThreadPoolExecutor(1, initializer=own_descriptors) as keeper:
+            keeper.submit(int).result()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
+            taken = [os.dup(0) for _ in range(50 - len(os.listdir("/proc/self/fd")) + 1)]
+            try:
+                os.dup(0)
+            except OSError as error:
+                print(error.errno, len(keeper.submit(Path("/proc/self/comm").read_text).result()) > 0)
+    """
+    assert run(code) == f"{errno.EMFILE} True"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""A hub with few descriptors, and more connections than it has room for, from somebody without the token."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import HubUnavailable
+from pipelinerl_core.messages import Register, Registered, Sync, SyncReply
+from pipelinerl_core.records import HubRecord, RunRecord
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.stream.client import HubClient
+
+TOKEN = "a-token-for-tests"
+ROOT = Path(__file__).parents[2]
+LIMIT = 256
+BARE = 400
+SECONDS = 60.0
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have descriptors of their own on Linux only")
+
+
+class FewDescriptors:
+    """A hub process, and what is to be seen of it from outside."""
+
+    def __init__(self, run: Path) -> None:
+        values = {"placement": {"hub_local": False, "metrics_host": ""}}
+        config = build_config(values).model_dump(mode="json")
+        record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
+        open_store(str(run)).put("run.json", record.model_dump_json().encode())
+        self.run = run
+        hub = [sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", str(run), "--parent-pid", str(os.getpid())]
+        with (run / "hub.log").open("w") as log:
+            self.process = subprocess.Popen(
+                ["sh", "-c", f'ulimit -n {LIMIT}; exec "$@"', "sh", *hub],
+                env={**os.environ, "PIPELINERL_TOKEN": TOKEN}, stderr=log, cwd=ROOT,
+            )  # fmt: skip
+
+    def told(self) -> HubRecord:
+        """hub.json as it is."""
+        return HubRecord.model_validate_json((self.run / "hub.json").read_bytes())
+
+    def num_descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, (self.run / "hub.log").read_text()
+            assert time.monotonic() < deadline, f"{what} did not come within {SECONDS:.0f} s"
+            time.sleep(0.05)
+
+    def wait_for_beats(self, count: int) -> None:
+        """hub.json is written so many times from now on."""
+        beats = {self.told().beat}
+        self.wait_for(lambda: len(beats | {self.told().beat}) > count or beats.add(self.told().beat), "a beat")
+
+
+@pytest.fixture
+def hub(tmp_path) -> Iterator[FewDescriptors]:
+    made = FewDescriptors(tmp_path)
+    try:
+        made.wait_for((tmp_path / "hub.json").exists, "hub.json")
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(timeout=SECONDS)
+
+
+def come(url: str, name: str) -> tuple[HubClient, Registered]:
+    client = HubClient(url, token=TOKEN, role="actor", name=name)
+    answer = client.request(Register(role="actor", name=name, epoch=1))
+    assert isinstance(answer, Registered)
+    return client, answer
+
+
+def test_bare_connections_stop_neither_the_heartbeat_nor_who_is_there_and_newcomers_are_served_afterwards(hub):
+    url = hub.told().url
+    client, registered = come(url, "early")
+    sync = Sync(
+        boot_id=registered.boot_id, engine_version=0, running=0, waiting=0, concurrency=8, want=1, leases=(),
+        num_tokens=0, running_seconds=0.0,
+    )  # fmt: skip
+    host, port = url.partition("://")[2].split(":")
+    bare = [socket.create_connection((host, int(port)), timeout=SECONDS) for _ in range(BARE)]
+    hub.wait_for(lambda: hub.num_descriptors() >= LIMIT, f"{LIMIT} open descriptors")
+    hub.wait_for_beats(3)
+    assert hub.num_descriptors() >= LIMIT
+    assert isinstance(client.request(sync), SyncReply)
+    for connection in bare:
+        connection.close()
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            late, _ = come(url, "late")
+            break
+        except HubUnavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    for one in (client, late):
+        one.close()
