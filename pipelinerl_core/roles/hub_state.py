@@ -128,10 +128,6 @@ class HubState:
             sink(0)
 
     def _heard(self) -> list[tuple[Peer, ActorKey]]:
-        """Actors that can be written to. Under the lock.
-
-        One that has been silent for so long that it counts as gone may not read either: a write to it has no
-        deadline, and the thread that would be stuck in it is the trainer's or another actor's.
-        """
+        """Actors that are there: one so long silent that it counts as gone needs no news. Under the lock."""
         found = ((peer, peer.actor) for peer in self.peers.values())
         return [(peer, actor) for peer, actor in found if actor is not None and not self.ledger.is_gone(actor)]

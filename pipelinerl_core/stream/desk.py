@@ -46,7 +46,6 @@ _REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
     (MissingObject, "missing_rows"),
 )
 _MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
-_GOODBYE_SECONDS = 0.2  # how long shutdown waits for the lock of one peer, which a frozen one may hold
 
 _log = logging.getLogger(__name__)
 
@@ -71,15 +70,24 @@ class PeerWriter(Protocol):
 
 
 class Peer:
-    """One exchange with a peer. `write` may be called from any thread at any time."""
+    """One exchange with a peer. Its methods may be called from any thread at any time.
 
-    def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
+    A writer may wait for as long as its peer does not read (`waits`). That is the trouble of the thread that answers
+    the peer, and of no other: what nobody has asked for goes out on a thread of the peer's own.
+    """
+
+    def __init__(self, name: str, who: Introduction, writer: PeerWriter, *, waits: bool = False) -> None:
         self.name = name
         self.who = who
         self._writer = writer
         self._lock = threading.Lock()
         self._is_dead = False
         self._num_faults = 0
+        self._waits = waits
+        self._unasked: list[Credit | Goodbye | None] = []  # None: nothing follows
+        self._has_unasked = threading.Condition()
+        if waits:
+            threading.Thread(target=self._tell_on, name=f"tell-{name}", daemon=True).start()
 
     def note_fault(self, error: PipelineRLError) -> None:
         """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
@@ -87,30 +95,54 @@ class Peer:
         if self._num_faults.bit_count() == 1:
             _log.warning("%s: refused (%d so far): %s", self.name, self._num_faults, str(error)[:_MAX_DETAIL])
 
-    def write(self, answer: Answer, rows: pa.RecordBatch | None = None, *, lock_seconds: float = -1) -> None:
+    def write(self, answer: Answer, rows: pa.RecordBatch | None = None) -> None:
         """Send, or do nothing if the peer has gone."""
-        if not self._lock.acquire(timeout=lock_seconds):
-            return
-        try:
+        with self._lock:
             if self._is_dead:
                 return
-            if rows is None:
-                self._writer.write_metadata(encode(answer))
-            else:
-                self._writer.write_with_metadata(conform(rows), encode(answer))
-        except (pa.ArrowException, fl.FlightError, OSError) as error:
-            _log.debug("%s: write failed, its reader will end: %s", self.name, error)
-        finally:
-            self._lock.release()
+            try:
+                if rows is None:
+                    self._writer.write_metadata(encode(answer))
+                else:
+                    self._writer.write_with_metadata(conform(rows), encode(answer))
+            except (pa.ArrowException, fl.FlightError, OSError) as error:
+                _log.debug("%s: write failed, its reader will end: %s", self.name, error)
 
     def end(self) -> None:
         """Forbid every later write. Must precede the return of the exchange's handler."""
         with self._lock:
             self._is_dead = True
+        self._tell(None)
 
     def return_credit(self, num_groups: int) -> None:
         """CreditSink of this peer."""
-        self.write(Credit(num_groups=num_groups))
+        self._tell(Credit(num_groups=num_groups))
+
+    def say_goodbye(self) -> None:
+        """The hub is shutting down."""
+        self._tell(Goodbye())
+
+    def _tell(self, news: Credit | Goodbye | None) -> None:
+        if not self._waits:
+            if news is not None:
+                self.write(news)
+            return
+        with self._has_unasked:
+            before = self._unasked[-1] if self._unasked else None
+            if isinstance(before, Credit) and isinstance(news, Credit):  # the peer has not heard of that one yet
+                self._unasked[-1] = Credit(num_groups=before.num_groups + news.num_groups)
+            else:
+                self._unasked.append(news)
+            self._has_unasked.notify()
+
+    def _tell_on(self) -> None:
+        while True:
+            with self._has_unasked:
+                self._has_unasked.wait_for(lambda: self._unasked)
+                news = self._unasked.pop(0)
+            if news is None:
+                return
+            self.write(news)
 
 
 class Desk:
@@ -127,13 +159,16 @@ class Desk:
         self._serials = itertools.count(1)
         self._turn = threading.Lock()
 
-    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
-        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
-        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
+    def welcome(self, who: Introduction, writer: PeerWriter, *, waits: bool = False) -> Peer:
+        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises.
+
+        waits: whether the writer waits while the peer does not read.
+        """
+        peer = Peer(f"{who}#{next(self._serials)}", who, writer, waits=waits)
         with self._lock:
             self._peers[peer.name] = peer
         if not self.is_open:  # it came while goodbye was said to the others
-            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
+            peer.say_goodbye()
         try:
             self._service.connected(peer.name, peer.return_credit)
         except BaseException:
@@ -154,7 +189,7 @@ class Desk:
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:
-            peer.write(Goodbye(), lock_seconds=_GOODBYE_SECONDS)
+            peer.say_goodbye()
 
     def answer(self, peer: Peer, metadata: bytes, rows: ReceivedRows) -> None:
         """Answer one message, whatever is wrong with it. `rows` may be why they could not be read."""

@@ -255,7 +255,7 @@ class LocalServer:
         return (who, schema) if self._desk.is_open else "the hub is starting or shutting down"
 
     def _come(self, who: Introduction, schema: pa.Schema, caller: _Caller) -> Peer:
-        peer = self._desk.welcome(who, caller.writer)
+        peer = self._desk.welcome(who, caller.writer, waits=caller.writer.waits)
         caller.admit(peer, schema)
         with self._here:
             self._peers.add(peer.name)

@@ -86,7 +86,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             raise fl.FlightUnavailableError("the hub is starting or shutting down")
         writer.begin(ROLLOUT_SCHEMA)
         try:
-            peer = self._desk.welcome(who, writer)
+            peer = self._desk.welcome(who, writer, waits=True)
             try:
                 self._converse(peer, reader)
             finally:

@@ -139,6 +139,7 @@ def test_credit_returns_once_per_group_when_the_trainer_takes_it(channel):
     assert credit == []
     step_rows(trainer, 1)
     step_rows(trainer, 1)
+    wait_for(lambda: credit, "the credit")
     actor.request(SYNC)
     assert credit == [1]
 
@@ -180,6 +181,7 @@ def test_losing_every_third_message_both_ways_changes_nothing(channel):
     everything = Rows(step=1, groups=tuple((group_id, 0) for group_id in range(6)))
     assert [header.group_id for header, _ in trainer.request_rows(everything)] == list(range(6))
     actor.request(SYNC)
+    wait_for(lambda: sum(credit) >= 6, "all credit")
     assert sum(credit) == 6
     assert {"send", "receive"} == set(lost)
 
@@ -388,9 +390,9 @@ def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypat
     desk = channel.server._desk
     welcome = desk.welcome
 
-    def late(who, writer):
+    def late(who, writer, **options):
         assert channel.gate.wait(60)  # the client thinks that it is connected; the hub does not know its name yet
-        return welcome(who, writer)
+        return welcome(who, writer, **options)
 
     channel.gate = threading.Event()
     monkeypatch.setattr(desk, "welcome", late)
@@ -461,6 +463,7 @@ def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
     actor, trainer = channel.client(on_credit=fail), channel.client("trainer", "trainer-0")
     send_group(actor, 0)
     step_rows(trainer, 1)
+    wait_for(lambda: not actor.is_connected, "the credit")
     with pytest.raises(HubUnavailable, match="reading thread failed: ValueError"):
         actor.request(SYNC)
 
@@ -593,3 +596,23 @@ def test_closing_towards_a_frozen_hub_is_bounded(start_hub):
         actor.request(SYNC, timeout=0.5)
     actor.close()
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("carrier", ["flight"], indirect=True)  # what a socket does not take waits in memory
+def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
+    client, writer, reader = raw_exchange(channel.url)
+    wait_for(lambda: channel.service.connections, "the exchange")
+    [peer] = channel.service.connections
+    nudge = channel.service._sinks[peer]
+    nudges = threading.Thread(target=lambda: [nudge(1) for _ in range(1_000_000)], daemon=True)
+    nudges.start()
+    nudges.join(60.0)
+    is_held_up = nudges.is_alive()
+    if not is_held_up:
+        assert channel.client().request(SYNC).kind == "sync_reply"
+        channel.server._desk.say_goodbye()
+    reader.cancel()
+    with pytest.raises(fl.FlightCancelledError):
+        writer.close()
+    client.close()
+    assert not is_held_up
