@@ -39,7 +39,8 @@ class StagedWeights:
             memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
             directory = Path(tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=memory))
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
+        for path in reversed(self._made):
+            path.mkdir(mode=0o700, exist_ok=True)
         self._directory = directory
         self.current: Path | None = None
         """What the engine core is started with again; None: the model directory itself."""

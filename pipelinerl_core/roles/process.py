@@ -16,7 +16,7 @@ from types import FrameType
 import pyarrow as pa
 
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
-from pipelinerl_core.tracking.log_lines import RoleFormatter
+from pipelinerl_core.tracking.log_lines import RoleFormatter, printable
 from pipelinerl_core.tracking.redact import redact_text
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
             failures = list(_flat(group))
             for failure in failures:
                 kind = "" if isinstance(failure, ConfigError) else f"{type(failure).__name__}: "
-                print(redact_text(f"{kind}{failure}"), file=sys.stderr)  # noqa: T201
+                print(printable(redact_text(f"{kind}{failure}")), file=sys.stderr)  # noqa: T201
             code = max(_EXIT_CODES.get(type(failure), 1) for failure in failures)
         return code
 

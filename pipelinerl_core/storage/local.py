@@ -54,7 +54,7 @@ class FileStore:
             f"{TEMPORARY_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}-{path.name}"
         )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_synced(path.parent)
             try:
                 _write_synced(temporary, data)
                 if create_only:
@@ -114,6 +114,18 @@ class FileStore:
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+
+def _make_synced(directory: Path) -> None:
+    """A directory and what lacks above it, each of them durable by its name in the one above."""
+    made: list[Path] = []
+    for path in (directory, *directory.parents):
+        if path.is_dir():
+            break
+        made.append(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in reversed(made):
+        _sync_directory(path.parent)
 
 
 def _write_synced(path: Path, data: bytes | memoryview) -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from types import TracebackType
 
 from pipelinerl_core.tracking.redact import REDACTED, redact_text
 
@@ -18,6 +19,7 @@ _LEVELS = (
     re.compile(r'\{"time": "[^"]*", "level": "(?P<level>[A-Z]+)"'),  # ours, as JSON
     re.compile(r"(?:\([^)]*\) )?(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ "),  # vLLM's
 )
+_ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 _MIN_SECRET = 8  # characters
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -41,7 +43,7 @@ class RoleFormatter(logging.Formatter):
         self._secrets = tuple(secret for secret in secrets if len(secret) >= _MIN_SECRET)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; as text with the traceback below it, if there is one."""
+        """One line; as text with the traceback below it, each of its lines indented, if there is one."""
         if not self._as_json:
             return self._clean(super().format(record))
         seconds, fraction = divmod(record.created, 1.0)
@@ -54,13 +56,31 @@ class RoleFormatter(logging.Formatter):
             "message": self._clean(record.getMessage()),
         }
         if record.exc_info:
-            line["exception"] = self._clean(self.formatException(record.exc_info))
+            line["exception"] = self._clean(super().formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
+        """One line, whatever the message holds."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802 - likewise
+        """A line that begins at the margin is an event of the log: no line of a traceback does."""
+        return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, REDACTED)
         return redact_text(text)
+
+
+def printable(text: str) -> str:
+    """The text with what is no visible character as Python writes it: ESC as \\x1b, a line feed as \\n.
+
+    A terminal obeys some of these, and others look like the next line of the log. They come from models and peers.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def level_of(line: str) -> str:

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -104,7 +105,7 @@ class LivePage:
                 self._body = page_of(self._store, facts, self._decode)
                 self._page_step = status["step"]
                 self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
-            live = _LIVE.replace("@LINE@", status["line"]).replace("@STEP@", str(self._page_step))
+            live = _LIVE.replace("@LINE@", escape(status["line"])).replace("@STEP@", str(self._page_step))
             return self._body.replace("<body>", f"<body>{live}", 1)
 
 

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 SHM_ROOT = Path("/dev/shm")
 # An actor that is still reading an older version finds it; one that comes too late takes the newest.
 KEPT_VERSIONS = 4
+_MODE = 0o700  # shared memory is open to every user of the host; the weights are this user's
 _DIRECTORY = re.compile(r"(\d+)\.(\d+)")
 """<version>.<epoch>; others beside them hold something else."""
 
@@ -97,7 +98,9 @@ class WeightPublisher:
         partial = directory / f".{self._file_name}.{os.getpid()}"
         self._drop_old()  # an epoch that ended in a write has left one more
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
+            directory.parent.chmod(_MODE)  # whatever made it; another user's cannot be changed, and is not used
+            directory.mkdir(exist_ok=True)
             partial.write_bytes(data)
             partial.replace(directory / self._file_name)
         except OSError as error:

@@ -1,6 +1,7 @@
 """Weights staged for vLLM: checked against the model, linked where they can be, gone when they are not needed."""
 
 import os
+import stat
 
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_a_published_file_is_linked_and_outlives_its_publisher(model, shm):
     assert os.path.samefile(path, fetched.path)
     os.unlink(fetched.path)
     torch.testing.assert_close(load_file(path), weights(), rtol=0, atol=0)
+
+
+def test_an_engine_that_stages_before_anything_is_published_leaves_shared_memory_to_this_user_alone(model, shm):
+    before = os.umask(0)
+    try:
+        StagedWeights(model, staging.staging_directory("run", "actor-0"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("published", ["gone", None])

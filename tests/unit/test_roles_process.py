@@ -65,6 +65,7 @@ def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_n
         (ConfigError("model.path: no such directory"), 2, "model.path: no such directory\n"),
         (Fenced("epoch 4 was taken over"), 3, "Fenced: epoch 4 was taken over\n"),
         (StoreError("disk"), 1, "StoreError: disk\n"),
+        (StoreError("\x1b[2J of a\npeer"), 1, "StoreError: \\x1b[2J of a\\npeer\n"),
         (ExceptionGroup("", [StoreError("disk"), ExceptionGroup("", [Fenced("gone")])]), 3,
          "StoreError: disk\nFenced: gone\n"),
     ],

@@ -57,6 +57,20 @@ def test_a_file_that_is_being_written_is_no_object(tmp_path):
     assert store.list("commits") == ["commits/1.json"]
 
 
+def test_every_new_directory_is_durable_before_the_object_that_lies_in_it(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
+    )
+    store = open_store(str(tmp_path / "root"))
+    store.put("a/b/first", b"1")
+    directories = [str(tmp_path / name) for name in ("", "root", "root/a", "root/a/b")]
+    assert [path for path in synced if os.path.isdir(path)] == directories
+    synced.clear()
+    store.put("a/b/second", b"2")
+    assert [path for path in synced if os.path.isdir(path)] == directories[-1:]
+
+
 def test_a_failed_write_leaves_the_old_object_and_no_rubbish(tmp_path, monkeypatch):
     store = FileStore(tmp_path, retry_seconds=0)
     store.put("hub.json", b"old")

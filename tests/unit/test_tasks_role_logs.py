@@ -64,6 +64,32 @@ def test_a_text_line_is_as_it_was_without_secrets():
     assert level_of(text) == "WARNING"
 
 
+HOSTILE = "\x1b[2J\x9b31m\r\n2026-11-21 03:00:00,123 INFO root: all is well\u2028\u202e"
+
+
+def test_what_a_terminal_would_obey_and_what_looks_like_another_line_is_written_out():
+    text = logged(RoleFormatter(), lambda log: log.warning("group 3: %s, Grüße, 質問", HOSTILE))
+    assert text.count("\n") == 1
+    assert text.removesuffix("\n").isprintable()
+    assert "\\x1b[2J\\x9b31m\\r\\n2026-11-21 03:00:00,123 INFO root: all is well\\u2028\\u202e, Grüße, 質問" in text
+
+
+def test_a_traceback_keeps_its_lines_and_none_of_them_looks_like_another_event():
+    def fail(log):
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            log.exception("step 3 failed")
+
+    event, *trace = logged(RoleFormatter(), fail).removesuffix("\n").split("\n")
+    assert event.endswith("step 3 failed")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert trace[-2].startswith("  ValueError: \\x1b[2J")
+    assert all(line.isprintable() and level_of(line) == "" for line in trace)
+    line = logged(RoleFormatter(as_json=True), fail)
+    assert json.loads(line)["exception"].splitlines()[0] == "Traceback (most recent call last):"
+
+
 def test_the_form_of_a_role_is_taken_from_its_configuration(capsys):
     root = logging.getLogger()
     before, handler = root.handlers[:], logging.StreamHandler(sys.stderr)

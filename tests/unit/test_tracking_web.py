@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flows import live_page
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
@@ -69,6 +70,15 @@ def test_the_page_is_the_report_below_a_line_of_what_the_run_does_now(run, serve
     assert (status["step"], status["page_step"]) == (4, 4)
     assert status["line"].startswith(f"{status['run_id']}: stopped, step 4/10  reward ")
     assert get(f"{served}/healthz") == "ok\n"
+
+
+def test_markup_in_the_id_of_a_run_is_text_on_its_page(run):
+    hostile = "x<img src=x onerror=alert(1)>&amp;"
+    record = json.loads(run.store.get(RUN_KEY))
+    run.store.put(RUN_KEY, json.dumps({**record, "run_id": hostile}).encode())
+    page = LivePage(run.store, None).page()
+    assert "<img" not in page
+    assert "x&lt;img src=x onerror=alert(1)&gt;&amp;amp;: stopped, step 4/10" in page
 
 
 def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, monkeypatch):

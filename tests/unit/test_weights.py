@@ -1,7 +1,9 @@
 """Weights: data first, manifest last, and nothing damaged ever reaches an engine."""
 
 import json
+import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +42,18 @@ def test_shared_memory_gives_back_what_was_published(shm):
     assert update.version == 7
     torch.testing.assert_close(dict(update.tensors), WEIGHTS, rtol=0, atol=0)
     assert store.list("weights/") == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_shared_memory_of_a_run_is_this_users_alone_whatever_the_umask(shm, is_there):
+    before = os.umask(0)
+    try:
+        if is_there:
+            (shm / "pipelinerl-run").mkdir(parents=True)
+        publisher(open_store("memory://weights-umask")).publish(1, WEIGHTS, durable=False)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
 
 
 def test_durable_copy_serves_when_shared_memory_is_gone(shm):
