@@ -83,7 +83,10 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1)
     """Child processes per actor."""
     timeout_seconds: float = Field(5.0, gt=0)
-    """Limit of one scoring; the child is killed beyond it."""
+    """Limit of one scoring; beyond it the process is killed, and the completion counts as a wrong answer."""
+    isolation: Literal["auto", "none"] = "auto"
+    """auto: scoring processes give up files, network and other processes, as far as the host can (Landlock, seccomp);
+    tasks whose scorers evaluate what a model writes need all of it. none: limits of time and memory alone."""
     overlong_tokens: int = Field(0, ge=0)
     """Soft overlong penalty: a completion that comes within so many tokens of rollouts.max_tokens loses up to 1 of
     its reward, before the advantage is computed; 0: none."""

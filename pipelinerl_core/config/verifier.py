@@ -1,6 +1,7 @@
 """Which verifier scores which prompts: one rule, used by the prompt sources and by the scorer."""
 
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.gym_tasks import check_task, evaluating
+from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
 
 AUTOMATIC = {
@@ -22,3 +23,22 @@ def verifier_name(config: RunConfig) -> str:
             f"Set reward.kind=auto (here {AUTOMATIC[prompts]}) or prompts.kind=reasoning_gym"
         )
     return reward
+
+
+def scored_tasks(config: RunConfig) -> list[str]:
+    """Tasks that the scorers of reasoning-gym score; none with another verifier.
+
+    Raises ConfigError for one whose scorer is not known, or evaluates although reward.isolation=none.
+    """
+    if verifier_name(config) != "reasoning_gym":
+        return []
+    assert isinstance(config.prompts, ReasoningGymPrompts)
+    tasks = sorted(set(config.prompts.tasks))
+    for task in tasks:
+        check_task(task)
+    if config.reward.isolation == "none" and (evaluated := evaluating(tasks)):
+        raise ConfigError(
+            f"prompts.tasks={', '.join(evaluated)}: the scorer evaluates what a model writes, but "
+            "reward.isolation=none. Set reward.isolation=auto or leave the tasks out"
+        )
+    return tasks

@@ -8,8 +8,9 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS, create_dataset
 
+from pipelinerl_core.config.gym_tasks import check_task
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
-from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, repeated, stable_seed
 from pipelinerl_core.types import Prompt
@@ -36,6 +37,7 @@ def build(config: RunConfig) -> "GymSource":
     assert isinstance(config.prompts, ReasoningGymPrompts)
     for task in config.prompts.tasks:
         _check(task)
+    scored_tasks(config)
     return GymSource(config.prompts.tasks, config.seed, verifier_name(config))
 
 
@@ -108,6 +110,7 @@ def _check(task: str) -> None:
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0)[0]
         raise ConfigError(f"prompts.tasks={task}: reasoning-gym has no such task; did you mean {close}?")
+    check_task(task)
     if task in HASH_SEEDED and sys.flags.hash_randomization:
         raise ConfigError(
             f"prompts.tasks={task}: its entries depend on Python's hash seed, on which processes differ. "

@@ -4,13 +4,15 @@ import asyncio
 import itertools
 import json
 import logging
+import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.errors import RewardError
+from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,18 @@ BACKOFF_SECONDS = 0.2
 """Pause after a failed start."""
 CONFIRM_SECONDS = 0.05
 """Pause between seeing a deadline pass and believing it: after the loop itself stood still, answers come first."""
+EVALUATION_GRACE_SECONDS = 2.0
+"""How much later than its own deadline of an evaluation a child has to answer."""
+READY = b'{"ready":true}\n'
 READ_BYTES = 1 << 16
+REPLY_BYTES = 2048
+"""Longest line of a child: the words of an error are cut there."""
 
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONHASHSEED")
-"""Environment of a child: verifiers run on what a model wrote and get no tokens and no credentials."""
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class BadReply(Exception):
+    """A child said something that is no answer to the request that it works on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +54,17 @@ class ChildSpec:
     """Limit of one scoring, from when the child starts it."""
     memory_bytes: int
     """Limit of the child's address space."""
+    prepare: Any = None
+    """JSON, for the function `prepare` of the verifier's module; None: it has none."""
+    is_sealed: bool = True
+    """Give up files, network and the rest before the first scoring, as far as the host can."""
+    forks: bool = False
+    """The verifier may evaluate, in forks of the child."""
+
+    @property
+    def answer_seconds(self) -> float:
+        """Limit of an answer: a child with a deadline of its own for evaluations is given time to report it."""
+        return self.timeout_seconds + (EVALUATION_GRACE_SECONDS if self.forks else 0.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,9 +82,10 @@ class ScoringChild:
     The loop's thread must outlive it: the kernel ends a child with the thread that started it.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
-        """Nothing is started before the first request."""
+    def __init__(self, spec: ChildSpec, count_lost: Callable[[str], None]) -> None:
+        """Nothing is started before the first request. `count_lost` hears the cause of each lost scoring."""
         self._spec = spec
+        self._count_lost = count_lost
         self._ids = itertools.count()
         self._pending: dict[int, _Request] = {}  # in the order in which the child works on them
         self._outbox: list[bytes] = []
@@ -76,6 +97,7 @@ class ScoringChild:
         self._suspect: int | None = None  # seen over its deadline once
         self._overdue: int | None = None  # the request whose deadline ended the child
         self._failed_starts = 0
+        self._num_lost = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -84,7 +106,7 @@ class ScoringChild:
         return len(self._pending)
 
     def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[float]:
-        """The future reward; it ends with RewardError when there is none."""
+        """The future reward, 0 when there was none within the deadline; RewardError when there is none otherwise."""
         loop = asyncio.get_running_loop()
         identity = next(self._ids)
         line = json.dumps({"id": identity, "text": text, "task": task}).encode() + b"\n"
@@ -130,13 +152,14 @@ class ScoringChild:
 
     async def _start(self) -> asyncio.subprocess.Process:
         spec = self._spec
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "pipelinerl_core.rewards.worker", "--verifier", spec.function),
-            *("--memory-bytes", str(spec.memory_bytes), "--parent", str(os.getpid())),
+            *(sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl_core.rewards.worker"),
+            *("--verifier", spec.function, "--prepare", json.dumps(spec.prepare)),
+            *("--timeout-seconds", str(spec.timeout_seconds), "--memory-bytes", str(spec.memory_bytes)),
+            *("--parent", str(os.getpid()), *(["--seal"] * spec.is_sealed), *(["--forks"] * spec.forks)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment | SINGLE_THREADED,
+            env=_environment(),
         )
 
     async def _serve(self, process: asyncio.subprocess.Process) -> bool:
@@ -148,17 +171,25 @@ class ScoringChild:
         except TimeoutError:
             logger.error("verifier %s: the child was not ready within %s s", self._spec.name, START_SECONDS)
             return False
-        if not ready:
+        except ValueError:  # a line without end
+            return False
+        if ready != READY:
             return False
         self._input = process.stdin
         self._outbox = [request.line for request in self._pending.values()]
         self._flush()
         self._watch()
         rest = b""
-        while data := await process.stdout.read(READ_BYTES):
-            lines, newline, rest = (rest + data).rpartition(b"\n")
-            if newline:
-                self._answers(json.loads(b"[" + lines.replace(b"\n", b",") + b"]"))
+        try:
+            while data := await process.stdout.read(READ_BYTES):
+                lines, newline, rest = (rest + data).rpartition(b"\n")
+                if newline:
+                    self._answers(lines)
+                if len(rest) > REPLY_BYTES:
+                    raise BadReply(f"a line of more than {REPLY_BYTES} bytes")
+        except BadReply as error:
+            logger.error("verifier %s: the child process is ended: %s", self._spec.name, error)
+            process.kill()
         return True
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
@@ -186,23 +217,42 @@ class ScoringChild:
             self._input.write(b"".join(self._outbox))
         self._outbox = []
 
-    def _answers(self, answers: list[dict[str, Any]]) -> None:
+    def _answers(self, lines: bytes) -> None:
+        """Take in whole lines, in the order of the requests; raises BadReply at the first that is no answer."""
         self._head_started = asyncio.get_running_loop().time()
-        for answer in answers:
-            future = self._pending.pop(answer["id"]).future
+        for answer in _parsed(lines):
+            head = next(iter(self._pending), None)
+            was_sent = len(self._pending) > len(self._outbox)
+            if head is None or not was_sent or answer.get("id") != head:
+                raise BadReply("an answer to what was not asked")
+            result = _result(answer)
+            if (cause := answer.get("lost")) is not None:
+                self._note_lost(cause)
+            future = self._pending.pop(head).future
             if future.done():
                 continue  # nobody waits for it any more
-            if "error" in answer:
-                future.set_exception(RewardError(f"verifier {self._spec.name}: {answer['error']}"))
+            if isinstance(result, float):
+                future.set_result(result)
             else:
-                future.set_result(answer["reward"])
+                future.set_exception(RewardError(f"verifier {self._spec.name}: {result}"))
+
+    def _note_lost(self, cause: str) -> None:
+        """A scoring without a result is a wrong answer: the text is to blame, not the task."""
+        self._count_lost(cause)
+        self._num_lost += 1
+        if self._num_lost & (self._num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th
+            logger.warning(
+                "verifier %s: %d scorings without a result so far, which count as wrong answers; the newest: %s",
+                self._spec.name, self._num_lost, f"none within reward.timeout_seconds={self._spec.timeout_seconds}"
+                if cause == TIMEOUT else "the process that evaluated it died",
+            )  # fmt: skip
 
     def _watch(self) -> None:
         """Kill the child when the request it works on is over its deadline; otherwise look again when it could be."""
         if self._input is None or self._process is None:
             return  # the next child starts a watch of its own
         loop = asyncio.get_running_loop()
-        limit = self._spec.timeout_seconds
+        limit = self._spec.answer_seconds
         head = next(iter(self._pending), None)
         remaining = limit if head is None else self._head_started + limit - loop.time()
         if remaining > 0 or self._suspect != head:
@@ -222,8 +272,10 @@ class ScoringChild:
         request = self._pending[head]
         if overdue is not None:
             if overdue == head:  # else its answer was on the way when the child was killed
-                limit = self._spec.timeout_seconds
-                self._fail(head, f"no result within reward.timeout_seconds={limit}, child process killed")
+                self._note_lost(TIMEOUT)
+                del self._pending[head]
+                if not request.future.done():
+                    request.future.set_result(0.0)
             return
         request.failures += 1
         logger.warning("verifier %s: child process died (exit code %s)", self._spec.name, exit_code)
@@ -253,3 +305,35 @@ class ScoringChild:
     def _fail_all(self, reason: str) -> None:
         for identity in list(self._pending):
             self._fail(identity, reason)
+
+
+def _environment() -> dict[str, str]:
+    """What Python needs to find its modules. A verifier works on what a model wrote: no tokens, no credentials."""
+    hash_seed = os.environ.get("PYTHONHASHSEED")  # on which the entries of some tasks depend
+    return {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        **({} if hash_seed is None else {"PYTHONHASHSEED": hash_seed}),
+        **SINGLE_THREADED,
+    }
+
+
+def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        answers = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
+    except (ValueError, RecursionError):
+        raise BadReply("a line that is no JSON") from None
+    for answer in answers:
+        if not isinstance(answer, dict):
+            raise BadReply("a line that is no answer")
+        yield answer
+
+
+def _result(answer: dict[str, Any]) -> float | str:
+    """The reward, or the words of an error; raises BadReply for anything else."""
+    match answer:
+        case {"id": int(), "reward": float() as reward, **others} if math.isfinite(reward):
+            if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
+                return reward
+        case {"id": int(), "error": str() as words, **others} if not others and len(words) <= REPLY_BYTES:
+            return "".join(letter for letter in words if letter.isprintable())
+    raise BadReply("a line that is no answer")

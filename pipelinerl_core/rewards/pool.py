@@ -1,13 +1,19 @@
 """The scorer of a run: a few child processes behind one `score`."""
 
 import asyncio
+import logging
+from collections.abc import Callable
 from types import MappingProxyType
 
+from pipelinerl_core.config.gym_tasks import evaluating
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.config.verifier import verifier_name
-from pipelinerl_core.errors import RewardError
+from pipelinerl_core.config.verifier import scored_tasks, verifier_name
+from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.rewards import isolation
 from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
 from pipelinerl_core.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 GIBIBYTE = 1 << 30
 
@@ -21,17 +27,37 @@ VERIFIERS = MappingProxyType(
 """Verifier -> its function, and the address space its child may use."""
 
 
-def build_scorer(config: RunConfig) -> "ProcessScorer":
-    """The scorer of a run; raises ConfigError where the verifier cannot score these prompts."""
+def build_scorer(config: RunConfig, count_lost: Callable[[str], None] = lambda cause: None) -> "ProcessScorer":
+    """The scorer of a run; starts nothing. `count_lost` hears the cause of each lost scoring (forked.py).
+
+    Raises ConfigError where the verifier cannot score these prompts, or evaluates and this host cannot isolate it.
+    """
     name = verifier_name(config)
     function, memory_bytes = VERIFIERS[name]
+    tasks = scored_tasks(config)
     spec = ChildSpec(
         name=name,
         function=function,
         timeout_seconds=config.reward.timeout_seconds,
         memory_bytes=memory_bytes,
+        prepare=tasks or None,
+        is_sealed=config.reward.isolation == "auto",
+        forks=bool(evaluating(tasks)),
     )
-    return ProcessScorer(spec, config.reward.workers)
+    if spec.is_sealed:
+        _check_host(spec, evaluating(tasks))
+    return ProcessScorer(spec, config.reward.workers, count_lost)
+
+
+def _check_host(spec: ChildSpec, evaluated_tasks: list[str]) -> None:
+    if not (lacks := " and ".join(isolation.missing())):
+        return
+    if spec.forks:
+        raise ConfigError(
+            f"prompts.tasks={', '.join(evaluated_tasks)}: the scorer evaluates what a model writes, and this host "
+            f"has no {lacks}. Leave the tasks out, or run actors on hosts that have it"
+        )
+    logger.warning("verifier %s: scoring processes are isolated in part: this host has no %s", spec.name, lacks)
 
 
 class ProcessScorer:
@@ -40,16 +66,18 @@ class ProcessScorer:
     Children start with the first requests. All methods run on one event loop, whose thread outlives the scorer.
     """
 
-    def __init__(self, spec: ChildSpec, num_workers: int) -> None:
+    def __init__(
+        self, spec: ChildSpec, num_workers: int, count_lost: Callable[[str], None] = lambda cause: None
+    ) -> None:
         """Starts nothing yet."""
         self._spec = spec
-        self._children = [ScoringChild(spec) for _ in range(num_workers)]
+        self._children = [ScoringChild(spec, count_lost) for _ in range(num_workers)]
         self._is_closed = False
 
     async def score(self, prompt: Prompt, text: str) -> float:
         """The reward of a completion. Raises RewardError, one line, when there is none.
 
-        A scoring that exceeds its deadline is not tried again; one whose child dies otherwise is, twice.
+        A scoring that exceeds its deadline is worth 0; one whose child dies otherwise is tried again, twice.
         """
         if self._is_closed:
             raise RewardError(f"verifier {self._spec.name}: the scorer was closed")

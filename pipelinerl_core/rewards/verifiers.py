@@ -1,14 +1,30 @@
 """Verifiers: pure functions from a completion's text and its prompt's task to a reward.
 
-A verifier raises where the task itself is unusable; a bad completion is worth 0.
+The text is hostile: a model that is rewarded for finding holes finds them. A verifier takes time linear in the text,
+runs nothing that the text says, raises where the task itself is unusable, and gives a bad completion 0. One that must
+hand text to something that evaluates returns an Evaluation, which the worker runs in a process of its own.
 """
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-Verifier = Callable[[str, Mapping[str, Any]], float]
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A scoring that evaluates text, to be called where it can change nothing."""
+
+    score: Callable[[], float]
+    lowest: float = 0.0
+    """What a wrong answer is worth; also when the evaluation does not end, or ends its process."""
+    highest: float = 1.0
+    """A reward outside of the range is not the scorer's: the text made it up."""
+
+
+Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation]
+
+_BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
@@ -42,17 +58,15 @@ def _final_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What the last whole \\boxed{...} holds, braces inside it balanced; None without one."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        first = start + len("\\boxed{")
-        depth = 1
-        for position in range(first, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[first:position]
-        end = start  # never closed, as when max_tokens cut it off: look at the one before
-    return None
+    """What the last whole \\boxed{...} holds, braces inside it balanced; None without one. One pass."""
+    last: tuple[int, int] | None = None
+    opened: list[int | None] = []  # where what a box holds begins; None for another brace
+    for token in _BOX_OR_BRACE.finditer(text):
+        if token[0] != "}":
+            opened.append(token.end() if len(token[0]) > 1 else None)
+        elif opened and (start := opened.pop()) is not None and (last is None or start > last[0]):
+            last = start, token.start()
+    return None if last is None else text[slice(*last)]
 
 
 def _normalised(answer: str) -> str:

@@ -46,8 +46,10 @@ def next_epoch(store: ObjectStore, name: str) -> int:
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
+    scorer = build_scorer(  # before the engine, which takes minutes to load: it may refuse the configuration
+        context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause)
+    )
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
-    scorer = build_scorer(context.config)
     segments = SegmentWriter(
         context.store,
         actor=name,

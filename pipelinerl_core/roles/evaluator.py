@@ -170,8 +170,8 @@ async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluati
     """Build it on the starting model, close it at the end. As fast as this machine is: nothing is emulated."""
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
-    engine = await open_engine(as_it_is, run_id=run_id, name="evaluator")
     scorer = build_scorer(config)
+    engine = await open_engine(as_it_is, run_id=run_id, name="evaluator")
     try:
         prompts = build_source(config).held_out(config.eval.num_prompts)
         yield _Evaluation(

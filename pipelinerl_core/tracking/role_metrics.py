@@ -73,6 +73,11 @@ ROLE_METRICS: tuple[RoleMetric, ...] = (
     _gauge("hub_row_bytes", _HUB, "Rows that the hub keeps in memory."),
     _gauge("hub_peers", _HUB, "Open exchanges: actors and the trainer."),
     _counter("actor_rollouts_total", _ACTOR, "Rollouts by outcome.", "outcome", ("scored", "error")),
+    _counter(
+        "actor_lost_scorings_total", _ACTOR,
+        "Scorings without a result, which count as wrong answers: over their deadline, or their process died.",
+        "cause", ("timeout", "died"),
+    ),
     _counter("actor_tokens_total", _ACTOR, "Completion tokens of finished rollouts."),
     _counter(
         "actor_groups_total", _ACTOR, "Groups by what the hub said.", "answer", ("accepted", "stale_lease", "other")

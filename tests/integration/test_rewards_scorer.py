@@ -50,10 +50,12 @@ def verify(text, task):
         raise ValueError("two\\nlines")
     if word == "print":
         print("noise on stdout")
-    if word == "garbage":
+    if word == "zero":
+        return 0.0
+    if word == "reply":
         for descriptor in range(3, 10):  # finds the one that answers go to
             try:
-                os.write(descriptor, b"garbage\\n")
+                os.write(descriptor, rest.encode() + b"\\n")
             except OSError:
                 pass
     if word == "nan":
@@ -67,13 +69,17 @@ def verify(text, task):
 @pytest.fixture
 def make_scorer(tmp_path, monkeypatch):
     (tmp_path / "obedient.py").write_text(VERIFIER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    def make(workers=1, timeout=5.0):
-        function, memory = "obedient:verify", 1 << 30
-        return ProcessScorer(
-            ChildSpec(name="obedient", function=function, timeout_seconds=timeout, memory_bytes=memory), workers
+    def make(workers=1, timeout=5.0, count_lost=lambda cause: None):
+        spec = ChildSpec(
+            name="obedient",
+            function="obedient:verify",
+            timeout_seconds=timeout,
+            memory_bytes=1 << 30,
+            is_sealed=False,  # it keeps a log
         )
+        return ProcessScorer(spec, workers, count_lost)
 
     return make
 
@@ -152,14 +158,12 @@ def test_reasoning_gym_is_scored_by_its_own_verifiers():
     assert max(wrong) < 0.1
 
 
-def test_a_runaway_scoring_fails_alone_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
-    begun = time.monotonic()
-    results = run(make_scorer(timeout=4.0), "ok", "spin", "ok", "print", prompt=prompt)
-    assert results[0] == results[2] == results[3] == 1.0
-    assert isinstance(results[1], RewardError)
-    assert str(results[1]) == "verifier obedient: no result within reward.timeout_seconds=4.0, child process killed"
+def test_a_runaway_scoring_is_a_wrong_answer_at_its_deadline_and_is_not_tried_again(make_scorer, prompt):
+    lost = []
+    scorer = make_scorer(timeout=4.0, count_lost=lost.append)
+    assert run(scorer, "ok", "spin", "ok", "print", prompt=prompt) == [1.0, 0.0, 1.0, 1.0]
+    assert lost == ["timeout"]
     assert started(prompt, "spin") == 1
-    assert 4.0 < time.monotonic() - begun < 50
 
 
 def test_the_deadline_counts_from_the_start_of_a_scoring_and_not_from_its_arrival(make_scorer, prompt):
@@ -231,13 +235,41 @@ def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt):
     assert str(first) == str(second) == "verifier obedient: the child process did not start, 3 times (exit code 1)"
 
 
-def test_an_answer_that_is_none_fails_what_waits_and_the_next_request_starts_anew(make_scorer, prompt):
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "garbage",
+        "[" * 2000,
+        "7",
+        "{}",
+        '{"id": 1, "reward": 1.0}',  # of a request that waits its turn
+        '{"id": 99, "reward": 1.0}',
+        '{"id": 0, "reward": NaN}',
+        '{"id": 0, "reward": 1e999}',
+        '{"id": 0, "reward": true}',
+        '{"id": 0, "reward": "1.0"}',
+        '{"id": 0, "reward": 1.0, "more": 1}',
+        '{"id": 0, "reward": 1.0, "lost": "a thousand"}',
+        '{"id": 0, "error": ["words"]}',
+        '{"id": 0, "error": "' + "x" * 3000 + '"}',
+        "x" * 100_000,
+    ],
+    ids=lambda reply: reply[:40],
+)
+def test_a_reply_that_is_no_answer_ends_the_process_and_nothing_else(make_scorer, prompt, reply):
+    forged, *others = run(make_scorer(), f"reply {reply}", "ok", "zero", prompt=prompt)
+    assert isinstance(forged, RewardError)
+    assert "died 3 times over it" in str(forged)
+    assert others == [1.0, 0.0]
+
+
+def test_a_reply_to_what_was_not_asked_yet_ends_the_process_and_is_forgotten(make_scorer, prompt):
     scorer = make_scorer()
 
     async def main():
-        with pytest.raises(RewardError, match="JSONDecodeError"):
-            await scorer.score(prompt, "garbage")
-        assert await scorer.score(prompt, "ok") == 1.0
+        forged = 'reply {"id": 0, "reward": 0.5}\n{"id": 1, "reward": 1.0}'
+        assert await scorer.score(prompt, forged) == 0.5  # its own reward is its own
+        assert await scorer.score(prompt, "zero") == 0.0
         await scorer.close()
 
     asyncio.run(main())
@@ -301,7 +333,9 @@ from pipelinerl_core.rewards.pool import ProcessScorer
 from pipelinerl_core.types import Prompt
 
 async def main():
-    spec = ChildSpec(name="obedient", function="obedient:verify", timeout_seconds=60, memory_bytes=1 << 30)
+    spec = ChildSpec(
+        name="obedient", function="obedient:verify", timeout_seconds=60, memory_bytes=1 << 30, is_sealed=False
+    )
     scorer = ProcessScorer(spec, 2)
     prompt = Prompt(prompt_id="0", source="s", env="obedient", text="", task={{"log": "{tmp_path / "log"}"}})
     print(*await asyncio.gather(scorer.score(prompt, "pid"), scorer.score(prompt, "pid")), flush=True)

@@ -1,7 +1,10 @@
 """Verifiers, by hand."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from pipelinerl_core.rewards.gym import tagged_answer
 from pipelinerl_core.rewards.verifiers import exact_match, sums
 
 
@@ -59,3 +62,48 @@ def test_a_task_without_an_answer_is_an_error_and_not_a_zero():
         sums(".15", {})
     with pytest.raises(KeyError):
         exact_match("15", {})
+
+
+def last_boxed_by_definition(text):
+    """From the last start that is closed: tries every start, one after the other."""
+    starts = [place for place in range(len(text)) if text.startswith("\\boxed{", place)]
+    for start in reversed(starts):
+        depth = 1
+        for position in range(start + 7, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start + 7 : position]
+    return None
+
+
+@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "4", "2", "\\", "boxed"]), max_size=14).map("".join))
+def test_the_last_box_that_is_closed_holds_the_answer(text):
+    expected = last_boxed_by_definition(text)
+    if expected is not None:
+        assert exact_match(text, {"answer": "\\boxed{" + expected + "}"}) == 1.0
+        assert exact_match(text, {"answer": "\\boxed{7}"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed{" * 300_000,
+        "\\boxed{" * 300_000 + "}" * 299_999,
+        "{" * 1_000_000,
+        "}" * 1_000_000,
+        "1," * 1_000_000,
+        "1,234" * 500_000,
+        "####" * 500_000,
+        " " * 2_000_000 + "x",
+        "$" * 2_000_000 + "x" + "." * 2_000_000,
+        "." * 2_000_000,
+        "<answer>" * 300_000,
+        "<answer></answer>" * 300_000,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_long_texts_take_linear_time(text):
+    """Quadratic, each would take longer than a test may."""
+    assert sums(text, {"answer": "42"}) == 0.0
+    assert exact_match(text, {"answer": "42"}) == 0.0
+    assert len(tagged_answer(text)) <= len(text)

@@ -1,0 +1,71 @@
+"""How every task of reasoning-gym 0.1.25 is scored: by comparing the answer, or by evaluating what the answer says.
+
+Found by reading `score_answer` of every task. A task that is not here is refused: nobody has looked at its scorer.
+"""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Literal
+
+from pipelinerl_core.errors import ConfigError
+
+Gate = Literal["none", "short", "moves", "fraction", "number", "list", "arithmetic", "formula"]
+"""What an answer must be before the library's scorer sees it; see rewards/gate.py."""
+
+EVALUATING: frozenset[Gate] = frozenset({"list", "arithmetic", "formula"})
+"""Gates of scorers that evaluate: `eval`, or the parser of sympy, which uses it."""
+
+_COMPARED = """
+ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
+bitwise_arithmetic caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation count_bits
+count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery family_relationships
+figlet_font fraction_simplification futoshiki game_of_life game_of_life_halting gcd graph_color group_anagrams
+gsm_symbolic isomorphic_strings jugs kakurasu knight_swap knights_knaves largest_island lcm leg_counting
+letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix maze mini_sudoku modulo_grid
+needle_haystack number_filtering number_format number_sequence number_sorting palindrome_generation
+palindrome_partitioning path_star polynomial_equations pool_matrix power_function prime_factorization products
+quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges self_reference sentence_reordering
+shortest_path simple_equations simple_geometry sokoban spell_backward string_manipulation string_splitting
+string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi tsumego word_ladder word_sequence_reversal
+word_sorting zebra_puzzles
+"""
+
+_GATED: dict[str, Gate] = {
+    "binary_matrix": "list",
+    "n_queens": "list",
+    "spiral_matrix": "list",
+    "string_insertion": "list",
+    "countdown": "arithmetic",
+    "puzzle24": "arithmetic",
+    "intermediate_integration": "formula",
+    "polynomial_multiplication": "formula",
+    "simple_integration": "formula",
+    # These compare, but some answers take minutes, gigabytes, or are paid for being no number.
+    "boxnet": "short",
+    "codeio": "short",
+    "propositional_logic": "short",
+    "rubiks_cube": "moves",
+    "rush_hour": "moves",
+    "coin_flip": "fraction",
+    "complex_arithmetic": "number",
+}
+
+COMPOSITE = "composite"
+"""An entry of this task names the task that made it, as `source_dataset` of its metadata; that task's gate counts."""
+
+GATES: MappingProxyType[str, Gate] = MappingProxyType({**dict.fromkeys(_COMPARED.split(), "none"), **_GATED})
+"""Task -> its gate."""
+
+
+def check_task(task: str) -> None:
+    """Raise ConfigError for a task whose scorer nobody has looked at."""
+    if task not in GATES and task != COMPOSITE:
+        raise ConfigError(
+            f"prompts.tasks={task}: nobody has looked at how reasoning-gym scores it, and a scorer may run what a "
+            "model writes. Leave it out, or add it to config/gym_tasks.py"
+        )
+
+
+def evaluating(tasks: Iterable[str]) -> list[str]:
+    """Those whose scorers evaluate; composite may hold such a task."""
+    return [task for task in tasks if task == COMPOSITE or GATES[task] in EVALUATING]

@@ -1,0 +1,229 @@
+"""What an answer must be before a scorer of reasoning-gym sees it. What does not pass is a wrong answer.
+
+Scorers that evaluate take the answer as Python (`eval`) or give it to sympy's parser, which ends in `eval` too. The
+gate lets through what is known to be harmless and nothing else: first by length, letters and depth of brackets, then
+by the syntax tree, in which every node, name, number and exponent is looked at. Python's parser builds that tree
+without evaluating anything.
+
+    list         [[0, 1], [1, 0]]: literals
+    arithmetic   (3 + 5) * 2: whole numbers, four operations
+    formula      x**3/3 + sin(2*x) + C: also symbols of the entry, powers, and functions of a list
+"""
+
+import ast
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_core.config.gym_tasks import Gate
+
+MAX_CHARACTERS = 4000
+MAX_FORMULA_CHARACTERS = 1000
+MAX_DEPTH = 32
+MAX_NUMBER = 10**9
+MAX_EXPONENT = 64
+MAX_WEIGHT = 512
+"""About the bits of a value, or the degree of a polynomial, that a formula may come to."""
+
+FUNCTIONS = frozenset(
+    [
+        "sqrt",
+        "exp",
+        "log",
+        "ln",
+        "Abs",
+        "sin",
+        "cos",
+        "tan",
+        "sec",
+        "csc",
+        "cot",
+        "asin",
+        "acos",
+        "atan",
+        "acot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "asinh",
+        "acosh",
+        "atanh",
+    ]
+)
+CONSTANTS = frozenset({"pi", "E"})
+UNSOLVED = frozenset({"Integral"})
+"""Its derivative is the integrand, so it counts as a solution only where the reference has none better."""
+_ARITHMETIC_TEXT = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
+_FORMULA_TEXT = re.compile(r"[0-9A-Za-z+\-*/().,\s]*", re.ASCII)
+_FRACTION_TEXT = re.compile(r"[0-9+\-./,_ ]{1,64}(e[+-]?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
+_NUMBER_TEXT = re.compile(r"[0-9+\-.eij() ]{0,200}", re.ASCII | re.IGNORECASE)
+_LONG_NUMBER = re.compile(r"[0-9]{3}")
+_WORD = re.compile(r"[A-Za-z]+")
+
+
+class _Refused(Exception):
+    """The text holds something that is not on the list."""
+
+
+def passes(gate: Gate, answer: str, entry: Mapping[str, Any]) -> bool:
+    """Whether the scorer of a task with this gate may see the answer to an entry."""
+    return _GATES[gate](answer, entry)
+
+
+def _is_short(answer: str, entry: Mapping[str, Any]) -> bool:
+    """The time that the scorer takes grows with the square of the length, or faster."""
+    return len(answer) <= max(MAX_CHARACTERS, 2 * len(entry["answer"] or ""))
+
+
+def _is_moves(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Each number is a count of steps that the scorer takes one by one."""
+    return len(answer) <= MAX_CHARACTERS and not _LONG_NUMBER.search(answer)
+
+
+def _is_fraction(answer: str, entry: Mapping[str, Any]) -> bool:
+    """1e999999999 as a fraction is an integer with a billion digits."""
+    return _FRACTION_TEXT.fullmatch(answer) is not None
+
+
+def _is_number(answer: str, entry: Mapping[str, Any]) -> bool:
+    """A distance to nan, limited by min(1.0, nan), is full reward."""
+    return _NUMBER_TEXT.fullmatch(answer) is not None
+
+
+def _is_list(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Lists and tuples of strings and numbers. No name: `eval` sees the scorer's own, the right answer among them."""
+    tree = _tree(answer, MAX_CHARACTERS)
+    return tree is not None and all(_is_literal(node) for node in ast.walk(tree))
+
+
+def _is_literal(node: ast.AST) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (str, int, float)
+    return isinstance(node, (ast.Expression, ast.List, ast.Tuple, ast.Load, ast.UnaryOp, ast.USub))
+
+
+def _is_arithmetic(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Whole decimal numbers only: scorers count the numbers by a pattern that misses 0x18, 2_4 and comments."""
+    return _ARITHMETIC_TEXT.fullmatch(answer) is not None and _is_light(answer, _Words())
+
+
+def _is_formula(answer: str, entry: Mapping[str, Any]) -> bool:
+    """The symbols are those of the entry, and an unsolved Integral where its reference has one."""
+    known = set(_WORD.findall(f"{entry['answer']} {entry['metadata'].get('variable', '')}"))
+    functions = FUNCTIONS | (known & UNSOLVED)
+    words = _Words(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)
+    return _FORMULA_TEXT.fullmatch(answer) is not None and _is_light(answer, words)
+
+
+def _is_light(answer: str, words: "_Words") -> bool:
+    tree = _tree(answer, MAX_FORMULA_CHARACTERS)
+    try:
+        return tree is not None and _weight(tree.body, words) <= MAX_WEIGHT
+    except (_Refused, RecursionError):
+        return False
+
+
+def _tree(answer: str, max_characters: int) -> ast.Expression | None:
+    """The syntax tree; None for what is too long, nested too deeply, or no expression."""
+    if len(answer) > max_characters or _depth(answer) > MAX_DEPTH:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(answer.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _depth(answer: str) -> int:
+    """Brackets that are open at the same time, those in strings included."""
+    depth = deepest = 0
+    for letter in answer:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+# ---- numbers, names and operations ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What may stand in a formula besides numbers and the four operations."""
+
+    symbols: frozenset[str] | set[str] = frozenset()
+    functions: frozenset[str] | set[str] = frozenset()
+    has_powers: bool = False
+
+
+def _weight(node: ast.expr, words: _Words) -> float:
+    """A bound of the bits and of the degree of a value; raises _Refused for what is not on the list."""
+    match node:
+        case ast.Constant():
+            return max(1.0, math.log2(_number(node) + 1))
+        case ast.Name() if node.id in words.symbols:
+            return 1.0
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
+            return _weight(node.operand, words)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return max(_weight(node.left, words), _weight(node.right, words))
+        case ast.BinOp(op=ast.Mult() | ast.Div()):
+            return _weight(node.left, words) + _weight(node.right, words)
+        case ast.BinOp(op=ast.Pow()) if words.has_powers:
+            _weight(node.right, words)
+            return _weight(node.left, words) * max(1.0, _bounded(_size(node.right)))
+        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]) if name in words.functions:
+            weight = sum(_weight(argument, words) for argument in node.args)
+            # sympy makes 9**n of exp(n*log(9)).
+            return weight * (max(1.0, _bounded(_size(first, calls=1.0))) if name == "exp" else 1.0)
+    raise _Refused
+
+
+def _size(node: ast.expr, calls: float = math.inf) -> float:
+    """A bound of the value of an exponent, symbols taken as 1, function values as `calls`."""
+    match node:
+        case ast.Constant():
+            return _number(node)
+        case ast.Name():
+            return 1.0
+        case ast.Call():
+            return calls
+        case ast.UnaryOp():
+            return _size(node.operand, calls)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return _size(node.left, calls) + _size(node.right, calls)
+        case ast.BinOp(op=ast.Mult()):
+            return _size(node.left, calls) * _size(node.right, calls)
+        case ast.BinOp(op=ast.Div(), right=ast.Constant()) if _size(node.right) >= 1:
+            return _size(node.left, calls)
+        case ast.BinOp(op=ast.Pow(), right=ast.Constant()) if calls != math.inf:
+            return float(_size(node.left, calls) ** _bounded(_size(node.right)))
+    return math.inf
+
+
+def _bounded(size: float) -> float:
+    if not size <= MAX_EXPONENT:
+        raise _Refused
+    return size
+
+
+def _number(node: ast.Constant) -> float:
+    value = node.value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_NUMBER:
+        raise _Refused
+    return float(abs(value))
+
+
+_GATES: Mapping[Gate, Callable[[str, Mapping[str, Any]], bool]] = {
+    "none": lambda answer, entry: True,
+    "short": _is_short,
+    "moves": _is_moves,
+    "fraction": _is_fraction,
+    "number": _is_number,
+    "list": _is_list,
+    "arithmetic": _is_arithmetic,
+    "formula": _is_formula,
+}
