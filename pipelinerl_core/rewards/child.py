@@ -35,6 +35,9 @@ READ_BYTES = 1 << 16
 REPLY_BYTES = 2048
 """Longest line of a child: the words of an error are cut there."""
 
+PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
+"""Of the actor's environment: where libraries keep caches while they are loaded, and the seed of Python's hashes. A
+verifier works on what a model wrote and gets no tokens and no credentials."""
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -308,13 +311,10 @@ class ScoringChild:
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to find its modules. A verifier works on what a model wrote: no tokens, no credentials."""
-    hash_seed = os.environ.get("PYTHONHASHSEED")  # on which the entries of some tasks depend
-    return {
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        **({} if hash_seed is None else {"PYTHONHASHSEED": hash_seed}),
-        **SINGLE_THREADED,
-    }
+    """What Python needs to find and load the modules that the actor finds."""
+    modules = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {"PYTHONPATH": modules, **passed_on, **SINGLE_THREADED}
 
 
 def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:

@@ -260,10 +260,9 @@ def test_nothing_outside_can_be_read_written_reached_or_started(make_scorer, tas
 
 
 @pytest.mark.parametrize("function", ["apart", "here"])
-def test_the_environment_names_modules_and_threads_alone_and_modules_can_be_imported(make_scorer, task, function):
-    known = (
-        "{'PYTHONPATH', 'PYTHONHASHSEED', 'LC_CTYPE', *(f'{one}_NUM_THREADS' for one in ('OMP', 'OPENBLAS', 'MKL'))}"
-    )
+def test_the_environment_holds_nothing_to_hide_and_modules_can_be_imported(make_scorer, task, function):
+    passed_on = {"PYTHONPATH", "HOME", "TMPDIR", "PYTHONHASHSEED", "LC_CTYPE"}
+    known = passed_on | {f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL")}
     texts = [
         f"reward = float(len(os.environ.keys() - {known}))",
         "import wave, decimal, sqlite3, numpy.polynomial, sympy.plotting\nreward = 0.5",

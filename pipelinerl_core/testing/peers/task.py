@@ -12,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config.gym_tasks import evaluating
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import VERIFIERS
@@ -92,6 +93,10 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
     torch.manual_seed(config.seed)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    if evaluated := evaluating(scored_tasks(config)):
+        raise ConfigError(
+            f"prompts.tasks={', '.join(evaluated)}: peers score in their own process, which is not isolated"
+        )
     module, _, function = VERIFIERS[verifier_name(config)][0].partition(":")
     return PeerTask(
         config=config,
