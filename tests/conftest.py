@@ -22,10 +22,12 @@ for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("O
 # Slow tests that keep one core busy at most and have time to spare: `make test-slow` runs the two groups side by
 # side, each in a process of its own, and everything else afterwards, one by one.
 SIDE_BY_SIDE = {
-    "side_of_vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu"),
+    "side_of_vllm": (
+        "test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu", "test_golden_runs",
+    ),
     "side_of_others": (  # all that call apt-get or `make` are in one group: these do not run twice at once
         "test_bench_learner", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
-        "test_learner_ranks", "test_local_server", "test_peers", "test_prepare", "test_prompts_sources",
+        "test_learner_ranks", "test_local_server", "test_peers", "test_prepare", "test_prompts_sources", "test_wheel",
     ),
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in SIDE_BY_SIDE.items() for name in names}
