@@ -1,6 +1,6 @@
 """How every task of reasoning-gym 0.1.25 is scored: by comparing the answer, or by evaluating what the answer says.
 
-Found by reading `score_answer` of every task. A task that is not here is refused: nobody has looked at its scorer.
+Found by reading `score_answer` of every task. A task that is missing here is refused, because its scorer was never reviewed.
 """
 
 from collections.abc import Iterable
@@ -58,7 +58,7 @@ GATES: MappingProxyType[str, Gate] = MappingProxyType({**dict.fromkeys(_COMPARED
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task whose scorer nobody has looked at."""
+    """Raise ConfigError for a task whose scorer is not in the table."""
     if task not in GATES and task != COMPOSITE:
         raise ConfigError(
             f"prompts.tasks={task}: nobody has looked at how reasoning-gym scores it, and a scorer may run what a "

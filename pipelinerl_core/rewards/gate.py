@@ -111,7 +111,7 @@ def _is_arithmetic(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _is_formula(answer: str, entry: Mapping[str, Any]) -> bool:
-    """The symbols are those of the entry, and an unsolved Integral where its reference has one."""
+    """A formula may use the symbols of the entry, and Integral only if the reference answer uses Integral."""
     known = set(_WORD.findall(f"{entry['answer']} {entry['metadata'].get('variable', '')}"))
     functions = FUNCTIONS | (known & UNSOLVED)
     words = _Words(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)

@@ -80,7 +80,7 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
 
 
 def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
-    """SchemaMismatch for tokens of weights that nobody was told of, `manifest` being the newest: no step trains them.
+    """Raise SchemaMismatch for tokens of a version newer than `manifest`, the newest announced one.
 
     An actor whose hub knows of no version yet samples with the weights that every run starts from, version 0.
     """
