@@ -83,9 +83,17 @@ def read_project(file: Path, kind: PoolKind) -> dict[str, Any]:
         document: dict[str, Any] = yaml.safe_load(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"--file {file}: no such file. Without --file, {SHIPPED} is deployed") from None
-    pools = document["definitions"]["pools"][kind]
-    for entry in document["deployments"]:
-        entry["work_pool"] = pools[entry["work_pool"]["name"]]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--file {file}: {error}") from None
+    try:
+        pools = document["definitions"]["pools"][kind]
+        for entry in document["deployments"]:
+            entry["work_pool"] = pools[entry["work_pool"]["name"]]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--file {file}: no definitions.pools.{kind} or no deployments of these pools ({error!r}). "
+            "Start from `pipelinerl deploy --show`"
+        ) from None
     return document
 
 

@@ -1,6 +1,6 @@
 """How every task of reasoning-gym 0.1.25 is scored: by comparing the answer, or by evaluating what the answer says.
 
-Found by reading `score_answer` of every task. A task that is missing here is refused, because its scorer was never reviewed.
+Found by reading `score_answer` of every task. A task outside of the table is refused: its scorer was never reviewed.
 """
 
 from collections.abc import Iterable

@@ -56,6 +56,10 @@ def test_wrong_kinds_and_directories_are_refused(tmp_path):
         read_project(SHIPPED, "nomad")
     with pytest.raises(ConfigError, match=r"no such file\. Without --file"):
         read_project(tmp_path / "prefect.yaml", "process")
+    for text in ("name: somebody's own", "deployments: [", "- a list"):
+        (tmp_path / "prefect.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"--file .*prefect\.yaml: "):
+            read_project(tmp_path / "prefect.yaml", "process")
     shutil.copy(SHIPPED, tmp_path)
     assert read_project(tmp_path / "prefect.yaml", "process")["name"] == "pipelinerl"
 
