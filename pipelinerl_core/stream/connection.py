@@ -1,4 +1,4 @@
-"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits on a socket."""
+"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits for a write."""
 
 import logging
 import queue
