@@ -4,7 +4,7 @@ import threading
 import time
 
 from flows.console import say
-from pipelinerl_core.config import build_config
+from pipelinerl_core.config import stored_config
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.follow import RunFollower
@@ -41,7 +41,7 @@ class CurrentPage:
 
 def _page(url: str) -> LivePage:
     store = open_store(url)
-    model = resolve_model_path(build_config(RunFollower(store).run.config).model.path)
+    model = resolve_model_path(stored_config(RunFollower(store).run.config).model.path)
     return LivePage(store, token_decoder(str(model)) if model else None)
 
 

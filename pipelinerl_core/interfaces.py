@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from pipelinerl_core.messages import Answer, Request
+    from pipelinerl_core.messages import Answer, Group, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -261,12 +261,18 @@ class ObjectStore(Protocol):
 
 
 class HubService(Protocol):
-    """What the hub does with a request; the Flight server is its carrier and knows nothing of ledgers."""
+    """What the hub does with a request; the Flight server knows nothing of ledgers."""
 
     def handle(
         self, peer: str, request: "Request", rows: "pa.RecordBatch | None"
     ) -> "Iterator[tuple[Answer, pa.RecordBatch | None]]":
         """Answers in order. May block up to the wait the request names; called from one thread per peer."""
+        ...
+
+    def handle_groups(
+        self, peer: str, groups: "Sequence[Group]", rows: "pa.RecordBatch"
+    ) -> "Sequence[Answer | Exception]":
+        """Several groups of one write, whose rows are checked: what `handle` would yield for each, or raise."""
         ...
 
     def connected(self, peer: str, credit_sink: "CreditSink") -> None:

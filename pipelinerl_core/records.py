@@ -310,8 +310,6 @@ class HubRecord(Record):
     url: str
     certificate: str = ""
     """PEM of the certificate that this hub shows, and no other; empty without TLS."""
-    local_url: str = ""
-    """Of its Unix socket, for processes of `host`; empty without one."""
     boot_id: str
     host: str
     pid: Count

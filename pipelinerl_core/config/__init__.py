@@ -7,6 +7,7 @@ from pipelinerl_core.config.load import (
     load_config,
     preset_names,
     resume_config,
+    stored_config,
 )
 from pipelinerl_core.config.sections import RunConfig
 
@@ -18,4 +19,5 @@ __all__ = [
     "load_config",
     "preset_names",
     "resume_config",
+    "stored_config",
 ]

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pipelinerl_core.config.dropped import DROPPED, without_dropped
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 
@@ -78,6 +79,11 @@ def build_config(values: dict[str, Any]) -> RunConfig:
         raise ConfigError("; ".join(_explain(detail, values) for detail in error.errors())) from None
 
 
+def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
+    """The configuration of a run.json, also of an earlier version: keys that are gone are ignored."""
+    return build_config(without_dropped(values))
+
+
 def _read(source: str) -> dict[str, Any]:
     if source.endswith(".toml"):
         path = Path(source)
@@ -120,6 +126,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     location = [str(part) for part in detail["loc"]]
     dotted = _printable(".".join(_without_tags(location, values)))
+    if dotted in DROPPED:
+        return f"{dotted}: {DROPPED[dotted]}. Remove the key"
     if detail["type"] == "extra_forbidden":
         known = known_keys()
         return f"{dotted}: no such key{_nearest(dotted, known)} `pipelinerl config --keys` lists all"

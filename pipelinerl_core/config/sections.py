@@ -209,8 +209,6 @@ class PlacementConfig(Section):
     """Port of the hub, 0 for any free one."""
     hub_tls: bool = False
     """Encrypt the channel; the hub makes its certificate itself, and the roles find it in hub.json."""
-    hub_local: bool = True
-    """Roles on the hub's host talk to it through a Unix socket, which costs less than Arrow Flight (Linux)."""
     hub_bytes: int = Field(1 << 30, ge=1 << 20)
     """Rows that the hub keeps in memory; beyond it sealed ones are read back from their segments, others wait."""
     lease_seconds: float = Field(10.0, gt=0)

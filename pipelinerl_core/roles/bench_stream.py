@@ -1,4 +1,4 @@
-"""Measure the channel: the real hub under simulated actors and a simulated trainer, beside other carriers of groups.
+"""Measure the channel: the real hub under simulated actors and a simulated trainer, and others without one.
 
 Run: `pipelinerl bench stream [--short] [--json] [--markdown] [--only PART,...] [--minutes N]`. Parts:
 
@@ -60,8 +60,6 @@ class Extent:
     """Of work after the stall."""
     segment_groups: int
     """Of each of two writers."""
-    is_local: bool = True
-    """The hub's Unix socket; Arrow Flight otherwise."""
 
 
 FULL = Extent(
@@ -74,7 +72,7 @@ SHORT = Extent(
 )  # fmt: skip
 
 
-def throughput_cell(num_actors: int, num_tokens: int, *, is_local: bool = True) -> Cell:
+def throughput_cell(num_actors: int, num_tokens: int) -> Cell:
     """Leases enough that syncs do not dominate; the rows of all groups that may be ready fit into the hub's memory.
 
     A step has more groups than there are actors, as it would have: every step is announced to each of them.
@@ -82,14 +80,7 @@ def throughput_cell(num_actors: int, num_tokens: int, *, is_local: bool = True) 
     num_leases, groups_per_step = {1: (64, 256), 16: (32, 256), 100: (32, 1024), 1000: (8, 4096)}[num_actors]
     if num_tokens > 1000:
         num_leases, groups_per_step = {1: (64, 256), 16: (16, 256), 100: (8, 256), 1000: (1, 512)}[num_actors]
-    return Cell(
-        num_actors=num_actors,
-        num_tokens=num_tokens,
-        num_leases=num_leases,
-        groups_per_step=groups_per_step,
-        seal=Seal.SAY,
-        is_local=is_local,
-    )
+    return Cell(num_actors=num_actors, num_tokens=num_tokens, num_leases=num_leases, groups_per_step=groups_per_step)
 
 
 def measure_throughput(cell: Cell, seconds: float) -> dict[str, Any]:
@@ -126,16 +117,10 @@ def measure_throughput(cell: Cell, seconds: float) -> dict[str, Any]:
     }
 
 
-def measure_latency(num_tokens: int, samples: int, *, is_local: bool = True) -> dict[str, Any]:
+def measure_latency(num_tokens: int, samples: int) -> dict[str, Any]:
     """From the making of the rows in the actor, right before they are sent, to the trainer's numpy views of them."""
     cell = Cell(
-        num_actors=1,
-        num_tokens=num_tokens,
-        groups_per_step=1,
-        num_leases=64,
-        burst=1,
-        pause_seconds=PAUSE_SECONDS,
-        is_local=is_local,
+        num_actors=1, num_tokens=num_tokens, groups_per_step=1, num_leases=64, burst=1, pause_seconds=PAUSE_SECONDS
     )
     with HubUnderLoad.open(cell) as load:
         trainer = SimulatedTrainer(load.hub_url(), load.token, num_tokens)
@@ -153,14 +138,9 @@ def measure_latency(num_tokens: int, samples: int, *, is_local: bool = True) -> 
     }
 
 
-def measure_memory(
-    num_actors: int, num_tokens: int, *, stall_seconds: float, minutes: float, is_local: bool = True
-) -> dict[str, Any]:
+def measure_memory(num_actors: int, num_tokens: int, *, stall_seconds: float, minutes: float) -> dict[str, Any]:
     """The hub's memory: at rest, while the trainer stands still, and in the first and last part of the work."""
-    cell = Cell(
-        num_actors=num_actors, num_tokens=num_tokens, groups_per_step=512, num_leases=8, seal=Seal.NONE,
-        is_local=is_local,
-    )  # fmt: skip
+    cell = Cell(num_actors=num_actors, num_tokens=num_tokens, groups_per_step=512, num_leases=8, seal=Seal.NONE)
     with HubUnderLoad.open(cell) as load:
         trainer = SimulatedTrainer(load.hub_url(), load.token, num_tokens)
         at_rest = load.rss_bytes
@@ -212,25 +192,23 @@ def measure(extent: Extent, parts: Sequence[str]) -> dict[str, Any]:
         for num_tokens in extent.tokens:
             for num_actors in extent.actors:
                 _say(f"throughput: {num_actors} actors, groups of {GROUP_SIZE} x {num_tokens}")
-                cell = throughput_cell(num_actors, num_tokens, is_local=extent.is_local)
+                cell = throughput_cell(num_actors, num_tokens)
                 result["throughput"].append(measure_throughput(cell, extent.seconds))
     if "latency" in parts:
         for num_tokens in extent.tokens:
             _say(f"latency: groups of {GROUP_SIZE} x {num_tokens}")
-            result["latency"].append(measure_latency(num_tokens, extent.samples, is_local=extent.is_local))
+            result["latency"].append(measure_latency(num_tokens, extent.samples))
     if "memory" in parts:
         _say(f"memory: {extent.stalled_actors} actors, {extent.stall_seconds:g} s stalled, {extent.minutes:g} min")
         result["memory"] = measure_memory(
-            extent.stalled_actors, 4096, stall_seconds=extent.stall_seconds, minutes=extent.minutes,
-            is_local=extent.is_local,
-        )  # fmt: skip
+            extent.stalled_actors, 4096, stall_seconds=extent.stall_seconds, minutes=extent.minutes
+        )
     if "peers" in parts:
         for peer in PEERS:
             _or_missing(result, lambda peer=peer: _measure_peers(peer, extent, result))  # type: ignore[misc]
     if "segments" in parts:
         _or_missing(result, lambda: _measure_segments(extent, result))
     return result | {
-        "carrier": "local" if extent.is_local else "flight",
         "cores": os.cpu_count(),
         "load_average": round(os.getloadavg()[0], 2),
         "pyarrow": pa.__version__,
@@ -267,9 +245,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="pipelinerl bench stream", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="fewer cells and less time: about a minute")
     parser.add_argument("--only", default="", help=f"parts with commas: {', '.join(PARTS)}")
-    parser.add_argument(
-        "--carrier", choices=("local", "flight"), default="local", help="the Unix socket (default) or Arrow Flight"
-    )
     parser.add_argument("--minutes", type=float, help="of work after the trainer stood still (memory); default 10")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     parser.add_argument("--markdown", action="store_true", help="the tables of docs/results.md on stdout")
@@ -281,7 +256,7 @@ def main() -> None:
         sys.exit(2)
     limit_threads(1)
     keep_freed_memory(MAX_FREE_BYTES)
-    extent = replace(SHORT if options.short else FULL, is_local=options.carrier == "local")
+    extent = SHORT if options.short else FULL
     if options.minutes is not None:
         extent = replace(extent, minutes=options.minutes)
     try:

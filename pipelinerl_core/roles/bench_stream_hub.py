@@ -27,7 +27,6 @@ from pipelinerl_core.records import HUB_KEY, RUN_KEY, HubRecord, RunRecord
 from pipelinerl_core.roles.bench_stream_actors import Seal
 from pipelinerl_core.roles.bench_stream_rows import GROUP_SIZE, RUN_ID
 from pipelinerl_core.roles.context import TOKEN_VARIABLE
-from pipelinerl_core.roles.hub_link import addresses
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import flat_list
@@ -57,8 +56,6 @@ class Cell:
     """That all actors send together; 0: no end."""
     pause_seconds: float = 0.0
     """Of an actor after each sending."""
-    is_local: bool = True
-    """Whether roles talk to the hub through its Unix socket; Arrow Flight otherwise."""
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Section -> settings of the run."""
 
@@ -71,7 +68,6 @@ class Cell:
             "engine": {"concurrency": GROUP_SIZE},
             "schedule": {"max_lag": -(-window // self.groups_per_step)},
             "trainer": {"groups_per_step": self.groups_per_step, "steps": 10**7},
-            "placement": {"hub_local": self.is_local},
         }
         for name, settings in self.overrides.items():
             sections.setdefault(name, {}).update(settings)
@@ -148,7 +144,7 @@ class HubUnderLoad:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.hub.poll() is None:
             try:
-                return addresses(HubRecord.model_validate_json(self.store.get(HUB_KEY)))[0]
+                return HubRecord.model_validate_json(self.store.get(HUB_KEY)).url
             except MissingObject:
                 time.sleep(0.02)
         raise HubUnavailable(f"the hub did not start: {self._log.read_text()[-500:]}")

@@ -1,20 +1,12 @@
-"""What `bench stream` prints: each figure with what was asked of it, for people and as Markdown."""
+"""What `bench stream` prints, for people and as Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ASKED_GROUPS_PER_SECOND = {(100, 512): 5000, (1000, 512): 1500}
-"""(actors, tokens) -> groups per second."""
-ASKED_TOKENS_PER_SECOND = {4096: 50e6}
-"""Tokens of a completion -> tokens per second, with the number of actors that gives most."""
-ASKED_P99_MS = 2.0
-ASKED_OVER_PEER = {"redis": 4, "jsonl": 15}
-"""Times their groups per second at 512 tokens."""
-ASKED_SEGMENT_BYTES_PER_SECOND = 100e6
 _PEER_NAMES = {"redis": "Redis stream, pickled groups", "jsonl": "JSON lines"}
 
-Row = tuple[str, str, str]
-"""What, figure, asked."""
+Row = tuple[str, str]
+"""What, figure."""
 
 
 def rows(result: Mapping[str, Any]) -> list[Row]:
@@ -25,22 +17,21 @@ def rows(result: Mapping[str, Any]) -> list[Row]:
 def table(result: Mapping[str, Any]) -> str:
     """For people."""
     found = rows(result)
-    widths = [max(len(row[column]) for row in found) for column in range(2)] if found else [0, 0]
-    lines = [_conditions(result)]
-    lines += [f"{what:<{widths[0]}}  {figure:<{widths[1]}}  {asked}".rstrip() for what, figure, asked in found]
-    return "\n".join([*lines, *_missing(result), ""])
+    width = max((len(what) for what, _ in found), default=0)
+    lines = [f"{what:<{width}}  {figure}" for what, figure in found]
+    return "\n".join([_conditions(result), *lines, *_missing(result), ""])
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """For docs/results.md."""
-    lines = ["| what | figure | asked |", "|---|--:|--:|"]
+    lines = ["| what | figure |", "|---|--:|"]
     lines += [f"| {' | '.join(row)} |" for row in rows(result)]
     return "\n".join([*lines, "", _conditions(result) + ".", *_missing(result), ""])
 
 
 def _conditions(result: Mapping[str, Any]) -> str:
     return (
-        f"carrier {result['carrier']}, load average {result['load_average']} on {result['cores']} cores at the end, "
+        f"load average {result['load_average']} on {result['cores']} cores at the end, "
         f"pyarrow {result['pyarrow']}, "
         f"{result['machine']}"
     )
@@ -51,8 +42,7 @@ def _missing(result: Mapping[str, Any]) -> list[str]:
 
 
 def _throughput(result: Mapping[str, Any]) -> list[Row]:
-    cells: Sequence[Mapping[str, Any]] = result["throughput"]
-    return [(_constellation(cell), _speed(cell), _asked_of(cell, cells)) for cell in cells]
+    return [(_constellation(cell), _speed(cell)) for cell in result["throughput"]]
 
 
 def _constellation(cell: Mapping[str, Any]) -> str:
@@ -66,21 +56,11 @@ def _speed(cell: Mapping[str, Any]) -> str:
     )
 
 
-def _asked_of(cell: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> str:
-    asked = ASKED_GROUPS_PER_SECOND.get((cell["num_actors"], cell["num_tokens"]))
-    if asked is not None:
-        return f"{asked:,} groups/s"
-    tokens = ASKED_TOKENS_PER_SECOND.get(cell["num_tokens"])
-    alike = [other["tokens_per_second"] for other in cells if other["num_tokens"] == cell["num_tokens"]]
-    return f"{tokens / 1e6:.0f} M tokens/s" if tokens and cell["tokens_per_second"] == max(alike) else ""
-
-
 def _latency(result: Mapping[str, Any]) -> list[Row]:
     return [
         (
             f"send to the trainer's read, a group of 8 x {one['num_tokens']:,} every 4 ms",
             f"p50 {one['p50_ms']:.2f}, p99 {one['p99_ms']:.2f}, max {one['max_ms']:.1f} ms",
-            f"p99 {ASKED_P99_MS:g} ms",
         )
         for one in result["latency"]
     ]
@@ -91,8 +71,8 @@ def _memory(result: Mapping[str, Any]) -> list[Row]:
     if memory is None:
         return []
     stalled = (
-        f"rows {_mb(memory['stalled_row_bytes'])}, process at most {_mb(memory['stalled_max_rss_bytes'])} "
-        f"({_mb(memory['rest_rss_bytes'])} at rest)"
+        f"rows {_mb(memory['stalled_row_bytes'])} of {_mb(memory['budget_bytes'])}, "
+        f"process at most {_mb(memory['stalled_max_rss_bytes'])} ({_mb(memory['rest_rss_bytes'])} at rest)"
     )
     working = (
         f"process {_mb(memory['working_first_rss_bytes'])} in the first third, "
@@ -100,7 +80,7 @@ def _memory(result: Mapping[str, Any]) -> list[Row]:
     )
     what = f"hub with {memory['num_actors']:,} actors of 8 x {memory['num_tokens']:,}, trainer stalled"
     then = f"then {memory['minutes']:g} minutes of work, {memory['groups']:,} groups"
-    return [(what, stalled, f"rows within {_mb(memory['budget_bytes'])}"), (then, working, "flat")]
+    return [(what, stalled), (then, working)]
 
 
 def _peers(result: Mapping[str, Any]) -> list[Row]:
@@ -108,7 +88,6 @@ def _peers(result: Mapping[str, Any]) -> list[Row]:
         (
             f"{_PEER_NAMES[peer['peer']]}, groups of 8 x {peer['num_tokens']:,}",
             f"{peer['groups_per_second']:,.0f} groups/s{_ratios(peer, result['throughput'])}",
-            f"ours {ASKED_OVER_PEER[peer['peer']]} times that" if peer["num_tokens"] == 512 else "",
         )
         for peer in result["peers"]
     ]
@@ -133,8 +112,7 @@ def _segments(result: Mapping[str, Any]) -> list[Row]:
                 f"{_mb(one['row_bytes_per_second'])}/s of rows, {figure}; "
                 f"{_mb(one['row_bytes_per_cpu_second'])} of rows per CPU second"
             )
-        asked = f"{_mb(ASKED_SEGMENT_BYTES_PER_SECOND)}/s" if one["target"] == "rclone serve s3" else ""
-        found.append((what, figure, asked))
+        found.append((what, figure))
     return found
 
 

@@ -98,7 +98,7 @@ def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
 
 
 class HubProcess:
-    """A hub that serves: its carriers, ticks, hub.json."""
+    """A hub that serves: its Flight server, ticks, hub.json."""
 
     def __init__(self, context: RunContext, monitor: RoleMonitor | None = None) -> None:
         """Raises ConfigError without a token, PipelineRLError while another hub of the run lives."""
@@ -120,12 +120,9 @@ class HubProcess:
             port=placement.hub_port,
             token=context.token,
             credentials=credentials,
-            has_local=placement.hub_local,
         )
         certificate = credentials.certificate if credentials else ""
-        self._live = LiveRecord(
-            self.hub, context.config, reachable_url(self._server.url), certificate, self._server.local_url
-        )
+        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url), certificate)
         if not placement.hub_tls and not is_loopback(placement.hub_host):
             logger.warning(
                 "placement.hub_host=%s: the token and the rows cross the network in the clear; "

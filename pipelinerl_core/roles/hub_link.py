@@ -5,7 +5,6 @@ first, so that the hub knows its leases or its reservation before it sees anythi
 """
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,9 +34,8 @@ logger = logging.getLogger(__name__)
 HUB_DEADLINE_SECONDS = 120.0
 # A request that is not answered within this is sent again.
 RETRY_SECONDS = 2.0
-# A host that vanished says nothing, where a hub on this host that dies closes its socket: hub.json is read again
-# after this. What carries many rows may take longer.
-_REMOTE_ANSWER_SECONDS = 60.0
+# A host that vanished says nothing: hub.json is read again after this. What carries many rows may take longer.
+_ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 REFUSALS: dict[str, type[Exception]] = {
     "fenced": Fenced,
@@ -181,19 +179,9 @@ class HubLink:
             return answer
 
     def _open(self, found: HubRecord) -> HubClient:
-        *nearer, last = addresses(found)
-        for url in nearer:
-            try:
-                return self._client_at(url, found)
-            except HubUnavailable as error:  # of another network namespace, or it has just gone
-                logger.debug("%s; trying %s", error, last)
-        return self._client_at(last, found)
-
-    def _client_at(self, url: str, found: HubRecord) -> HubClient:
-        is_local = url == found.local_url
         return HubClient(
-            url,
-            deadline_seconds=HUB_DEADLINE_SECONDS if is_local else _REMOTE_ANSWER_SECONDS,
+            found.url,
+            deadline_seconds=_ANSWER_SECONDS,
             certificate=found.certificate,
             token=self._token,
             role=self._role,
@@ -227,13 +215,6 @@ class HubLink:
         if time.monotonic() > deadline:
             raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it died and was not restarted") from error
         time.sleep(_POLL_SECONDS)
-
-
-def addresses(hub: HubRecord) -> tuple[str, ...]:
-    """Where this process may find the hub, the nearest first."""
-    if hub.local_url and hub.host == socket.gethostname():
-        return hub.local_url, hub.url
-    return (hub.url,)
 
 
 def raise_refusal(refused: Refused) -> None:

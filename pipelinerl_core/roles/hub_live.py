@@ -23,13 +23,12 @@ _FROM_COMMIT = {"reward_mean": "reward/mean", "lag_mean": "lag/mean", "ess": "im
 class LiveRecord:
     """Builds hub.json."""
 
-    def __init__(self, hub: Hub, config: RunConfig, url: str, certificate: str = "", local_url: str = "") -> None:
-        """`url`: where clients find it; `local_url`: those of its host; `certificate`: what TLS clients trust."""
+    def __init__(self, hub: Hub, config: RunConfig, url: str, certificate: str = "") -> None:
+        """`url`: where clients find it; `certificate`: what TLS clients trust."""
         self._hub = hub
         self._config = config
         self._url = url
         self._certificate = certificate
-        self._local_url = local_url
         self._process_started_at = psutil.Process().create_time()
         self._generated: deque[tuple[float, int]] = deque()
 
@@ -50,7 +49,6 @@ class LiveRecord:
         return HubRecord(
             url=self._url,
             certificate=self._certificate,
-            local_url=self._local_url,
             boot_id=self._hub.boot_id,
             host=socket.gethostname(),
             pid=os.getpid(),

@@ -63,7 +63,7 @@ _ROW_BYTES = 1000
 class Hub:
     """The HubService of a run. `handle` raises StaleLease, WrongPeer, SchemaMismatch, Fenced and StoreError.
 
-    The carrier turns them into refusals, and holds a peer to the role and name of its exchange (stream/door.py); here
+    The channel turns them into refusals, and holds a peer to the role and name of its exchange (stream/door.py); here
     an actor is held to the actor epoch that it registered.
     """
 

@@ -5,6 +5,7 @@ per group. In between they travel together.
 """
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -82,30 +83,13 @@ def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:
     ]
 
 
-class Written:
-    """A flag; an Event, on which nobody waits here, would cost as much as a message."""
-
-    __slots__ = ("_is_set",)
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def set(self) -> None:
-        """The socket has taken it."""
-        self._is_set = True
-
-    def is_set(self) -> bool:
-        """Whether it has."""
-        return self._is_set
-
-
 class Frame(NamedTuple):
-    """One request to be written; `written` is set once the socket has taken it."""
+    """One request to be written; `written` is set once Flight has taken it."""
 
     metadata: bytes
     rows: pa.RecordBatch | None
     is_group: bool
-    written: Written
+    written: threading.Event
 
 
 def together(frames: Iterable[Frame]) -> Iterator[list[Frame]]:

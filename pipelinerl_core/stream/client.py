@@ -41,9 +41,8 @@ from pipelinerl_core.messages import (
     RowsHeader,
     encode,
 )
-from pipelinerl_core.stream.bundles import Frame, Received, Written
-from pipelinerl_core.stream.connection import Connection, Lost
-from pipelinerl_core.stream.exchanges import lost_text
+from pipelinerl_core.stream.bundles import Frame, Received
+from pipelinerl_core.stream.connection import Connection, Lost, lost_text
 
 CLOSE_SECONDS = 2.0
 """Longest time `close` waits for the hub's farewell."""
@@ -223,13 +222,13 @@ class _Call:
         self._metadata = encode(message)
         self._rows = rows
         self._faults = faults
-        self._written: Written | None = None
+        self._written: threading.Event | None = None
 
     def frame(self) -> Frame | None:
         """What is to be written now; None while the last writing is stuck, or when a test loses it."""
         if self._written is not None and not self._written.is_set():
             return None
-        self._written = Written()
+        self._written = threading.Event()
         if self._faults is not None and self._faults("send"):
             self._written.set()
             return None
@@ -252,7 +251,7 @@ class _Exchange:
         self._connection.forget(self._numbers)
 
     def send(self, calls: Sequence[_Call]) -> None:
-        """Send them, but for those whose last sending is still stuck in the socket."""
+        """Send them, but for those whose last sending is not written yet."""
         frames = [frame for call in calls if (frame := call.frame()) is not None]
         if frames:
             self._connection.send(frames)

@@ -1,11 +1,11 @@
-"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits on a socket."""
+"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits for a write."""
 
 import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -14,17 +14,18 @@ from pydantic import ValidationError
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
 from pipelinerl_core.stream.bundles import Frame, Received, as_one, together, unbundled
-from pipelinerl_core.stream.exchanges import (
-    CONNECT_SECONDS,
-    WIRE_ERRORS,
-    absent_text,
-    lost_text,
-    open_exchange,
-    reason_of,
-    token_text,
-)
+from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA, check_schema
 
+CERTIFIED_NAME = "pipelinerl-hub"
+"""The name in every hub's certificate, whatever its address: a client trusts one certificate, not a name."""
+CONNECT_SECONDS = 10.0
+"""For the hub's first word."""
+_WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)  # everything that a broken connection raises
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, and no back-off inherited from other clients
+    ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +61,9 @@ class Connection:
         self._heard = threading.Event()
         self._is_unauthenticated = False
         self._frames: queue.SimpleQueue[Sequence[Frame] | None] = queue.SimpleQueue()
-        self._exchange = open_exchange(url, token, command, certificate)
+        self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
         # Before the interpreter exits: a thread that reads from Flight would hang it.
-        self._finalizer = weakref.finalize(self, self._exchange.cancel)
+        self._finalizer = weakref.finalize(self, _cancel, self._reader)
         self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
         self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
         self._write_thread.start()
@@ -85,15 +86,9 @@ class Connection:
                 self.waiting.pop(number, None)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Send frames, groups among them together; what does not leave at once is left to the writing thread."""
-        try:
-            for part in together(frames):
-                if self._exchange.hand_over(*as_one(part)):
-                    _tell(part)
-                else:
-                    self._frames.put(part)
-        except WIRE_ERRORS as error:
-            self._lose(reason_of(error))
+        """Leave frames to the writing thread, groups among them together."""
+        for part in together(frames):
+            self._frames.put(part)
 
     def cut(self, reason: str) -> None:
         """End the exchange at once; waiting requests raise HubUnavailable."""
@@ -114,9 +109,9 @@ class Connection:
         if not self._heard.wait(CONNECT_SECONDS):
             self.cut(f"it did not answer within {CONNECT_SECONDS:g} s")
         if self._is_unauthenticated:
-            raise ConfigError(token_text(self.url))
+            raise ConfigError(_token_text(self.url))
         if self.lost is not None:
-            raise HubUnavailable(absent_text(self.url, self.lost))
+            raise HubUnavailable(_absent_text(self.url, self.lost))
 
     def _lose(self, reason: str) -> None:
         with self._lock:
@@ -129,24 +124,29 @@ class Connection:
     def _write(self) -> None:
         try:
             while (frames := self._frames.get()) is not None:
-                self._exchange.go_on()
-                _tell(frames)
-            self._exchange.done_writing()
-        except WIRE_ERRORS as error:
-            self._lose(reason_of(error))
+                metadata, rows = as_one(frames)
+                if rows is None:
+                    self._writer.write_metadata(metadata)
+                else:
+                    self._writer.write_with_metadata(rows, metadata)
+                for frame in frames:  # they may be sent again
+                    frame.written.set()
+            self._writer.done_writing()
+        except _WIRE_ERRORS as error:
+            self._lose(_reason_of(error))
 
     def _read(self) -> None:
         reason = "the hub ended the exchange"
         try:
-            self._exchange.begin_reading()
+            check_schema(self._reader.schema)
             self._heard.set()
             while True:
-                metadata, rows = self._exchange.read()
-                answer = ANSWER.validate_json(metadata)
+                chunk = self._reader.read_chunk()
+                answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
                 if isinstance(answer, Goodbye):
                     reason = "the hub said goodbye"
                     break
-                self._deliver(answer, rows)
+                self._deliver(answer, chunk.data)
         except StopIteration:
             pass
         except fl.FlightUnauthenticatedError:
@@ -156,8 +156,8 @@ class Connection:
             reason = str(error)
         except ValidationError:
             reason = "the hub sent a message that this release does not know"
-        except WIRE_ERRORS as error:
-            reason = reason_of(error)
+        except _WIRE_ERRORS as error:
+            reason = _reason_of(error)
         except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
             _log.exception("the reading thread failed")
             reason = f"the reading thread failed: {type(error).__name__}"
@@ -171,9 +171,10 @@ class Connection:
         if self._write_thread.is_alive():  # it may be in a call on what would be closed
             return
         try:
-            self._exchange.close()
-        except WIRE_ERRORS as error:
-            _log.debug("close: %s", reason_of(error))
+            self._writer.close()
+            self._client.close()
+        except _WIRE_ERRORS as error:
+            _log.debug("close: %s", _reason_of(error))
 
     def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
         if isinstance(answer, Credit):
@@ -191,7 +192,46 @@ class Connection:
             mailbox.put(found)
 
 
-def _tell(frames: Sequence[Frame]) -> None:
-    """Whoever sent them may send them again."""
-    for frame in frames:
-        frame.written.set()
+def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
+    """Client, writer and reader. HubUnavailable without a hub, ConfigError with a wrong token; Flight may report
+    both only when the hub's first word is read.
+    """
+    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+    trust = {"tls_root_certs": certificate, "override_hostname": CERTIFIED_NAME} if certificate else {}
+    try:
+        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS), **trust)
+        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
+        writer.begin(ROLLOUT_SCHEMA)
+    except fl.FlightUnauthenticatedError:
+        raise ConfigError(_token_text(url)) from None
+    except _WIRE_ERRORS as error:
+        raise HubUnavailable(_absent_text(url, _reason_of(error))) from None
+    return client, writer, reader
+
+
+def _cancel(reader: Any) -> None:
+    """End the exchange at once, whatever thread reads or writes."""
+    try:
+        reader.cancel()
+    except _WIRE_ERRORS as error:
+        _log.debug("cancel: %s", error)
+
+
+def _token_text(url: str) -> str:
+    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
+
+
+def _absent_text(url: str, reason: str) -> str:
+    return f"no hub at {url}: {reason}. Start the hub, or look at hub.json"
+
+
+def lost_text(url: str, reason: str) -> str:
+    """What the caller reads when a connection is gone."""
+    return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
+
+
+def _reason_of(error: BaseException) -> str:
+    """Why there is no exchange, or no more; one line."""
+    if "certificate verify failed" in str(error):
+        return "it shows another certificate than the one in hub.json"
+    return " ".join(str(error).split())[:200] or type(error).__name__

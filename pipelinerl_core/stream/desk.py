@@ -1,10 +1,10 @@
-"""What the hub does with a message, whichever carrier brought it: the door, the service behind it, and the answer.
+"""What the hub does with a message: the door, the service behind it, and the answer.
 
-It knows nothing of ledgers, and of carriers only how to write to a peer. Requests and answers are JSON; rows are the
+It knows nothing of ledgers, and of Flight only how to write to a peer. Requests and answers are JSON; rows are the
 record batch of the same write. Both directions use ROLLOUT_SCHEMA.
 
-A peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock: with Flight, writing
-to an exchange whose handler has returned crashes the process. Messages of actors, which wait for nothing, are worked
+A peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock: writing to an
+exchange whose handler has returned crashes the process. Messages of actors, which wait for nothing, are worked
 on in turn: a hundred threads, each of which lets go of the interpreter a dozen times per message, spend most of their
 time on handing it to each other.
 """
@@ -12,8 +12,8 @@ time on handing it to each other.
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.flight as fl
@@ -49,16 +49,9 @@ _MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
 
 _log = logging.getLogger(__name__)
 
-_TakeGroups = Callable[[str, Sequence[Group], pa.RecordBatch], Sequence[Answer | Exception]]
-"""`handle_groups` of a service that takes in the checked groups of one write together, where it has that: cheaper."""
-
-
-ReceivedRows: TypeAlias = pa.RecordBatch | SchemaMismatch | None
-"""Those of a message, or why they could not be read."""
-
 
 class PeerWriter(Protocol):
-    """A carrier's way to one peer. Errors of the wire may be raised."""
+    """Flight's way to one peer. Errors of the wire may be raised."""
 
     def write_metadata(self, metadata: bytes) -> None:
         """A message without rows."""
@@ -72,22 +65,19 @@ class PeerWriter(Protocol):
 class Peer:
     """One exchange with a peer. Its methods may be called from any thread at any time.
 
-    A writer may wait for as long as its peer does not read (`waits`). That is the trouble of the thread that answers
-    the peer, and of no other: what nobody has asked for goes out on a thread of the peer's own.
+    A writer waits for as long as its peer does not read. That is the trouble of the thread that answers the peer, and
+    of no other: what nobody has asked for goes out on a thread of the peer's own (`tell_on`).
     """
 
-    def __init__(self, name: str, who: Introduction, writer: PeerWriter, *, waits: bool = False) -> None:
+    def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
         self.name = name
         self.who = who
         self._writer = writer
         self._lock = threading.Lock()
         self._is_dead = False
         self._num_faults = 0
-        self._waits = waits
         self._unasked: list[Credit | Goodbye | None] = []  # None: nothing follows
         self._has_unasked = threading.Condition()
-        if waits:
-            threading.Thread(target=self._tell_on, name=f"tell-{name}", daemon=True).start()
 
     def note_fault(self, error: PipelineRLError) -> None:
         """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
@@ -123,10 +113,6 @@ class Peer:
         self._tell(Goodbye())
 
     def _tell(self, news: Credit | Goodbye | None) -> None:
-        if not self._waits:
-            if news is not None:
-                self.write(news)
-            return
         with self._has_unasked:
             before = self._unasked[-1] if self._unasked else None
             if isinstance(before, Credit) and isinstance(news, Credit):  # the peer has not heard of that one yet
@@ -135,7 +121,8 @@ class Peer:
                 self._unasked.append(news)
             self._has_unasked.notify()
 
-    def _tell_on(self) -> None:
+    def tell_on(self) -> None:
+        """Send what nobody has asked for, until `end`."""
         while True:
             with self._has_unasked:
                 self._has_unasked.wait_for(lambda: self._unasked)
@@ -152,19 +139,17 @@ class Desk:
         self.is_open = False
         """Whether peers are let in: not before the start, and not once goodbye is said."""
         self._service = service
-        self.max_row_bytes = max_row_bytes
+        self._max_row_bytes = max_row_bytes
         self._max_tokens_per_row = max_tokens_per_row
         self._peers: dict[str, Peer] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         self._turn = threading.Lock()
 
-    def welcome(self, who: Introduction, writer: PeerWriter, *, waits: bool = False) -> Peer:
-        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises.
-
-        waits: whether the writer waits while the peer does not read.
-        """
-        peer = Peer(f"{who}#{next(self._serials)}", who, writer, waits=waits)
+    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
+        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
+        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
+        threading.Thread(target=peer.tell_on, name=f"tell-{peer.name}", daemon=True).start()
         with self._lock:
             self._peers[peer.name] = peer
         if not self.is_open:  # it came while goodbye was said to the others
@@ -191,8 +176,8 @@ class Desk:
         for peer in peers:
             peer.say_goodbye()
 
-    def answer(self, peer: Peer, metadata: bytes, rows: ReceivedRows) -> None:
-        """Answer one message, whatever is wrong with it. `rows` may be why they could not be read."""
+    def answer(self, peer: Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        """Answer one message, whatever is wrong with it."""
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
@@ -205,7 +190,7 @@ class Desk:
         for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
             peer.write(answer, answer_rows)
 
-    def _answer_groups(self, peer: Peer, request: Groups, rows: ReceivedRows) -> Answers:
+    def _answer_groups(self, peer: Peer, request: Groups, rows: pa.RecordBatch | None) -> Answers:
         """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
         refs = [group.ref for group in request.groups]
         with self._turn:
@@ -216,9 +201,8 @@ class Desk:
             except SchemaMismatch as error:
                 refusals = tuple(_refusal(peer, group, error) for group in request.groups)
                 return Answers(re=request.id, answers=refusals)
-            take = getattr(self._service, "handle_groups", None)
-            if is_checked and take is not None and peer.who.role == "actor":
-                answers = self._take_together(peer, request.groups, take, whole)
+            if is_checked and peer.who.role == "actor":
+                answers = self._take_together(peer, request.groups, whole)
             else:
                 answers = [
                     self._answer_group(peer, group, part, is_checked)
@@ -226,11 +210,9 @@ class Desk:
                 ]
         return Answers.model_validate({"re": request.id, "answers": answers})
 
-    def _take_together(
-        self, peer: Peer, groups: Sequence[Group], take: "_TakeGroups", rows: pa.RecordBatch
-    ) -> list[Answer]:
+    def _take_together(self, peer: Peer, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
         try:
-            found = take(peer.name, groups, rows)
+            found = self._service.handle_groups(peer.name, groups, rows)
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
             return [_refusal(peer, group, error) for group in groups]
         return [
@@ -254,7 +236,7 @@ class Desk:
         return True
 
     def _answers_to(
-        self, peer: Peer, request: Request, rows: ReceivedRows
+        self, peer: Peer, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
         """What the service says, or why it was not asked."""
         try:
@@ -268,7 +250,7 @@ class Desk:
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
             yield _refusal(peer, request, error), None
 
-    def _admit(self, request: Request, rows: ReceivedRows) -> pa.RecordBatch | None:
+    def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
         """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
         if not isinstance(request, Group):
             if rows is not None:
@@ -278,14 +260,12 @@ class Desk:
         check_groups([request.ref], rows, max_tokens_per_row=self._max_tokens_per_row)
         return rows
 
-    def _sized(self, rows: ReceivedRows) -> pa.RecordBatch:
-        if isinstance(rows, SchemaMismatch):
-            raise rows
+    def _sized(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
         if rows is None:
             raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
         num_bytes = rows.get_total_buffer_size()
-        if num_bytes > self.max_row_bytes:
-            raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self.max_row_bytes}")
+        if num_bytes > self._max_row_bytes:
+            raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self._max_row_bytes}")
         return conform(rows)
 
 

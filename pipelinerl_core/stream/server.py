@@ -1,4 +1,4 @@
-"""The hub's carriers: Arrow Flight for everybody, an exchange per peer, and a Unix socket for its own host.
+"""The hub's side of the channel: an Arrow Flight server with an exchange per peer.
 
 Two properties of Flight shape this module. Its shutdown waits for every open stream without a deadline: after
 `shutdown` the process must leave by os._exit. And writing to an exchange whose handler has returned crashes the
@@ -8,7 +8,6 @@ process (stream/desk.py has the lock for that).
 import hmac
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from pipelinerl_core.interfaces import HubService
 from pipelinerl_core.stream.checks import MAX_TOKENS_PER_ROW
 from pipelinerl_core.stream.desk import Desk, Peer
 from pipelinerl_core.stream.door import introduction
-from pipelinerl_core.stream.local_server import LocalServer
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.tls import Credentials
 
@@ -42,18 +40,14 @@ class HubServer:
         max_row_bytes: int = MAX_ROW_BYTES,
         max_tokens_per_row: int = MAX_TOKENS_PER_ROW,
         credentials: Credentials | None = None,
-        has_local: bool = True,
     ) -> None:
-        """With `credentials` the channel is TLS. `has_local`: beside it a Unix socket for processes of this host."""
+        """With `credentials` the channel is TLS."""
         if not token:
             raise ValueError("the hub needs a token; an empty one would let everybody in")
         scheme = "grpc" if credentials is None else "grpc+tls"
         self._desk = Desk(service, max_row_bytes=max_row_bytes, max_tokens_per_row=max_tokens_per_row)
         self._flight = _Flight(self._desk, f"{scheme}://{host}:{port}", token, credentials)
         self.url = f"{scheme}://{host}:{self._flight.port}"
-        self._local = LocalServer(self._desk, token) if has_local and LocalServer.is_supported() else None
-        self.local_url = self._local.url if self._local is not None else ""
-        """Of the Unix socket; empty without one."""
 
     def start(self) -> None:
         """Let peers in; earlier ones are told to come again. Peers are served on threads of their own."""
@@ -64,13 +58,11 @@ class HubServer:
 
         Whatever it returns, the process must then leave by os._exit: threads of open streams would hold up its exit.
         """
-        deadline = time.monotonic() + seconds
         self._desk.say_goodbye()
         waiter = threading.Thread(target=self._flight.shutdown, name="flight-shutdown", daemon=True)
         waiter.start()
-        has_left = self._local is None or self._local.shutdown(seconds)
-        waiter.join(max(0.0, deadline - time.monotonic()))
-        return has_left and not waiter.is_alive()
+        waiter.join(seconds)
+        return not waiter.is_alive()
 
 
 class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
@@ -86,7 +78,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
             raise fl.FlightUnavailableError("the hub is starting or shutting down")
         writer.begin(ROLLOUT_SCHEMA)
         try:
-            peer = self._desk.welcome(who, writer, waits=True)
+            peer = self._desk.welcome(who, writer)
             try:
                 self._converse(peer, reader)
             finally:

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from pipelinerl_core.stream.exchanges import CERTIFIED_NAME
+from pipelinerl_core.stream.connection import CERTIFIED_NAME
 
 _SKEW = timedelta(days=1)  # between the clocks of hosts
 _LIFE = timedelta(days=3650)  # it ends with its hub

@@ -1,13 +1,13 @@
 """A small hub for tests of the channel: a queue with credit, no ledger. Also runs as a process of its own.
 
-`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URLs, and leaves when
+`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URL, and leaves when
 its standard input says something or ends.
 """
 
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
@@ -27,6 +27,7 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
+from pipelinerl_core.stream.checks import apart
 from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.types import GroupRef
 
@@ -86,6 +87,15 @@ class QueueHub:
         else:
             yield Ack(re=request.id), None
 
+    def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
+        """One answer to each."""
+        parts = apart([group.ref for group in groups], rows)
+        with self._condition:
+            self.received.extend(groups)
+        return [
+            Ack(re=group.id, note=self._accept(peer, group, part)) for group, part in zip(groups, parts, strict=True)
+        ]
+
     def wait_for(self, disconnections: int, seconds: float) -> bool:
         """Whether that many peers have gone within the time."""
         with self._condition:
@@ -144,7 +154,7 @@ def main() -> None:
     service = QueueHub(credit=4 * groups_per_step, groups_per_step=groups_per_step)
     server = HubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])
     server.start()
-    sys.stdout.write(f"{server.url} {server.local_url}\n")
+    sys.stdout.write(f"{server.url}\n")
     sys.stdout.flush()
     sys.stdin.readline()
     server.shutdown(2.0)

@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config import RunConfig, stored_config
 from pipelinerl_core.config.rules import lag_of_full_engines
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.records import Commit
 from pipelinerl_core.tracking.lengths import Lengths, length_bias
 
@@ -257,6 +256,6 @@ def _set(key: str, value: int, now: int) -> str:
 
 def _read(config: Mapping[str, Any]) -> RunConfig | None:
     try:
-        return RunConfig.model_validate(config)
-    except ValidationError:
+        return stored_config(config)
+    except ConfigError:
         return None

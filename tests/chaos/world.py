@@ -55,8 +55,7 @@ class World:
     def __init__(self, home: Path, store: StoreKind, *, seed: int, settings: Sequence[str] = ()) -> None:
         self.home, self.kind = home, store
         self.random = random.Random(seed)
-        carrier = f"placement.hub_local={str(store == 'file').lower()}"  # both are put to the test
-        self.settings = (*SETTINGS, carrier, *settings)
+        self.settings = (*SETTINGS, *settings)
         self.prefect, self.mlflow = prefect_server(home), mlflow_server(home)
         self.proxy: FaultyProxy | None = None
         self._directory = home / "runs"

@@ -101,9 +101,9 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
     asyncio.run(main())
 
 
-def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restart_hub: bool, is_local: bool) -> None:
+def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restart_hub: bool) -> None:
     torch.set_num_threads(1)
-    config = make_run(url, *OVERRIDES, f"placement.hub_local={str(is_local).lower()}")
+    config = make_run(url, *OVERRIDES)
     engine, learner = build_engine(config), build_alone(config)  # transformers loads models in one thread at a time
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -154,8 +154,8 @@ def join(threads: list[threading.Thread]) -> None:
 def test_losing_every_third_message_and_the_hub_changes_no_trained_row(tmp_path, monkeypatch, prepared_model):
     monkeypatch.setenv("PIPELINERL_TOKEN", TOKEN)
     clean, faulty = str(tmp_path / "clean"), str(tmp_path / "faulty")
-    run_all(clean, tmp_path / "clean.log", None, restart_hub=False, is_local=False)
-    run_all(faulty, tmp_path / "faulty.log", every_third(), restart_hub=True, is_local=True)
+    run_all(clean, tmp_path / "clean.log", None, restart_hub=False)
+    run_all(faulty, tmp_path / "faulty.log", every_third(), restart_hub=True)
     expected, found = trained_rows(clean), trained_rows(faulty)
     assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1))
     for step in expected:

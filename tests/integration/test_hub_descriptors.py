@@ -29,7 +29,7 @@ class FewDescriptors:
     """A hub process, and what is to be seen of it from outside."""
 
     def __init__(self, run: Path) -> None:
-        values = {"placement": {"hub_local": False, "metrics_host": ""}}
+        values = {"placement": {"metrics_host": ""}}
         config = build_config(values).model_dump(mode="json")
         record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
         open_store(str(run)).put("run.json", record.model_dump_json().encode())

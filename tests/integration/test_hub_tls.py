@@ -27,7 +27,6 @@ from tests.integration.pipeline import (
     wait_for,
 )
 
-TLS = ("placement.hub_tls=true", "placement.hub_local=false")  # else roles of one host would not use it
 CREDENTIALS = make_credentials()
 
 
@@ -110,7 +109,7 @@ def record_of(tmp_path: Path, boot: str = "") -> HubRecord:
 
 def test_an_actor_goes_on_when_the_hub_comes_back_at_the_same_address_with_another_certificate(tmp_path):
     url, log = f"file://{tmp_path}/run", tmp_path / "hub.log"
-    make_run(url, *TLS)
+    make_run(url, "placement.hub_tls=true")
     link = HubLink(
         open_store(url), token=TOKEN, role="actor", name="actor-0",
         registration=lambda: Register(role="actor", name="actor-0", epoch=1), retry_seconds=0.3,
@@ -119,7 +118,7 @@ def test_an_actor_goes_on_when_the_hub_comes_back_at_the_same_address_with_anoth
         first = record_of(tmp_path)
         link.connect()
         assert isinstance(link.request(sync(link.boot_id)), SyncReply)
-    make_run(url, *TLS, f"placement.hub_port={urlsplit(first.url).port}")
+    make_run(url, "placement.hub_tls=true", f"placement.hub_port={urlsplit(first.url).port}")
     with role("hub", url, log):
         answer = link.request(sync(first.boot_id))
         assert answer.kind == "refused"  # by the new hub, which it has registered with
@@ -141,7 +140,7 @@ def sync(boot_id: str) -> Sync:
 @pytest.mark.timeout(600)
 def test_a_run_over_tls_survives_its_hub(tmp_path, prepared_model):
     url, log = f"file://{tmp_path}/run", tmp_path / "roles.log"
-    make_run(url, *TLS, "trainer.steps=8", "trainer.groups_per_step=8", "eval.num_prompts=0")
+    make_run(url, "placement.hub_tls=true", "trainer.steps=8", "trainer.groups_per_step=8", "eval.num_prompts=0")
     with role("trainer", url, log) as trainer, role("actor", url, log) as actor:
         with role("hub", url, log) as hub:
             wait_for(lambda: committed_steps(url) >= 3, "step 3", seconds=180)

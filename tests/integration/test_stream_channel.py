@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ import pyarrow.flight as fl
 import pytest
 
 from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
-from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync
+from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync, encode
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.storage.object_store import open_store
@@ -45,17 +44,12 @@ SYNC = Sync(
 class Channel:
     """A server around a service, and the clients that a test opens; all are closed at its end."""
 
-    carrier = "flight"
-
     def __init__(self, service):
         self.service = service
         self.server = HubServer(service, host="127.0.0.1", port=0, token=TOKEN, max_tokens_per_row=100)
         self.server.start()
+        self.url = self.server.url
         self.clients = []
-
-    @property
-    def url(self):
-        return self.server.url if self.carrier == "flight" else self.server.local_url
 
     def client(self, role="actor", name="actor-0", **options):
         self.clients.append(HubClient(self.url, token=TOKEN, role=role, name=name, **options))
@@ -67,15 +61,8 @@ class Channel:
         assert self.server.shutdown(30.0)
 
 
-@pytest.fixture(params=["flight", "local"], autouse=True)
-def carrier(request, monkeypatch):
-    """Every test is about both: Arrow Flight, and the Unix socket on the hub's own host."""
-    monkeypatch.setattr(Channel, "carrier", request.param)
-    return request.param
-
-
 @pytest.fixture
-def channel(carrier):
+def channel():
     made = Channel(QueueHub(credit=2))
     yield made
     made.close()
@@ -96,10 +83,10 @@ def step_rows(client, step):
     return client.request_rows(Rows(step=step, groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups)))
 
 
-def raw_exchange(url, schema=ROLLOUT_SCHEMA, token=TOKEN):
+def raw_exchange(url, schema=ROLLOUT_SCHEMA, token=TOKEN, role="actor"):
     client = fl.FlightClient(url, generic_options=[("grpc.use_local_subchannel_pool", 1)])
     options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
-    command = json.dumps({"role": "actor", "name": "raw"}).encode()
+    command = json.dumps({"role": role, "name": "raw"}).encode()
     writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
     writer.begin(schema)
     return client, writer, reader
@@ -390,9 +377,9 @@ def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypat
     desk = channel.server._desk
     welcome = desk.welcome
 
-    def late(who, writer, **options):
+    def late(who, writer):
         assert channel.gate.wait(60)  # the client thinks that it is connected; the hub does not know its name yet
-        return welcome(who, writer, **options)
+        return welcome(who, writer)
 
     channel.gate = threading.Event()
     monkeypatch.setattr(desk, "welcome", late)
@@ -409,6 +396,54 @@ def test_a_peer_is_announced_when_it_comes_and_when_it_goes(channel):
     assert channel.service.wait_for(disconnections=2, seconds=5)
     assert channel.service.connections == channel.service.disconnections == ["actor/first#1", "actor/second#2"]
     assert [request.kind for request in channel.service.received] == ["bye"]
+
+
+def test_two_peers_of_one_name_are_two(channel):
+    first, second = channel.client(name="twin"), channel.client(name="twin")
+    first.close()
+    assert channel.service.wait_for(disconnections=1, seconds=60)
+    assert channel.service.disconnections == ["actor/twin#1"]
+    assert second.request(SYNC).kind == "sync_reply"
+
+
+def test_peers_that_come_and_go_leave_nothing_behind(channel):
+    for number in range(20):
+        name, says_bye = f"guest-{number}", number % 4 < 2
+        channel.client(("actor", "trainer")[number % 2], name).close(bye=says_bye)
+    assert channel.service.wait_for(disconnections=20, seconds=60)
+    assert sorted(channel.service.disconnections) == sorted(channel.service.connections)
+    wait_for(lambda: not [thread for thread in threading.enumerate() if "guest" in thread.name], "their threads")
+    assert channel.server._desk._peers == {}
+
+
+def fail(*arguments):
+    raise KeyError("a secret of the hub")
+
+
+@pytest.mark.parametrize("role", ["actor", "trainer"])
+def test_a_service_that_fails_at_a_coming_turns_the_peer_away_and_serves_on(channel, monkeypatch, role):
+    with monkeypatch.context() as context:
+        context.setattr(channel.service, "connected", fail)
+        client, writer, reader = raw_exchange(channel.url, role=role)
+        with pytest.raises(fl.FlightInternalError) as caught:
+            reader.read_chunk()
+        assert "the hub ended the exchange: KeyError" in str(caught.value)
+        assert "secret" not in str(caught.value)
+        with pytest.raises(fl.FlightInternalError):
+            writer.close()
+        client.close()
+    assert channel.server._desk._peers == {}
+    assert send_group(channel.client(), 0).note == "new"
+
+
+def test_a_service_that_fails_at_a_going_ends_nobody_else(channel, monkeypatch, caplog):
+    other = channel.client(name="other")
+    with monkeypatch.context() as context:
+        context.setattr(channel.service, "disconnected", fail)
+        channel.client().close()
+        wait_for(lambda: "exchange failed" in caplog.text, "its going")
+    assert other.request(SYNC).kind == "sync_reply"
+    assert send_group(channel.client(name="next"), 0).note == "new"
 
 
 def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
@@ -429,10 +464,7 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent():
 
 def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
     store = open_store(str(tmp_path))
-    record = HubRecord(
-        url=channel.server.url, local_url=channel.server.local_url if channel.carrier == "local" else "",
-        boot_id="boot", host=socket.gethostname(), pid=1, process_started_at=0.0, beat=time.time(),
-    )  # fmt: skip
+    record = HubRecord(url=channel.url, boot_id="boot", host="", pid=1, process_started_at=0.0, beat=time.time())
     store.put(HUB_KEY, record.model_dump_json().encode())
     asked, gate = threading.Event(), threading.Event()
 
@@ -472,7 +504,7 @@ def test_a_failing_credit_callback_loses_the_connection_loudly(channel):
 
 
 @pytest.fixture
-def start_hub(carrier):
+def start_hub():
     processes = []
 
     def start():
@@ -484,8 +516,7 @@ def start_hub(carrier):
             env={**os.environ, "PIPELINERL_TOKEN": TOKEN},
         )
         processes.append(process)
-        urls = process.stdout.readline().split()
-        return process, urls[0 if carrier == "flight" else 1]
+        return process, process.stdout.readline().strip()
 
     yield start
     for process in processes:
@@ -598,7 +629,6 @@ def test_closing_towards_a_frozen_hub_is_bounded(start_hub):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("carrier", ["flight"], indirect=True)  # what a socket does not take waits in memory
 def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
     client, writer, reader = raw_exchange(channel.url)
     wait_for(lambda: channel.service.connections, "the exchange")
@@ -616,3 +646,17 @@ def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
         writer.close()
     client.close()
     assert not is_held_up
+
+
+def test_a_trainer_that_reads_no_rows_holds_up_itself_alone(channel):
+    actor = channel.client()
+    rollouts = build_group(0, group_id=3, size=64, num_tokens=100)
+    assert actor.request(group_message(rollouts), encode_rollouts("run", rollouts)).note == "new"
+    client, writer, reader = raw_exchange(channel.url, role="trainer")
+    asked = Rows(step=1, groups=((3, 0),))
+    for number in range(200):  # 70 KB of rows each, more than Flight takes for a peer that does not read
+        writer.write_metadata(encode(asked.model_copy(update={"id": number})))
+    wait_for(lambda: sum(isinstance(request, Rows) for request in channel.service.received) > 1, "its first rows")
+    assert [actor.request(SYNC).kind for _ in range(20)] == ["sync_reply"] * 20
+    assert [json.loads(reader.read_chunk().app_metadata.to_pybytes())["re"] for _ in range(200)] == list(range(200))
+    leave(client, writer, reader)

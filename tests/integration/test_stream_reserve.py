@@ -16,13 +16,13 @@ TOKEN = "a-test-token"
 NUM_GROUPS = 4
 
 
-@pytest.fixture(params=["flight", "local"])
-def hub(request):
+@pytest.fixture
+def hub():
     """A hub with the groups of two steps."""
     service = QueueHub(credit=2 * NUM_GROUPS, groups_per_step=NUM_GROUPS)
     server = HubServer(service, host="127.0.0.1", port=0, token=TOKEN)
     server.start()
-    service.url = server.url if request.param == "flight" else server.local_url
+    service.url = server.url
     actor = HubClient(service.url, token=TOKEN, role="actor", name="actor-0")
     for group_id in range(2 * NUM_GROUPS):
         rollouts = build_group(0, group_id=group_id)

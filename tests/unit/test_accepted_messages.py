@@ -90,7 +90,7 @@ EPOCHS = {"intruder": 3, "other": 4, "honest": 5}
 
 
 class Wire:
-    """A peer's end: bytes in, bytes out, as over a carrier."""
+    """A peer's end: bytes in, bytes out, as over Flight."""
 
     def __init__(self, desk: Desk, role: str, name: str) -> None:
         self._desk = desk

@@ -1,7 +1,6 @@
-"""Which carrier a role takes to its hub: the socket of its own host where somebody listens there, else Flight."""
+"""How a role finds its hub and how long it looks for one."""
 
 import socket
-import threading
 import time
 from types import SimpleNamespace
 
@@ -10,36 +9,23 @@ import pytest
 from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
 from pipelinerl_core.messages import Bye, Register
 from pipelinerl_core.records import HUB_KEY, HubRecord
-from pipelinerl_core.roles.hub_link import HubLink, addresses
+from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.stream_hub import QueueHub
 
 TOKEN = "a-test-token"
-NOBODY = "unix-abstract:pipelinerl-nobody"
 
 
 def record(**fields) -> HubRecord:
-    values = {"url": "grpc://10.0.0.1:1", "local_url": NOBODY, "host": socket.gethostname(), **fields}
-    return HubRecord(boot_id="boot", pid=1, process_started_at=0.0, beat=time.time(), **values)
+    values = {"url": "grpc://127.0.0.1:1", "host": socket.gethostname(), "beat": time.time(), **fields}
+    return HubRecord(boot_id="boot", pid=1, process_started_at=0.0, **values)
 
 
-def test_on_the_hubs_host_its_socket_is_nearest_and_flight_is_left():
-    assert addresses(record()) == (NOBODY, "grpc://10.0.0.1:1")
-
-
-def test_on_another_host_there_is_flight_alone():
-    assert addresses(record(host=socket.gethostname() + "-2")) == ("grpc://10.0.0.1:1",)
-
-
-def test_a_hub_without_a_socket_has_flight_alone():
-    assert addresses(record(local_url="")) == ("grpc://10.0.0.1:1",)
-
-
-def test_a_hub_of_an_earlier_release_says_nothing_of_a_socket():
-    said = record().model_dump()
-    del said["local_url"]
-    assert addresses(HubRecord.model_validate(said)) == ("grpc://10.0.0.1:1",)
+def test_hub_json_of_an_earlier_version_is_read():
+    """The hubs of some versions had a second address, for roles of their host."""
+    said = {**record().model_dump(), "local_url": "unix-abstract:pipelinerl-nobody"}
+    assert HubRecord.model_validate(said) == record(beat=said["beat"])
 
 
 @pytest.fixture
@@ -70,56 +56,19 @@ def link_to(tmp_path):
         link.close(bye=False)
 
 
-def test_the_socket_is_taken_where_the_hub_listens(server, link_to):
-    link = link_to(record(url=server.url, local_url=server.local_url))
-    assert link.connect().boot_id == "boot"
-    assert link._client.url == server.local_url
-
-
-def test_flight_is_taken_when_nobody_listens_at_the_socket(server, link_to):
-    """As in a container of the hub's host name with a network of its own."""
-    link = link_to(record(url=server.url, local_url=NOBODY))
+def test_a_link_goes_where_hub_json_says(server, link_to):
+    link = link_to(record(url=server.url))
     assert link.connect().boot_id == "boot"
     assert link._client.url == server.url
 
 
-def test_flight_is_taken_when_the_socket_belongs_to_something_else(server, link_to):
-    """Whatever it answers to a hello."""
-    for answer in (b"HTTP/1.1 400 Bad Request\r\n", b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}", b""):
-        other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        other.bind("\0pipelinerl-something-else")
-        other.listen()
-        link = link_to(record(url=server.url, local_url="unix-abstract:pipelinerl-something-else"))
-        assert answered(other, answer, link) == server.url
-        link.close(bye=False)
-        other.close()
-
-
-def answered(other: socket.socket, answer: bytes, link: HubLink) -> str:
-    """Where the link ends up when `other` says this to whoever comes first."""
-
-    def say() -> None:
-        connection, _ = other.accept()
-        connection.sendall(answer)
-        connection.shutdown(socket.SHUT_WR)
-        while connection.recv(1 << 16):
-            pass
-        connection.close()
-
-    thread = threading.Thread(target=say)
-    thread.start()
-    link.connect()
-    thread.join(60)
-    return link._client.url
-
-
-def test_a_wrong_token_is_said_and_not_tried_elsewhere(server, link_to):
-    link = link_to(record(url="grpc://127.0.0.1:1", local_url=server.local_url), token="another")
+def test_a_wrong_token_is_said_at_once(server, link_to):
+    link = link_to(record(url=server.url), token="another", deadline_seconds=3600.0)
     with pytest.raises(ConfigError, match="refuses the token"):
         link.connect()
 
 
-def test_a_hub_that_is_at_neither_is_named_by_its_url(link_to):
+def test_a_hub_that_is_not_there_is_named_by_its_url(link_to):
     link = link_to(record(url="grpc://127.0.0.1:1"))
     with pytest.raises(HubUnavailable, match=r"no hub at grpc://127\.0\.0\.1:1"):
         link.connect()
@@ -137,7 +86,7 @@ def test_a_hub_that_has_left_after_the_last_step_is_not_waited_for(link_to):
 
 
 def test_who_loses_a_hub_that_has_left_for_good_hears_that_the_run_is_over(server, link_to):
-    found = record(url=server.url, local_url=server.local_url)
+    found = record(url=server.url)
     link = link_to(found, deadline_seconds=60.0)
     link.connect()
     server.shutdown(60.0)
@@ -167,7 +116,7 @@ def test_the_last_word_has_a_deadline_of_its_own(link_to):
 
 
 def test_a_link_that_was_closed_meanwhile_opens_nothing(server, link_to):
-    link = link_to(record(url=server.url, local_url=server.local_url))
+    link = link_to(record(url=server.url))
     link.close()
     with pytest.raises(HubUnavailable, match="closed"):
         link.connect()

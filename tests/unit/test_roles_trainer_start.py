@@ -70,7 +70,7 @@ def test_a_hub_that_has_not_heard_of_the_last_commit_hears_of_it(context):
     server = HubServer(hub, host="127.0.0.1", port=0, token=context.token)
     server.start()
     found = HubRecord(
-        url=server.url, local_url=server.local_url, host=socket.gethostname(), boot_id="boot", pid=1,
+        url=server.url, host=socket.gethostname(), boot_id="boot", pid=1,
         process_started_at=0.0, beat=time.time(),
     )  # fmt: skip
     context.store.put(HUB_KEY, found.model_dump_json().encode())

@@ -1,5 +1,6 @@
 """Several groups in one write, both ways."""
 
+import threading
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -13,13 +14,12 @@ from pipelinerl_core.stream.bundles import (
     BUNDLE_BYTES,
     GROUPS_BYTES,
     Frame,
-    Written,
     as_one,
     bundled,
     together,
     unbundled,
 )
-from pipelinerl_core.stream.checks import check_group, check_rows
+from pipelinerl_core.stream.checks import apart, check_group, check_rows
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.door import parse
@@ -88,7 +88,7 @@ def test_what_fails_in_the_middle_is_heard_of():
 def frame(group_id: int, num_tokens: int = 5, *, is_group: bool = True) -> Frame:
     rollouts = build_group(0, group_id=group_id, size=2, num_tokens=num_tokens)
     message = Group(id=100 + group_id, lease_id=f"{group_id}.0.b", ref=group_ref(rollouts))
-    return Frame(encode(message), encode_rollouts("run", rollouts) if is_group else None, is_group, Written())
+    return Frame(encode(message), encode_rollouts("run", rollouts) if is_group else None, is_group, threading.Event())
 
 
 def test_groups_that_are_sent_together_are_one_message():
@@ -116,12 +116,25 @@ class Service:
     def disconnected(self, peer): ...
 
     def handle(self, peer, request, rows):
+        yield self._take(request, rows), None
+
+    def handle_groups(self, peer, groups, rows):
+        parts = apart([group.ref for group in groups], rows)
+        return [self._answer(group, part) for group, part in zip(groups, parts, strict=True)]
+
+    def _answer(self, group, rows):
+        try:
+            return self._take(group, rows)
+        except StaleLease as error:
+            return error
+
+    def _take(self, group, rows):
         check_rows(rows)
-        check_group(request.ref, rows)
-        if request.ref.group_id == 13:
+        check_group(group.ref, rows)
+        if group.ref.group_id == 13:
             raise StaleLease("not in force")
-        self.groups.append(request.ref.group_id)
-        yield Ack(re=request.id), None
+        self.groups.append(group.ref.group_id)
+        return Ack(re=group.id)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from pipelinerl_core.roles.addresses import is_loopback
-from pipelinerl_core.stream.exchanges import CERTIFIED_NAME
+from pipelinerl_core.stream.connection import CERTIFIED_NAME
 from pipelinerl_core.stream.tls import make_credentials
 
 

@@ -1,0 +1,71 @@
+"""Keys that are gone: ignored in stored runs of an earlier version, refused in one line everywhere else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.config import RunConfig, known_keys, load_config, resume_config, stored_config
+from pipelinerl_core.config.dropped import DROPPED
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
+from pipelinerl_core.roles.context import change_for_resume, open_run
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tracking.advice import Evidence, advice
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_dropped(config: RunConfig) -> dict:
+    """As an earlier version has stored it."""
+    values = config.model_dump(mode="json")
+    for key in DROPPED:
+        section, _, name = key.partition(".")
+        values[section][name] = True
+    return values
+
+
+def test_a_stored_configuration_is_read_without_them():
+    config = load_config("quickstart")
+    assert stored_config(with_dropped(config)) == config
+    waited = Evidence(trainer_idle=0.4, actor_idle=0.1, delay_seconds=0.0, waits={"engine": 9.0}, spread=None)
+    assert advice(waited, {}, with_dropped(config)) == advice(waited, {}, config.model_dump())
+    assert advice(waited, {}, with_dropped(config))["advice"]
+
+
+def test_any_other_unknown_key_of_a_stored_configuration_is_refused():
+    with pytest.raises(ConfigError, match=r"placement\.hub_locale: no such key"):
+        stored_config({"placement": {"hub_locale": True}})
+
+
+def test_a_stored_run_and_its_resumes_are_opened_without_them(tmp_path):
+    store = open_store(str(tmp_path))
+    stored = with_dropped(load_config("quickstart"))
+    record = RunRecord(run_id="run", created_at=0.0, code_version="0.1.0", config=stored)
+    store.put(RUN_KEY, record.model_dump_json().encode())
+    overrides = (*(f"{key}=false" for key in DROPPED), "trainer.pack_tokens=4096")
+    store.put(RESUME_KEY, ResumeRecord(overrides=overrides, at=0.0).model_dump_json().encode())
+    config = open_run(str(tmp_path)).config
+    assert config == load_config("quickstart", ["trainer.pack_tokens=4096"])
+    change_for_resume(store, config, ["placement.threads=2"])
+    kept = ResumeRecord.model_validate_json(store.get(RESUME_KEY)).overrides
+    assert kept == ("trainer.pack_tokens=4096", "placement.threads=2")
+
+
+@pytest.mark.parametrize("key", DROPPED)
+def test_an_override_of_one_is_refused_in_one_line(key):
+    assert key not in known_keys()
+    for load in (load_config, lambda _, overrides: resume_config(load_config("quickstart"), overrides)):
+        with pytest.raises(ConfigError) as raised:
+            load("quickstart", [f"{key}=true"])
+        assert str(raised.value) == f"{key}: {DROPPED[key]}. Remove the key"
+
+
+def test_the_command_line_and_a_file_end_with_exit_code_2(tmp_path):
+    (tmp_path / "mine.toml").write_text("[placement]\nhub_local = true\n")
+    for arguments in (["quickstart", "placement.hub_local=false"], [str(tmp_path / "mine.toml")]):
+        command = [sys.executable, "-m", "flows.cli", "train", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+        assert "placement.hub_local: dropped after 0.1.0: roles on the hub's host use Arrow Flight" in ended.stderr
