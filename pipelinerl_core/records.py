@@ -25,6 +25,7 @@ from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone, Total
 from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
 
+FORMAT_VERSION = 1
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
@@ -117,8 +118,8 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    format_version: Count = 1
-    """Readers refuse another major version by name."""
+    format_version: Count = FORMAT_VERSION
+    """`run.reading.read_record`, through which every record is read, refuses another version by name."""
 
 
 class RunRecord(Record):

@@ -28,9 +28,7 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.stream.server import HubServer
-from pipelinerl_core.types import GroupRef
-
-GroupKey = tuple[int, int]
+from pipelinerl_core.types import GroupKey, GroupRef
 
 
 class QueueHub:

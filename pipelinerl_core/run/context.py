@@ -11,8 +11,8 @@ from pipelinerl_core.config import RunConfig, build_config, resume_config
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import read_record
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
@@ -63,7 +63,7 @@ def open_run(url: str) -> RunContext:
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
     """What the newest resume has changed."""
     try:
-        return ResumeRecord.model_validate_json(store.get(RESUME_KEY)).overrides
+        return read_record(store, RESUME_KEY, ResumeRecord).overrides
     except MissingObject:
         return ()
 
