@@ -8,7 +8,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows.parameters import described
-from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.run.context import open_run
 from tasks.role_tasks import run_evaluation
 from tasks.runs import locate_run
 

@@ -5,7 +5,7 @@ from threading import Event
 from typing import Any
 
 from pipelinerl_core.records import REPORT_HTML_KEY
-from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.run.context import open_run
 from tasks.roles import evaluate
 from tasks.runs import run_url
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from flows.console import answer, say
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.context import log_directory, open_run
+from pipelinerl_core.run.context import log_directory, open_run
 from tasks.role_logs import digest_rows, follow, log_files, tail
 
 

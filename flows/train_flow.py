@@ -15,8 +15,8 @@ from pydantic import Field
 from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.records import eval_key
-from pipelinerl_core.roles.context import RunContext, change_for_resume, open_run
-from pipelinerl_core.roles.control import wants_drain
+from pipelinerl_core.run.context import RunContext, change_for_resume, open_run
+from pipelinerl_core.run.drain import wants_drain
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew, hub_token
 from tasks.preflight import preflight

@@ -4,6 +4,7 @@ PipelineRLError
  +-- ConfigError            the user asked for something impossible: one line, exit code 2
  +-- StoreError             the object store refused or lost something
  |    +-- MissingObject     a key that a manifest or commit names is not there
+ |    +-- BrokenRecord      a record of a run is broken, or of another format version
  |    +-- ChecksumMismatch  bytes differ from the sha256 recorded for them
  +-- StreamError            the channel between a role and the hub
  |    +-- SchemaMismatch    rows of another major schema version, or malformed
@@ -35,6 +36,10 @@ class StoreError(PipelineRLError):
 
 class MissingObject(StoreError):
     """An object that a manifest or commit names does not exist."""
+
+
+class BrokenRecord(StoreError):
+    """A record of a run is broken, has a number out of its range, or has another format version."""
 
 
 class ChecksumMismatch(StoreError):

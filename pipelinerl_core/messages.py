@@ -240,17 +240,9 @@ class Ack(Message):
     note: str = ""
 
 
-class Reserved(Message):
-    """Answer to reserve: the groups of the step, or is_ready=False."""
+class LedgerSnapshot(BaseModel):
+    """The ledger at the reservation of a step: the answer to `reserve` and the commit of the step have its fields."""
 
-    kind: Literal["reserved"] = "reserved"
-    re: Count
-    is_ready: bool
-    groups: tuple[GroupRef, ...] = ()
-    num_following: Count = 0
-    """Of them, how many follow at once with their rows."""
-    fates: tuple[FateRecord, ...] = ()
-    """Untrained fates since the last commit: the commit of this step records them."""
     next_group_id: Count = 0
     """Prompt frontier: no group at or beyond it was ever leased."""
     open_groups: tuple[Count, ...] = ()
@@ -263,6 +255,19 @@ class Reserved(Message):
     """Length-bias meter: the same classes, over the tokens whose rows have arrived."""
     waits: dict[str, Number] = Field(default_factory=dict)
     """Cause -> seconds that trainer and actors have waited since the run began."""
+
+
+class Reserved(LedgerSnapshot, Message):
+    """Answer to reserve: the groups of the step, or is_ready=False."""
+
+    kind: Literal["reserved"] = "reserved"
+    re: Count
+    is_ready: bool
+    groups: tuple[GroupRef, ...] = ()
+    num_following: Count = 0
+    """Of them, how many follow at once with their rows."""
+    fates: tuple[FateRecord, ...] = ()
+    """Untrained fates since the last commit: the commit of this step records them."""
     swaps: tuple[dict[str, Any], ...] = ()
     """SwapRecord of every swap heard of since the last commit."""
     actors: dict[str, dict[str, Any]] = Field(default_factory=dict)

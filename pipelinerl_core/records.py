@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone, Total
-from pipelinerl_core.types import FileEntry, LengthTotals, WeightManifest
+from pipelinerl_core.messages import FateRecord, LedgerSnapshot
+from pipelinerl_core.ranges import Count, Finite, Number, Seconds, Step, StepOrNone
+from pipelinerl_core.types import FileEntry, WeightManifest
 
+FORMAT_VERSION = 1
 RUN_KEY = "run.json"
 HUB_KEY = "hub.json"
 CONTROL_KEY = "control.json"
@@ -117,8 +118,8 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
-    format_version: Count = 1
-    """Readers refuse another major version by name."""
+    format_version: Count = FORMAT_VERSION
+    """`run.reading.read_record`, through which every record is read, refuses another version by name."""
 
 
 class RunRecord(Record):
@@ -246,7 +247,7 @@ class CheckpointRef(Record):
     epoch: Count
 
 
-class Commit(Record):
+class Commit(LedgerSnapshot, Record):
     """commits/<step>.<k>.json. Step 0 commits the initial weights."""
 
     run_id: str
@@ -261,15 +262,6 @@ class Commit(Record):
     checkpoint: CheckpointRef | None
     fates: tuple[FateRecord, ...] = ()
     """Fate of every group decided since the commit before, `trained` included."""
-    next_group_id: Count = 0
-    open_groups: tuple[Count, ...] = ()
-    low_water: dict[str, Count] = Field(default_factory=dict)
-    tokens: dict[str, Total] = Field(default_factory=dict)
-    """Token ledger at the reservation of this step."""
-    lengths: dict[str, LengthTotals] = Field(default_factory=dict)
-    """Length-bias meter at the reservation of this step."""
-    waits: dict[str, Number] = Field(default_factory=dict)
-    """Seconds that trainer and actors have waited since the run began, by cause, this reservation included."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
     """Keys of tracking/metrics.py."""
     swaps: tuple[SwapRecord, ...] = ()

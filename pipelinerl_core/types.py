@@ -322,6 +322,10 @@ class WeightManifest:
         return sum(entry.size for entry in self.files)
 
 
+GroupKey = tuple[int, int]
+"""(group_id, attempt)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
     """Names one finished group exactly."""

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipelinerl_core.roles.context import TOKEN_VARIABLE
+from pipelinerl_core.run.context import TOKEN_VARIABLE
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 

@@ -18,9 +18,10 @@ from pipelinerl_core.config.model_path import seeded_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import REPORT_JSON_KEY, RUN_KEY
+from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tracking.comparison import has_reached, rewards_of
-from pipelinerl_core.tracking.evaluations import durable_versions, has_passed, next_to_evaluate
+from pipelinerl_core.tracking.evaluations import has_passed, next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
 from tasks.runs import plain_name, run_url
 

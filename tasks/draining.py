@@ -6,10 +6,9 @@ from typing import Any
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.records import parse_commit_key
-from pipelinerl_core.roles.control import ask_to_drain
+from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import read_hub
-from tasks.runs import is_live
 
 
 def drain(url: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE, Commit, holds_adapters
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.versions import find_commit
 from tasks.commands import guarded, role_command, role_environment
 from tasks.scratch import own_temporary
 from tasks.supervise import EXIT_CONFIG
@@ -30,8 +30,8 @@ _MERGE_SECONDS = 1800.0
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     """Write a durable version and the starting model's other files into a new directory; returns what ORIGIN says.
 
-    version: a number, or `last`, the newest durable one. Raises ConfigError for a directory that has something in it,
-    a version that is not durable, or a starting model that is not on this host.
+    version: see `find_commit`. Raises ConfigError for a directory that has something in it, a
+    version that is not durable, or a starting model that is not on this host.
     """
     run = open_run(url)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -42,7 +42,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
             f"model.path={run.config.model.path}: the starting model is not on this host, and its configuration and "
             "tokenizer belong to the export. Run it where the model is"
         )
-    commit = _find(run, version)
+    commit = find_commit(run, version)
     data = _read(run, commit)
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
     file = directory / WEIGHTS_FILE
@@ -73,19 +73,6 @@ def with_metadata(data: bytes) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors begin at a multiple of eight bytes
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text + data[_LENGTH_BYTES + length :]
-
-
-def _find(run: RunContext, version: str) -> Commit:
-    keys = counted_commit_keys(run.store, read_epochs(run.store))
-    for step in sorted(keys, reverse=True):
-        if version in ("last", str(step)):
-            commit = read_commit(run.store, keys[step])
-            if commit.manifest is not None and commit.manifest.key:
-                return commit
-    raise ConfigError(
-        f"--version {version}: not durable (the newest step is {max(keys, default=-1)}, weights.durable_every="
-        f"{run.config.weights.durable_every}). `last` is the newest version that is"
-    )
 
 
 def _read(run: RunContext, commit: Commit) -> bytes:

@@ -7,11 +7,10 @@ import subprocess
 from types import FrameType
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.context import TOKEN_VARIABLE, open_run
+from pipelinerl_core.run.context import TOKEN_VARIABLE, open_run
+from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import read_hub
 from tasks.commands import guarded, role_command, role_environment
-from tasks.runs import is_live
 from tasks.scratch import own_temporary
 
 

@@ -29,7 +29,7 @@ from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
-from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext
+from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from tasks.roles import is_over
 from tasks.supervise import SETTLED_SECONDS, RoleFailed

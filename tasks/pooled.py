@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.run.context import open_run
 from tasks.placement import TRAINER, Crew, load_token
 from tasks.runs import remove_shared_memory
 

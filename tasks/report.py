@@ -6,7 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.tracking.html import write_report
 from pipelinerl_core.tracking.samples import token_decoder
 from tasks.comparison import PlannedRun

@@ -6,7 +6,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pipelinerl_core.records import EvalRecord
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.run.context import RunContext
 from tasks.roles import evaluate, supervise
 from tasks.supervise import RoleReport
 

@@ -8,14 +8,15 @@ from threading import Event
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.records import EvalRecord
-from pipelinerl_core.roles.context import RunContext, log_directory
-from pipelinerl_core.roles.control import wants_drain
-from pipelinerl_core.roles.history import is_complete, read_epochs
-from pipelinerl_core.tracking.evaluations import ALL, names_several
-from pipelinerl_core.tracking.follow import RunFollower, read_hub
+from pipelinerl_core.run.context import RunContext, log_directory
+from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.history import is_complete, read_epochs
+from pipelinerl_core.run.hub_status import is_live, read_hub
+from pipelinerl_core.run.versions import ALL, names_several
+from pipelinerl_core.tracking.follow import RunFollower
 from tasks.commands import role_command, role_environment
 from tasks.groups import is_descendant
-from tasks.runs import is_live, remove_shared_memory
+from tasks.runs import remove_shared_memory
 from tasks.supervise import SETTLED_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
 HUB_RETURN_SECONDS = 10.0

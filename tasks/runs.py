@@ -1,4 +1,4 @@
-"""Runs under a root: their ids, where RUN points, opening or creating one, and whether one is live."""
+"""Runs under a root: their ids, where RUN points, opening or creating one, and their shared memory."""
 
 import json
 import os
@@ -7,30 +7,25 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import RUN_KEY, HubRecord, RunRecord
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.history import read_epochs
+from pipelinerl_core.records import RUN_KEY, RunRecord
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.history import read_epochs
+from pipelinerl_core.run.hub_status import process_lives, refuse_second_hub
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import read_hub
 from tasks.groups import is_descendant
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
 DEFAULT_ROOT = "./runs"
 LATEST_KEY = "latest.json"
 """Under the root: the run that was started or resumed last."""
-BEAT_SECONDS = 5.0
-"""A hub.json that was rewritten more recently than this belongs to a live hub."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHORT_COMMIT = 7
 _GIT_SECONDS = 5.0
@@ -147,37 +142,9 @@ def local_directory(url: str) -> Path | None:
     return Path(url.removeprefix("file://")) if url.startswith("file://") else None
 
 
-def is_live(hub: HubRecord | None) -> bool:
-    """Whether somebody runs this run: its hub's process lives on this host, or its beat from another one is fresh.
-
-    The last beat of a hub says that it has left.
-    """
-    if hub is None:
-        return False
-    if hub.host != socket.gethostname():
-        return hub.live.get("state") not in ("stopped", "done") and time.time() - hub.beat < BEAT_SECONDS
-    # A reused pid has another start time.
-    return _process_lives(hub.pid, lambda started_at: abs(started_at - hub.process_started_at) < 1.0)
-
-
-def _process_lives(pid: int, is_same: Callable[[float], bool]) -> bool:
-    """Whether there is a process of this pid whose start time `is_same`; one that nobody reaps does not live."""
-    try:
-        process = psutil.Process(pid)
-        return bool(is_same(process.create_time()) and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def refuse_if_live(url: str) -> None:
     """ConfigError when somebody runs this run already."""
-    hub = read_hub(open_store(url))
-    if hub is not None and is_live(hub):
-        age = time.time() - hub.beat
-        raise ConfigError(
-            f"{url}: this run is live: its hub has pid {hub.pid} on {hub.host} and beat {age:.1f} s ago. "
-            "Stop it first, or follow it with `pipelinerl status`"
-        )
+    refuse_second_hub(open_store(url), ConfigError)
 
 
 def shared_memory_of(run_id: str) -> Path:
@@ -199,4 +166,4 @@ def _is_trained_here(run: RunContext) -> bool:
     newest = max(trainers, key=lambda record: record.epoch, default=None)
     if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # ours is about to end
         return False
-    return _process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)
+    return process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)

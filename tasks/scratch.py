@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pipelinerl_core.roles.context import OUTER_TEMPORARY_VARIABLE, outer_temporary
+from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, outer_temporary
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,9 @@ from uuid import UUID
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import STARTS_KEY, StartsRecord
-from pipelinerl_core.roles.control import forget_wishes, wants_drain
-from pipelinerl_core.roles.history import counted_commit_keys, read_epochs
+from pipelinerl_core.run.drain import forget_wishes, wants_drain
+from pipelinerl_core.run.history import counted_commit_keys, read_epochs
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.storage.object_store import open_store
 from tasks.automations import was_resumed
 
@@ -63,7 +64,7 @@ def _was_resumed(flow_run_id: str) -> bool:
 
 def _read(store: ObjectStore) -> StartsRecord | None:
     try:
-        return StartsRecord.model_validate_json(store.get(STARTS_KEY))
+        return read_record(store, STARTS_KEY, StartsRecord)
     except MissingObject:
         return None
 

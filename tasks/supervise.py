@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event
 
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
-from pipelinerl_core.roles.context import RESTARTS_VARIABLE
+from pipelinerl_core.run.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
 from tasks.groups import kill_group
 from tasks.role_logs import RoleLog

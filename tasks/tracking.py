@@ -21,8 +21,10 @@ from prefect.artifacts import (
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
-from pipelinerl_core.roles.context import RunContext, log_directory
-from pipelinerl_core.tracking.follow import RunFollower, forward, read_hub, read_record
+from pipelinerl_core.run.context import RunContext, log_directory
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.tracking.follow import RunFollower, forward
 from pipelinerl_core.tracking.live import LiveView
 from pipelinerl_core.tracking.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
 from pipelinerl_core.tracking.samples import token_decoder

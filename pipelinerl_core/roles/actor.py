@@ -12,9 +12,7 @@ from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
-from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.group_member import GroupMember
-from pipelinerl_core.roles.history import is_complete
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
@@ -29,6 +27,8 @@ from pipelinerl_core.roles.process import (
     limit_threads,
     raise_descriptor_limit,
 )
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 

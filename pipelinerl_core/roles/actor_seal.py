@@ -10,11 +10,9 @@ from pipelinerl_core.messages import LeaseRef, Sealed
 from pipelinerl_core.roles.finished import FinishedGroup
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.stream.segments import SegmentWriter
+from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
-
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 
 LAST_WORD_SECONDS = 5.0
 """For a hub to hear of the last segments; without it, it reads what is in the store when it starts again."""

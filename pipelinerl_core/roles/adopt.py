@@ -16,8 +16,8 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit, holds_adapters
-from pipelinerl_core.roles.history import read_commit
 from pipelinerl_core.roles.replay import foreign_steps, replay_steps, restore, weights_sha256
+from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import SchemaMismatch, StoreError
+from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CheckpointManifest, Commit, checkpoint_prefix
-from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
 from pipelinerl_core.weights.files import verify
@@ -265,7 +266,11 @@ class Audit:
         prefix = checkpoint_prefix(step, epoch)
         if not self._store.exists(f"{prefix}/manifest.json"):
             return
-        manifest = CheckpointManifest.model_validate_json(self._store.get(f"{prefix}/manifest.json"))
+        try:
+            manifest = read_record(self._store, f"{prefix}/manifest.json", CheckpointManifest)
+        except BrokenRecord as error:
+            self.damaged.append(str(error))
+            return
         for entry in manifest.files:
             _, wrong = self._file(f"{prefix}/{entry.name}", entry)
             self.damaged += filter(None, [wrong])

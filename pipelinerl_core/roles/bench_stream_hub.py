@@ -20,13 +20,15 @@ from typing import Any
 import psutil
 
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.errors import HubUnavailable, MissingObject, PipelineRLError
+from pipelinerl_core.errors import HubUnavailable, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Ack, Committed, FateRecord, Register, Registered, Reserve, Reserved, Rows
 from pipelinerl_core.records import HUB_KEY, RUN_KEY, HubRecord, RunRecord
 from pipelinerl_core.roles.bench_stream_actors import Seal
 from pipelinerl_core.roles.bench_stream_rows import GROUP_SIZE, RUN_ID
-from pipelinerl_core.roles.context import TOKEN_VARIABLE
+from pipelinerl_core.run.context import TOKEN_VARIABLE
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import flat_list
@@ -137,16 +139,16 @@ class HubUnderLoad:
 
     def live(self) -> dict[str, Any]:
         """What hub.json says, a second old at most."""
-        return HubRecord.model_validate_json(self.store.get(HUB_KEY)).live
+        return read_record(self.store, HUB_KEY, HubRecord).live
 
     def hub_url(self) -> str:
         """Where the hub listens."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.hub.poll() is None:
-            try:
-                return HubRecord.model_validate_json(self.store.get(HUB_KEY)).url
-            except MissingObject:
-                time.sleep(0.02)
+            hub = read_hub(self.store)
+            if hub is not None:
+                return hub.url
+            time.sleep(0.02)
         raise HubUnavailable(f"the hub did not start: {self._log.read_text()[-500:]}")
 
     def connect_actors(self) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.messages import Committed, FateRecord, Refused, Reserved
+from pipelinerl_core.messages import Committed, FateRecord, LedgerSnapshot, Refused, Reserved
 from pipelinerl_core.records import (
     ADAPTERS_FILE,
     WEIGHTS_FILE,
@@ -28,8 +28,8 @@ from pipelinerl_core.records import (
     commit_key,
 )
 from pipelinerl_core.roles.broadcasting import BroadcastPublisher
-from pipelinerl_core.roles.history import check_not_fenced
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.run.history import check_not_fenced
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
@@ -242,7 +242,7 @@ class Committer:
         return commit
 
     def _commit_record(self, computed: ComputedStep, sha256: str) -> Commit:
-        reserved = computed.reserved
+        reserved = computed.reserved or Reserved(re=0, is_ready=False)  # step 0 has no reservation
         batches: tuple[FileEntry, ...] = ()
         if computed.batch is not None:
             try:
@@ -259,17 +259,10 @@ class Committer:
             weights_sha256=sha256,
             manifest=None,
             checkpoint=self._checkpoint,
-            fates=_fates(reserved) if reserved else (),
-            next_group_id=reserved.next_group_id if reserved else 0,
-            open_groups=reserved.open_groups if reserved else (),
-            low_water=reserved.low_water if reserved else {},
-            tokens=reserved.tokens if reserved else {},
-            lengths=reserved.lengths if reserved else {},
-            waits=reserved.waits if reserved else {},
-            swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps) if reserved else (),
-            actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()}
-            if reserved
-            else {},
+            fates=_fates(reserved),
+            swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps),
+            actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()},
+            **{name: getattr(reserved, name) for name in LedgerSnapshot.model_fields},
             reserved_at=computed.reserved_at,
             computed_at=computed.computed_at,
             committed_at=time.time(),

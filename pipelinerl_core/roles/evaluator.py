@@ -16,14 +16,12 @@ import numpy as np
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.sections import EmulationConfig
-from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.errors import RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_watch import beating
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
@@ -34,7 +32,9 @@ from pipelinerl_core.roles.process import (
     raise_descriptor_limit,
 )
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
-from pipelinerl_core.tracking.evaluations import ALL, durable_versions, names_several, next_to_evaluate
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.versions import find_commits, names_several
+from pipelinerl_core.tracking.evaluations import next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.types import EngineRequest, Prompt, Sampler
 from pipelinerl_core.weights.base import BaseWeights
@@ -45,29 +45,6 @@ logger = logging.getLogger(__name__)
 # Sequences decoded at once: throughput is all that counts here.
 _CONCURRENCY = 256
 _NUM_SAMPLES = 12
-
-
-def find_commit(context: RunContext, version: str) -> Commit:
-    """The commit of `first`, `last` or a number, whose weights are durable; ConfigError otherwise."""
-    commits = counted_commit_keys(context.store, read_epochs(context.store))
-    if not commits:
-        raise ConfigError(f"{context.store.url}: nothing is committed yet, there are no weights to evaluate")
-    if version == "first":
-        return read_commit(context.store, commits[min(commits)])
-    if version == "last":
-        for step in sorted(commits, reverse=True):
-            commit = read_commit(context.store, commits[step])
-            if commit.manifest is not None and commit.manifest.key is not None:
-                return commit
-    if not version.isdigit() or int(version) not in commits:
-        raise ConfigError(f"--version {version}: not committed. Take first, last or a number up to {max(commits)}")
-    commit = read_commit(context.store, commits[int(version)])
-    if commit.manifest is None or commit.manifest.key is None:
-        raise ConfigError(
-            f"--version {version}: its weights are not durable (weights.durable_every="
-            f"{context.config.weights.durable_every}); replay can rebuild them"
-        )
-    return commit
 
 
 async def evaluate(
@@ -107,16 +84,6 @@ async def evaluate(
             for prompt, (reward, _, text) in list(zip(prompts, results, strict=True))[:_NUM_SAMPLES]
         ),
     )
-
-
-def find_commits(context: RunContext, version: str) -> list[Commit]:
-    """What --version names: `all` durable ones, several numbers with commas, or one of `find_commit`; in order."""
-    if version == ALL:
-        commits = counted_commit_keys(context.store, read_epochs(context.store))
-        read = {step: read_commit(context.store, key) for step, key in commits.items()}
-        return [read[step] for step in durable_versions(read.values())]
-    found = {commit.step: commit for commit in (find_commit(context, one) for one in version.split(","))}
-    return [found[step] for step in sorted(found)]
 
 
 async def run(

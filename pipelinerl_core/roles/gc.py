@@ -23,10 +23,10 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, batch_key, checkpoint_prefix
-from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.roles.hub_store import refuse_second_hub
 from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.hub_status import refuse_second_hub
 from pipelinerl_core.stream.codec import from_segment
 from pipelinerl_core.stream.partials import decode_partials
 from pipelinerl_core.stream.segments import parse_rollout_key

@@ -23,11 +23,9 @@ from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import HUB_KEY, EpochRecord
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
-from pipelinerl_core.roles.context import TOKEN_VARIABLE, RunContext, open_run
-from pipelinerl_core.roles.history import check_not_fenced, take_epoch
 from pipelinerl_core.roles.hub_live import LiveRecord
 from pipelinerl_core.roles.hub_service import Hub
-from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
+from pipelinerl_core.roles.hub_store import read_past
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
@@ -42,6 +40,9 @@ from pipelinerl_core.roles.process import (
     own_descriptors,
     raise_descriptor_limit,
 )
+from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext, open_run
+from pipelinerl_core.run.history import check_not_fenced, take_epoch
+from pipelinerl_core.run.hub_status import refuse_second_hub
 from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.stream.tls import make_credentials
 

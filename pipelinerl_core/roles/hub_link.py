@@ -15,7 +15,6 @@ import pyarrow as pa
 from pipelinerl_core.errors import (
     Fenced,
     HubUnavailable,
-    MissingObject,
     RunOver,
     SchemaMismatch,
     StaleLease,
@@ -25,6 +24,7 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.hub_status import read_hub
 from pipelinerl_core.stream.client import HubClient
 
 T = TypeVar("T")
@@ -201,10 +201,9 @@ class HubLink:
         return answer
 
     def _find(self) -> HubRecord:
-        try:
-            found = HubRecord.model_validate_json(self._store.get(HUB_KEY))
-        except MissingObject:
-            raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started") from None
+        found = read_hub(self._store)
+        if found is None:
+            raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started")
         if found.live.get("state") == "done" and (found.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has left after the last step")
         return found

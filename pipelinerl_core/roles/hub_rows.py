@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from pipelinerl_core.roles.hub_store import GroupKey
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.types import GroupKey
 
 GROUP_BYTES = 32 << 10
 """What a group takes beside its values, however few they are: the objects of Arrow and of the ledger."""

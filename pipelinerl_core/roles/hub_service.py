@@ -42,8 +42,8 @@ from pipelinerl_core.records import SwapRecord
 from pipelinerl_core.roles.hub_groups import GroupDesk
 from pipelinerl_core.roles.hub_rows import RowMemory
 from pipelinerl_core.roles.hub_state import MIN_CREDIT, HubState, Peer
-from pipelinerl_core.roles.hub_store import GroupKey
 from pipelinerl_core.roles.hub_trainer import TrainerDesk
+from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
 

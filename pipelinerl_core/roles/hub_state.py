@@ -14,7 +14,7 @@ from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import Refused
 from pipelinerl_core.roles.hub_rows import RowMemory
-from pipelinerl_core.roles.hub_store import GroupKey
+from pipelinerl_core.types import GroupKey
 
 # Groups that an earlier hub may have leased after the last commit that this one has read. A peer that names one
 # further out is broken, and every group up to it would be queued.

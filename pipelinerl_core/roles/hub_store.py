@@ -1,39 +1,30 @@
-"""What the hub reads from the store: whether another hub lives, and everything since the newest commit."""
+"""What the hub reads from the store: everything since the newest commit."""
 
 import logging
 import math
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import psutil
 import pyarrow as pa
 
-from pipelinerl_core.errors import MissingObject, PipelineRLError, SchemaMismatch
+from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger import GroupSummary, SealedGroup
-from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, rollout_key
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.records import Commit, rollout_key
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import list_lengths, span_lists
 from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.segments import SegmentReader
 from pipelinerl_core.takeover import Holder
-from pipelinerl_core.types import GroupRef, LengthTotals, Outcome, WeightManifest
+from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, Outcome, WeightManifest
 
 logger = logging.getLogger(__name__)
-
-# A hub rewrites hub.json every second; one on another host that did not for so long is dead.
-BEAT_LIMIT_SECONDS = 5.0
 
 # Asking by index is the cheaper way, and every group is asked.
 _COMPLETION_AT, _SPANS_AT, _OUTCOME_AT, _REWARD_AT = map(
     ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "outcome", "reward")
 )
-
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,28 +128,3 @@ def _count(sums: list[int], start: int, end: int, length: int) -> None:
 def _as_totals(sums: list[int]) -> LengthTotals:
     num_tokens, first_third, last_third, length_sum = sums
     return LengthTotals(num_tokens=num_tokens, first_third=first_third, last_third=last_third, length_sum=length_sum)
-
-
-def refuse_second_hub(store: ObjectStore) -> None:
-    """Raise PipelineRLError while another hub of this run lives; a dead one is taken over."""
-    try:
-        record = HubRecord.model_validate_json(store.get(HUB_KEY))
-    except MissingObject:
-        return
-    age_seconds = time.time() - record.beat
-    is_here = record.host == socket.gethostname()
-    has_left = record.live.get("state") in ("stopped", "done")  # the last word of a hub
-    if _lives_here(record) if is_here else age_seconds < BEAT_LIMIT_SECONDS and not has_left:
-        raise PipelineRLError(
-            f"{store.url}: this run has a hub: pid {record.pid} on {record.host}, heard {age_seconds:.1f} s ago. "
-            "Stop it first, or follow the run with `pipelinerl status`"
-        )
-
-
-def _lives_here(record: HubRecord) -> bool:
-    try:
-        process = psutil.Process(record.pid)
-        is_same = abs(process.create_time() - record.process_started_at) < 1.0  # or the pid was given out again
-        return bool(is_same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

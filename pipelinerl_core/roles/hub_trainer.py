@@ -22,14 +22,13 @@ from pipelinerl_core.messages import (
     RowsBundle,
     RowsHeader,
 )
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.hub_rows import Place
 from pipelinerl_core.roles.hub_state import HubState
-from pipelinerl_core.roles.hub_store import GroupKey
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.bundles import BUNDLE_BYTES
 from pipelinerl_core.stream.codec import row_bytes
 from pipelinerl_core.stream.segments import SegmentReader
-from pipelinerl_core.types import GroupRef
+from pipelinerl_core.types import GroupKey, GroupRef
 
 logger = logging.getLogger(__name__)
 

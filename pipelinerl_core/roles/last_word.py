@@ -10,10 +10,10 @@ from threading import Event
 from pipelinerl_core.errors import HubUnavailable, RunOver
 from pipelinerl_core.messages import Register
 from pipelinerl_core.records import EpochRecord
-from pipelinerl_core.roles.context import RunContext
-from pipelinerl_core.roles.control import wants_drain
-from pipelinerl_core.roles.history import read_commit
 from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.history import read_commit
 
 logger = logging.getLogger(__name__)
 

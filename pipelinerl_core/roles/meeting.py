@@ -9,13 +9,12 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from pydantic import ValidationError
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import MEETINGS_PREFIX, MeetingRecord, meeting_key
+from pipelinerl_core.run.reading import read_record
 
 _FILE, _TCP = "file:", "tcp:"
 
@@ -54,7 +53,4 @@ def newest_meeting(store: ObjectStore) -> MeetingRecord | None:
     keys = store.list(MEETINGS_PREFIX)
     if not keys:
         return None
-    try:
-        return MeetingRecord.model_validate_json(store.get(keys[-1]))
-    except ValidationError as error:
-        raise StoreError(f"{store.url}/{keys[-1]}: not a meeting of ranks: {error}") from error
+    return read_record(store, keys[-1], MeetingRecord)

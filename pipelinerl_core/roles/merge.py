@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.evaluator import find_commit
 from pipelinerl_core.roles.inference import base_weights
 from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 

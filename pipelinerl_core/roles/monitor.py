@@ -19,9 +19,9 @@ from pipelinerl_core.errors import StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RoleRecord, role_key
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
-from pipelinerl_core.roles.context import RESTARTS_VARIABLE, RunContext
 from pipelinerl_core.roles.observed_store import ObservedStore
 from pipelinerl_core.roles.tracing import build_tracer
+from pipelinerl_core.run.context import RESTARTS_VARIABLE, RunContext
 from pipelinerl_core.tracking.log_lines import RoleFormatter
 from pipelinerl_core.tracking.role_metrics import RoleMetrics
 from pipelinerl_core.tracking.role_server import RoleServer

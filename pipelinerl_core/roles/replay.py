@@ -21,11 +21,11 @@ from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit, holds_adapters, parse_commit_key
-from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.device import model_device
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.roles.learners import open_learners
 from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import decode_batch, from_segment
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, StepStats, TrainingRow

@@ -8,12 +8,10 @@ import numpy as np
 
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.records import Commit, SwapRecord
-from pipelinerl_core.roles.context import RunContext, log_directory
+from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.tracking.traces import Event, SpanRef, Tracer, Value
-from pipelinerl_core.types import Rollout, TrainingRow, WeightManifest
+from pipelinerl_core.types import GroupKey, Rollout, TrainingRow, WeightManifest
 
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 TRACED_ROLES = ("actor", "trainer")
 """What passes through the hub is timed by those on either side of it."""
 _RECENT_SWAPS = 256

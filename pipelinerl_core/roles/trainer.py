@@ -39,9 +39,6 @@ from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import stop_when_drained
-from pipelinerl_core.roles.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.last_word import nothing_is_left
 from pipelinerl_core.roles.learners import Spread, open_learners
@@ -57,10 +54,13 @@ from pipelinerl_core.roles.process import (
     raise_descriptor_limit,
 )
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.drain import stop_when_drained
+from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
-from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
 if TYPE_CHECKING:
@@ -79,10 +79,6 @@ _CHECKPOINT_SHARE = 0.05
 _CHEAP_SECONDS = 1.0
 # Rollouts compared by the parity gate, at most.
 _PARITY_ROLLOUTS = 200
-
-
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 
 
 class _Reservation(NamedTuple):

@@ -12,9 +12,6 @@ import time
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import MeetingRecord
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import wants_drain
-from pipelinerl_core.roles.history import is_complete
 from pipelinerl_core.roles.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.meeting import newest_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
@@ -26,7 +23,10 @@ from pipelinerl_core.roles.process import (
     keep_to_cores,
 )
 from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesses
-from pipelinerl_core.tracking.follow import read_hub
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.history import is_complete
+from pipelinerl_core.run.hub_status import read_hub
 
 logger = logging.getLogger(__name__)
 

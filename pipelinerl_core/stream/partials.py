@@ -33,12 +33,10 @@ from pipelinerl_core.stream.codec import (
 )
 from pipelinerl_core.stream.schema import PARTIAL_SCHEMA, conform
 from pipelinerl_core.takeover import Holder, PartialRow
-from pipelinerl_core.types import FinishReason, Origin, Outcome
+from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome
 
 logger = logging.getLogger(__name__)
 
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 _CACHED_LOGS = 4
 # The groups of an actor that has gone are leased again within a few syncs; one that lives goes on writing.
 _CACHE_SECONDS = 2.0

@@ -17,13 +17,10 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import rollout_key
 from pipelinerl_core.stream.checks import check_groups, split_groups
 from pipelinerl_core.stream.codec import flat_list, from_segment, origins_in, to_segment
-from pipelinerl_core.types import GroupRef
+from pipelinerl_core.types import GroupKey, GroupRef
 
 CACHED_SEGMENTS = 8
 """Segments a reader keeps in memory: the rows of a step come from a few neighbouring ones."""
-
-GroupKey = tuple[int, int]
-"""(group_id, attempt)."""
 
 _BATCH_BYTES = 16 << 20  # of one record batch
 

@@ -29,9 +29,7 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.stream.checks import apart
 from pipelinerl_core.stream.server import HubServer
-from pipelinerl_core.types import GroupRef
-
-GroupKey = tuple[int, int]
+from pipelinerl_core.types import GroupKey, GroupRef
 
 
 class QueueHub:

@@ -2,23 +2,8 @@
 
 from collections.abc import Iterable, Mapping
 
-from pipelinerl_core.records import Commit
-
-ALL = "all"
 PASSES = 2
 """Evaluated versions at or above a level, after which later ones tell nothing new about when it was reached."""
-
-
-def names_several(version: str) -> bool:
-    """Whether --version names more than one: `all`, or numbers with commas."""
-    return version == ALL or "," in version
-
-
-def durable_versions(commits: Iterable[Commit]) -> list[int]:
-    """Versions whose weights are in the object store, in order."""
-    return sorted(
-        commit.step for commit in commits if commit.manifest is not None and commit.manifest.key is not None
-    )
 
 
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:

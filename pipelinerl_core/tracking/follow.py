@@ -1,101 +1,17 @@
-"""Read a run from its objects while it grows: commits that count, evaluations, hub.json, derived metrics."""
+"""Read a run from its objects while it grows: commits that count, evaluations, derived metrics."""
 
-import json
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore, Tracker
-from pipelinerl_core.ranges import first_error
-from pipelinerl_core.records import (
-    HUB_KEY,
-    RUN_KEY,
-    ActorSample,
-    Commit,
-    EpochRecord,
-    EvalRecord,
-    HubRecord,
-    Record,
-    RunRecord,
-    parse_commit_key,
-)
+from pipelinerl_core.records import RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
+from pipelinerl_core.run.history import counting
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.tracking.lengths import length_metrics
 from pipelinerl_core.tracking.metrics import finite
 
-R = TypeVar("R", bound=Record)
-
-logger = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
 PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 """Metrics that are x axes."""
-_STATISTICS = (("swaps",), ("actors",))  # of a commit: what actors said of themselves
-
-
-def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
-    """One JSON object of a run. Raises MissingObject, or StoreError for another format or a broken object."""
-    data = store.get(key)
-    try:
-        try:
-            record = model.model_validate_json(data)
-        except ValidationError as error:
-            record = model.model_validate(_cut_to_range(data, error, f"{store.url}/{key}"))
-    except ValidationError as error:
-        raise StoreError(f"{store.url}/{key} is not a valid {model.__name__}: {first_error(error)}") from None
-    if record.format_version != FORMAT_VERSION:
-        raise StoreError(
-            f"{store.url}/{key} has format_version {record.format_version}; this version of pipelinerl reads "
-            f"{FORMAT_VERSION}. Read the run with the version that wrote it"
-        )
-    return record
-
-
-def _cut_to_range(data: bytes, error: ValidationError, where: str) -> Any:
-    """The JSON of a commit whose statistics are out of their range, each put to the end of the range.
-
-    An earlier release took any number of an actor's in; nothing goes by these. Raises `error` if more is wrong.
-    """
-    found = None
-    for one in error.errors():
-        limit = one.get("ctx", {}).get("le", one.get("ctx", {}).get("ge"))
-        path = one["loc"]
-        if limit is None or path[:1] not in _STATISTICS:
-            raise error
-        found = json.loads(data) if found is None else found
-        inner = found
-        for part in path[:-1]:
-            inner = inner[part]
-        inner[path[-1]] = limit
-        logger.warning("%s: %s is out of its range and read as %g", where, ".".join(map(str, path)), limit)
-    return found
-
-
-def read_hub(store: ObjectStore) -> HubRecord | None:
-    """hub.json, or None before the hub has started."""
-    try:
-        return read_record(store, HUB_KEY, HubRecord)
-    except MissingObject:
-        return None
-
-
-def counting(keys: Iterable[str], adopted_through: Mapping[int, int]) -> dict[int, str]:
-    """Step -> key of the commit that counts.
-
-    A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s; of several
-    that count the newest epoch wins. `adopted_through` maps each trainer epoch to the last commit it adopted.
-    Example: epoch 2 committed steps 0 to 6, epoch 4 adopted through 5 and committed 6: step 6 is epoch 4's.
-    """
-    chosen: dict[int, tuple[int, str]] = {}
-    for key in keys:
-        step, epoch = parse_commit_key(key)
-        is_fenced = any(step > last for later, last in adopted_through.items() if later > epoch)
-        if not is_fenced and (step not in chosen or epoch > chosen[step][0]):
-            chosen[step] = (epoch, key)
-    return {step: chosen[step][1] for step in sorted(chosen)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +35,7 @@ class RunFollower:
         self.evals: dict[int, EvalRecord] = {}
         """Version -> evaluation, by version."""
         self._run: RunRecord | None = None
-        self._adopted_through: dict[int, int] = {}
-        self._epoch_keys: set[str] = set()
+        self._epochs: dict[str, EpochRecord] = {}
         self._eval_keys: set[str] = set()
         self._cache: dict[str, Commit] = {}
         self._delivered: set[str] = set()
@@ -147,7 +62,7 @@ class RunFollower:
         # Commits are listed before epochs: whatever fences a listed commit is then known, or still in the future.
         commit_keys = self.store.list("commits")
         self._read_epochs()
-        chosen = counting(commit_keys, self._adopted_through)
+        chosen = counting(commit_keys, self._epochs.values())
         for key in chosen.values():
             if key not in self._cache:
                 self._cache[key] = read_record(self.store, key, Commit)
@@ -159,11 +74,8 @@ class RunFollower:
 
     def _read_epochs(self) -> None:
         for key in self.store.list("epochs"):
-            if key not in self._epoch_keys:
-                record = read_record(self.store, key, EpochRecord)
-                self._epoch_keys.add(key)
-                if record.role == "trainer":
-                    self._adopted_through[record.epoch] = record.adopted_through
+            if key not in self._epochs:
+                self._epochs[key] = read_record(self.store, key, EpochRecord)
 
     def _read_evals(self) -> tuple[EvalRecord, ...]:
         new_keys = [key for key in self.store.list("evals") if key not in self._eval_keys]

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, HubRecord
-from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, read_hub
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.tracking.follow import RunFollower, commit_metrics
 from pipelinerl_core.tracking.lengths import length_line, length_report
 from pipelinerl_core.tracking.targets import live_roles
 from pipelinerl_core.types import LengthTotals

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import ROLES_PREFIX, RoleRecord
-from pipelinerl_core.tracking.follow import read_record
+from pipelinerl_core.run.reading import read_record
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.hub_status import read_hub
 from pipelinerl_core.tracking.facts import StepCache, collect
-from pipelinerl_core.tracking.follow import RunFollower, read_hub
+from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.tracking.html import page_of
 from pipelinerl_core.tracking.live import status_line, status_of
 from pipelinerl_core.tracking.prometheus import CONTENT_TYPE, exposition

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import safetensors.torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CheckpointManifest, checkpoint_prefix
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.types import FileEntry
 
 _MANIFEST = "manifest.json"
@@ -41,10 +41,7 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
     """
     prefix = checkpoint_prefix(step, epoch)
     key = f"{prefix}/{_MANIFEST}"
-    try:
-        manifest = CheckpointManifest.model_validate_json(store.get(key))
-    except ValidationError as error:
-        raise StoreError(f"{store.url}/{key}: not a checkpoint manifest: {error}") from error
+    manifest = read_record(store, key, CheckpointManifest)
     tensors: dict[str, Tensor] = {}
     for entry in manifest.files:
         try:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import psutil
 
-from pipelinerl_core.roles.context import RunContext, open_run
-from pipelinerl_core.roles.control import ask_to_drain
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.weights.publish import shm_directory
 from tasks.scratch import compiler_cache, link_compiler_cache
 from tests.chaos.proxy import FaultyProxy

@@ -19,12 +19,12 @@ import torch
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.records import commit_key
-from pipelinerl_core.roles.context import open_run
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.learners import build_alone
 from pipelinerl_core.roles.replay import replay_run
 from pipelinerl_core.roles.trainer import RESERVE_DEADLINE_SECONDS, Trainer
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
 from tasks import replaying

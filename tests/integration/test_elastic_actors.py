@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, TOKEN, assert_closes, committed_steps, make_run, role, wait_for
 

@@ -34,7 +34,7 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.records import Commit, HubRecord, RunRecord, commit_key
-from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
@@ -244,7 +244,7 @@ def test_a_second_hub_is_refused_with_one_line_and_exit_code_1(start):
     second = start()
     assert second.process.wait(timeout=60) == 1
     lines = second.process.stderr.read().strip().splitlines()
-    assert "this run has a hub" in lines[-1]
+    assert "this run is live" in lines[-1]
     assert not any("Traceback" in line for line in lines)
 
 

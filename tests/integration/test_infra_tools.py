@@ -13,8 +13,8 @@ import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.records import RunRecord
-from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.monitor import monitored
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.tracking.web import LivePage, build_server

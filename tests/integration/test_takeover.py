@@ -7,7 +7,7 @@ import time
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.stream.codec import from_segment, origins_of
 from pipelinerl_core.stream.partials import PartialReader

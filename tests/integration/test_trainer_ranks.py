@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelinerl_core.roles.context import change_for_resume, open_run
-from pipelinerl_core.roles.control import LOOK_SECONDS, ask_to_drain
-from pipelinerl_core.roles.history import read_epochs
+from pipelinerl_core.run.context import change_for_resume, open_run
+from pipelinerl_core.run.drain import LOOK_SECONDS, ask_to_drain
+from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps, make_run, role, wait_for
 

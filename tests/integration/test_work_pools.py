@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.ledger import ActorKey
-from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres

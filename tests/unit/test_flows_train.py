@@ -7,7 +7,7 @@ import pytest
 
 from flows import train_flow
 from pipelinerl_core.config import load_config
-from pipelinerl_core.roles.control import ask_to_drain
+from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 
 

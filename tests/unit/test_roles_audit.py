@@ -211,6 +211,10 @@ DAMAGES = {
         lambda s: [s.put(key, b"x") for key in s.list("checkpoints") if not key.endswith("json")],
         "1 bytes, the manifest says",
     ),
+    "a checkpoint's manifest torn": (
+        lambda s: [s.put(key, b"{") for key in s.list("checkpoints") if key.endswith("json")],
+        r"manifest\.json is not a valid CheckpointManifest: not JSON",
+    ),
     "a segment torn": (lambda s: s.put(rollout_key("actor-0", 1, 2), b"x"), "torn or corrupt Arrow file"),
 }
 

@@ -8,7 +8,7 @@ from pipelinerl_core.errors import Fenced
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.records import EpochRecord, commit_key, epoch_key
 from pipelinerl_core.roles.committer import Committer, ComputedStep
-from pipelinerl_core.roles.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
 from pipelinerl_core.testing.fakes import MemoryStore
 
 WEIGHTS = {"w": torch.arange(4.0)}

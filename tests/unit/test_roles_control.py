@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from pipelinerl_core.errors import StoreError
-from pipelinerl_core.roles import control
-from pipelinerl_core.roles.control import ask_to_drain, stop_when_drained
+from pipelinerl_core.run import drain
+from pipelinerl_core.run.drain import ask_to_drain, stop_when_drained
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
@@ -21,7 +21,7 @@ def test_a_drain_is_seen_after_looks_that_have_failed(error, monkeypatch, caplog
                 raise error
             return super().get(key)
 
-    monkeypatch.setattr(control, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(drain, "LOOK_SECONDS", 0.01)
     store, stop = Failing(), threading.Event()
     ask_to_drain(store, by="this test")
     stop_when_drained(store, stop)

@@ -9,7 +9,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.records import HUB_KEY, HubRecord, RunRecord
 from pipelinerl_core.roles import hub
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
@@ -31,6 +31,6 @@ def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_i
         return read_past(*arguments)
 
     monkeypatch.setattr(hub, "read_past", read_while_another_starts)
-    with pytest.raises(PipelineRLError, match="this run has a hub"):
+    with pytest.raises(PipelineRLError, match="this run is live"):
         hub.start_hub(context)
     assert store.list("epochs") == []

@@ -16,9 +16,9 @@ from pipelinerl_core.messages import SyncReply
 from pipelinerl_core.records import RoleRecord, RunRecord, role_key
 from pipelinerl_core.roles import actor_watch, monitor
 from pipelinerl_core.roles.actor_watch import ActorWatch
-from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tracking.role_metrics import ALL_ROLES, ROLE_METRICS, RoleMetrics
 from pipelinerl_core.tracking.targets import live_roles, targets

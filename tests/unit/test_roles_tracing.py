@@ -18,10 +18,10 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Ack, Lease, SyncReply
 from pipelinerl_core.records import Commit, RunRecord
 from pipelinerl_core.roles.actor_watch import ActorWatch
-from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.tracing import build_tracer
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import make_rollout, training_row

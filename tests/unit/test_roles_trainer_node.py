@@ -8,10 +8,10 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.records import HUB_KEY, HubRecord, MeetingRecord, commit_key
 from pipelinerl_core.roles import trainer_node
-from pipelinerl_core.roles.control import ask_to_drain
 from pipelinerl_core.roles.meeting import announce_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.trainer_node import run_node
+from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 
 STEPS = 3

@@ -11,10 +11,10 @@ from pipelinerl_core.errors import Fenced, RankLost
 from pipelinerl_core.messages import Register
 from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, RunRecord, commit_key
 from pipelinerl_core.roles import last_word, trainer
-from pipelinerl_core.roles.context import RunContext
-from pipelinerl_core.roles.control import ask_to_drain
-from pipelinerl_core.roles.history import read_epochs, take_epoch
 from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.history import read_epochs, take_epoch
 from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.stream_hub import QueueHub

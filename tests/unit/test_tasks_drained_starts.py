@@ -7,7 +7,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
 
-from pipelinerl_core.roles.control import ask_to_drain, wants_drain
+from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 from tasks import automations
 from tasks.automations import RESUME_MESSAGE

@@ -12,7 +12,7 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError, PipelineRLError
 from pipelinerl_core.records import ADAPTERS_FILE, Commit, RunRecord, commit_key
-from pipelinerl_core.roles.history import take_epoch
+from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import entry_of, serialize

@@ -10,7 +10,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.records import RunRecord
-from pipelinerl_core.roles.context import RunContext
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
 from tasks import pooled
 

@@ -13,8 +13,8 @@ import pytest
 
 from flows import show_logs
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.context import open_run
 from pipelinerl_core.roles.monitor import RoleMonitor, log_as
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.tracking.log_lines import RoleFormatter, level_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from pipelinerl_core.roles.context import OUTER_TEMPORARY_VARIABLE, log_directory
+from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory
 from tasks import scratch
 from tasks.scratch import compiler_cache, own_temporary, scratch_directory
 

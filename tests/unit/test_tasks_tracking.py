@@ -8,7 +8,7 @@ import pytest
 
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.records import RoleRecord, role_key
-from pipelinerl_core.roles.context import open_run
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tasks import tracking

@@ -7,11 +7,11 @@ import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.ranges import MAX_STEP
-from pipelinerl_core.records import RUN_KEY, ActorSample, SwapRecord, commit_key, eval_key
-from pipelinerl_core.roles.history import read_commit
+from pipelinerl_core.records import RUN_KEY, ActorSample, EpochRecord, SwapRecord, commit_key, eval_key
+from pipelinerl_core.run.history import counting, read_commit
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
-from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, counting, forward
+from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, forward
 from pipelinerl_core.tracking.html import write_report
 from pipelinerl_core.tracking.metrics import METRICS
 
@@ -33,19 +33,26 @@ def keys(*pairs):
     return [commit_key(step, epoch) for step, epoch in pairs]
 
 
+def epochs(adopted_through):
+    """Trainer epochs, by number, and a hub's that fences nothing."""
+    values = {"parent": None, "started_at": 1.0, "host": "h", "pid": 1}
+    trainers = [EpochRecord(epoch=k, role="trainer", adopted_through=s, **values) for k, s in adopted_through.items()]
+    return [*trainers, EpochRecord(epoch=99, role="hub", adopted_through=-1, **values)]
+
+
 def test_a_later_epoch_replaces_what_it_did_not_adopt():
     # Epoch 2 reached step 6, epoch 4 adopted through 5 and committed 6 itself.
-    chosen = counting(keys((4, 2), (5, 2), (6, 2), (6, 4), (7, 4)), {2: -1, 4: 5})
+    chosen = counting(keys((4, 2), (5, 2), (6, 2), (6, 4), (7, 4)), epochs({2: -1, 4: 5}))
     assert chosen == {4: commit_key(4, 2), 5: commit_key(5, 2), 6: commit_key(6, 4), 7: commit_key(7, 4)}
 
 
 def test_a_fenced_commit_does_not_count_even_without_a_successor():
-    assert counting(keys((5, 2), (6, 2)), {2: -1, 4: 5}) == {5: commit_key(5, 2)}
+    assert counting(keys((5, 2), (6, 2)), epochs({2: -1, 4: 5})) == {5: commit_key(5, 2)}
 
 
 def test_every_later_epoch_fences():
     # Epoch 9 adopted through 3 only, although epoch 4 had adopted 5.
-    assert list(counting(keys((3, 2), (5, 2), (6, 4)), {2: -1, 4: 5, 9: 3})) == [3]
+    assert list(counting(keys((3, 2), (5, 2), (6, 4)), epochs({2: -1, 4: 5, 9: 3}))) == [3]
 
 
 def test_commits_are_delivered_once_and_in_order():

@@ -12,8 +12,8 @@ from pipelinerl_core.config.dropped import overrides_without_dropped
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
+from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import read_record
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
@@ -64,7 +64,7 @@ def open_run(url: str) -> RunContext:
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
     """What the newest resume has changed."""
     try:
-        return overrides_without_dropped(ResumeRecord.model_validate_json(store.get(RESUME_KEY)).overrides)
+        return overrides_without_dropped(read_record(store, RESUME_KEY, ResumeRecord).overrides)
     except MissingObject:
         return ()
 

@@ -4,11 +4,10 @@ import logging
 import threading
 import time
 
-from pydantic import ValidationError
-
-from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CONTROL_KEY, ControlRecord
+from pipelinerl_core.run.reading import read_record
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +28,11 @@ def forget_wishes(store: ObjectStore) -> None:
 def wants_drain(store: ObjectStore) -> bool:
     """Whether the run is to stop after its next commit. Raises StoreError."""
     try:
-        return ControlRecord.model_validate_json(store.get(CONTROL_KEY)).desired == "drain"
+        return read_record(store, CONTROL_KEY, ControlRecord).desired == "drain"
     except MissingObject:
         return False
-    except ValidationError as error:
-        logger.error("%s is ignored: %s", CONTROL_KEY, error.errors()[0]["msg"])
+    except BrokenRecord as error:
+        logger.error("%s is ignored: %s", CONTROL_KEY, error)
         return False
 
 

@@ -6,14 +6,14 @@ Readers ignore anything of epoch k beyond what epoch k + 1 adopted, so a late wr
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, EpochRecord, epoch_key, parse_commit_key
-from pipelinerl_core.tracking.follow import read_record
+from pipelinerl_core.run.reading import read_record
 
 # More starts of hub and trainer than any run has; a bound on the search for a free epoch number.
 _MAX_EPOCHS = 100_000
@@ -24,16 +24,24 @@ def read_epochs(store: ObjectStore) -> list[EpochRecord]:
     return [read_record(store, key, EpochRecord) for key in store.list("epochs/")]
 
 
-def counted_commit_keys(store: ObjectStore, epochs: list[EpochRecord]) -> dict[int, str]:
-    """step -> key of the commit that counts, for every committed step in order."""
-    trainers = sorted((record for record in epochs if record.role == "trainer"), key=lambda record: record.epoch)
+def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, str]:
+    """Step -> key of the commit that counts, by step. `epochs` must know of whatever fences one of the keys.
+
+    A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s; of several
+    that count the newest epoch wins.
+    Example: epoch 2 committed steps 0 to 6, epoch 4 adopted through 5 and committed 6: step 6 is epoch 4's.
+    """
+    trainers = [record for record in epochs if record.role == "trainer"]
     counted: dict[int, str] = {}
-    for key in store.list("commits/"):
-        step, epoch = parse_commit_key(key)
-        later = [record.adopted_through for record in trainers if record.epoch > epoch]
-        if step <= min(later, default=step):
+    for (step, epoch), key in sorted((parse_commit_key(key), key) for key in keys):
+        if all(step <= record.adopted_through for record in trainers if record.epoch > epoch):
             counted[step] = key
-    return dict(sorted(counted.items()))
+    return counted
+
+
+def counted_commit_keys(store: ObjectStore, epochs: Iterable[EpochRecord]) -> dict[int, str]:
+    """step -> key of the commit that counts, for every committed step in order."""
+    return counting(store.list("commits/"), epochs)
 
 
 def read_commit(store: ObjectStore, key: str) -> Commit:

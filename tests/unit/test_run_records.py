@@ -1,0 +1,139 @@
+"""Every JSON record of a run is refused in one line when it is of another format, broken, or out of a range."""
+
+import json
+
+import pytest
+
+from pipelinerl_core.errors import BrokenRecord
+from pipelinerl_core.records import (
+    CONTROL_KEY,
+    HUB_KEY,
+    RESUME_KEY,
+    RUN_KEY,
+    STARTS_KEY,
+    CheckpointManifest,
+    ControlRecord,
+    EpochRecord,
+    EvalRecord,
+    HubRecord,
+    MeetingRecord,
+    Record,
+    ResumeRecord,
+    RoleRecord,
+    RunRecord,
+    StartsRecord,
+    checkpoint_prefix,
+    commit_key,
+    epoch_key,
+    eval_key,
+    meeting_key,
+    role_key,
+)
+from pipelinerl_core.roles.meeting import newest_meeting
+from pipelinerl_core.run.context import open_run, resume_overrides
+from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.history import read_commit, read_epochs
+from pipelinerl_core.run.hub_status import read_hub, refuse_second_hub
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import make_commit, put_record
+from pipelinerl_core.tracking.follow import RunFollower
+from pipelinerl_core.tracking.targets import live_roles
+from pipelinerl_core.training.checkpoint import load_checkpoint
+from tasks.starts import count_start
+
+HUB = HubRecord(url="grpc://h:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=1.0)
+ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)
+EPOCH = EpochRecord(epoch=1, role="hub", parent=None, adopted_through=-1, started_at=1.0, host="h", pid=1)
+EVALUATION = EvalRecord(version=0, num_prompts=1, accuracy=0.5, mean_tokens=1.0, errors=0, seconds=1.0)
+MEETING = MeetingRecord(epoch=1, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
+MANIFEST_KEY = f"{checkpoint_prefix(1, 1)}/manifest.json"
+
+# Key -> a record that is right, one of its numbers, and what reads the record.
+RECORDS = {
+    RUN_KEY: (
+        RunRecord(run_id="r", created_at=1.0, code_version="1", config={}),
+        "created_at",
+        lambda store: open_run(store.url),
+    ),
+    HUB_KEY: (HUB, "pid", read_hub),
+    epoch_key(1): (EPOCH, "adopted_through", read_epochs),
+    commit_key(1, 1): (make_commit(1), "low_water", lambda store: read_commit(store, commit_key(1, 1))),
+    MANIFEST_KEY: (
+        CheckpointManifest(step=1, epoch=1, files=(), values={}),
+        "step",
+        lambda store: load_checkpoint(store, 1, 1),
+    ),
+    eval_key(0): (EVALUATION, "accuracy", lambda store: RunFollower(store).refresh()),
+    meeting_key(1): (MEETING, "size", newest_meeting),
+    RESUME_KEY: (ResumeRecord(overrides=(), at=1.0), "at", resume_overrides),
+    STARTS_KEY: (
+        StartsRecord(flow_run_id="f", run_count=1, step=-1),
+        "step",
+        lambda s: count_start(s.url, "f", 1, 1),
+    ),
+    CONTROL_KEY: (
+        ControlRecord(desired="run", at=1.0),
+        "at",
+        lambda store: read_record(store, CONTROL_KEY, ControlRecord),
+    ),
+    role_key("actor", "a"): (ROLE, "beat", lambda store: read_record(store, role_key("actor", "a"), RoleRecord)),
+}
+
+
+def damaged(record: Record, damage: str, number: str) -> bytes:
+    values = record.model_dump(mode="json")
+    if damage == "another format":
+        return json.dumps({"format_version": 2, "all": "else"}).encode()
+    if damage == "no JSON":
+        return json.dumps(values).encode()[:-1]
+    return json.dumps({**values, number: {"a/1": -2} if isinstance(values[number], dict) else -1e300}).encode()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", RECORDS)
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("another format", "has format_version 2; this version of pipelinerl reads 1"),
+        ("no JSON", "is not a valid {model}: not JSON, EOF while parsing"),
+        ("out of range", "is not a valid {model}: {number}"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_one_line_that_names_its_key(store, key, damage, says):
+    record, number, read = RECORDS[key]
+    store.put(key, damaged(record, damage, number))
+    with pytest.raises(BrokenRecord) as caught:
+        read(store)
+    assert str(caught.value).startswith(
+        f"{store.url}/{key} {says.format(model=type(record).__name__, number=number)}"
+    )
+    assert "\n" not in str(caught.value)
+
+
+def test_every_kind_of_record_with_a_key_of_its_own_is_here():
+    parts = {"SwapRecord", "ActorSample", "CheckpointRef"}  # of a commit
+    assert {type(record) for record, _, _ in RECORDS.values()} == {
+        kind for kind in Record.__subclasses__() if kind.__name__ not in parts
+    }
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"null", b'{"format_version": "one"}'])
+def test_bytes_that_are_no_record_at_all_are_one_line(store, data):
+    store.put(HUB_KEY, data)
+    for read in (read_hub, refuse_second_hub):
+        with pytest.raises(BrokenRecord, match=r"hub\.json (is not a valid HubRecord: |has format_version 'one'; )"):
+            read(store)
+
+
+def test_a_drain_request_and_a_role_that_cannot_be_read_are_named_in_the_log_and_ignored(store, caplog):
+    for key in (CONTROL_KEY, role_key("actor", "a")):
+        put_record(store, key, RECORDS[key][0].model_copy(update={"format_version": 2}))
+    assert not wants_drain(store)
+    assert live_roles(store) == []
+    assert "control.json has format_version 2" in caplog.text
+    assert "roles/actor-a.json has format_version 2" in caplog.text
