@@ -81,7 +81,7 @@ def test_turns_need_a_sibling_and_every_rollout_a_turn():
             per_turn([1.0, 0.0], num_turns)
 
 
-@pytest.mark.parametrize("kind", set(ADVANTAGES) - {"value"})
+@pytest.mark.parametrize("kind", sorted(set(ADVANTAGES) - {"value"}))
 def test_equal_rewards_carry_no_advantage(kind):
     assert ADVANTAGES[kind]([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
 
