@@ -24,7 +24,6 @@ from pipelinerl_core.types import (
     Float32Array,
     Prompt,
     Rollout,
-    StepStats,
     SwapReport,
     TrainingRow,
     WeightManifest,
@@ -183,8 +182,11 @@ class Learner(Protocol):
     version: int
     """Optimizer steps inside the weights."""
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
-        """One optimizer step on exactly these rows, in this order; version grows by one."""
+    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        """One optimizer step on exactly these rows, in this order; version grows by one. Returns metrics by name.
+
+        The names are those of tracking/metrics.py; what has no value is left out.
+        """
         ...
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:

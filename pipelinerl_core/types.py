@@ -243,48 +243,6 @@ class TrainingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What the learner saw in one optimizer step; sums and means over sampled tokens of the step."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    """Global norm before clipping."""
-    learning_rate: float
-    ess: float
-    """(sum w)^2 / (n sum w^2) of untruncated token ratios, in (0, 1]."""
-    ess_sequence: float
-    """The same over sequences (ratio = product over tokens)."""
-    ratio_mean: float
-    ratio_clipped_fraction: float
-    kl: float
-    """Mean of rollout_logprob - trainer_logprob over trained tokens (k1 estimate of KL(behaviour | current))."""
-    kl_ref: float | None = None
-    """Mean divergence from the reference model over trained tokens, if there is one."""
-    value_error: float | None = None
-    """Mean squared error of the value head over trained tokens, if there is one."""
-    mismatch_abs: float | None = None
-    """Mean |trainer_logprob - rollout_logprob| over trained tokens of the version being trained, in rollouts without
-    older tokens; None, as below, where there is no such token (algo/mismatch.py)."""
-    mismatch_kl: float | None = None
-    """Mean of rollout_logprob - trainer_logprob over them."""
-    stale_kv_abs: float | None = None
-    """The same over trained tokens of the version being trained that follow older ones in their rollout."""
-    stale_kv_kl: float | None = None
-    staleness_abs: float | None = None
-    """The same over trained tokens of older versions."""
-    staleness_kl: float | None = None
-    entropy: float
-    num_tokens: int
-    """Tokens of the forward pass, prompts included."""
-    num_trained_tokens: int
-    num_packs: int
-    pack_fill: float
-    """Used share of the token budget of the packs."""
-    compute_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
     """One file of a manifest."""
 

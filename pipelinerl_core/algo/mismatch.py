@@ -45,16 +45,16 @@ class LogprobDifferences:
         return torch.stack(self._of_packs).sum(0).flatten() if self._of_packs else None
 
 
-def difference_stats(sums: Sequence[float]) -> dict[str, float | None]:
-    """Of sums over all packs and ranks the fields of StepStats <cause>_abs, mean of |d|, and <cause>_kl, mean of -d.
+def difference_metrics(sums: Sequence[float]) -> dict[str, float]:
+    """Of sums over all packs and ranks the metrics <cause>/abs, mean of |d|, and <cause>/kl, mean of -d.
 
-    None where there is no token.
+    A cause without a token is left out.
     """
-    found: dict[str, float | None] = {}
+    found: dict[str, float] = {}
     for place, cause in enumerate(CAUSES):
         total_abs, total_kl, num_tokens = sums[3 * place : 3 * place + 3]
-        found[f"{cause}_abs"] = total_abs / num_tokens if num_tokens else None
-        found[f"{cause}_kl"] = total_kl / num_tokens if num_tokens else None
+        if num_tokens:
+            found |= {f"{cause}/abs": total_abs / num_tokens, f"{cause}/kl": total_kl / num_tokens}
     return found
 
 

@@ -41,12 +41,12 @@ def adopt(
     is_alike = max(foreign_steps(store, commits, config), default=0) <= begun
     differs = False
     for replayed in replay_steps(store, learner, commits, last):
-        trained_again(replayed.stats.step)
+        trained_again(replayed.step)
         differs = differs or not replayed.weights_match
         if differs and is_alike:
             raise ChecksumMismatch(
-                f"replay of step {replayed.stats.step} gives other weights than commit "
-                f"{commits[replayed.stats.step]} recorded: another machine, thread count or library version. "
+                f"replay of step {replayed.step} gives other weights than commit "
+                f"{commits[replayed.step]} recorded: another machine, thread count or library version. "
                 "Resume where the run was started"
             )
     if differs:

@@ -213,7 +213,7 @@ class HubProcess:
 
 def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
     """Gauge -> value, of what hub.json says."""
-    keys = {"hub_channel_groups": "ready", "hub_row_bytes": "row_bytes", "role_weight_version": "newest_version"}
+    keys = {"hub_row_bytes": "row_bytes", "role_weight_version": "newest_version"}
     return [(name, float(live[key])) for name, key in keys.items()]
 
 

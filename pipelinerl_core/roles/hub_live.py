@@ -16,8 +16,6 @@ from pipelinerl_core.roles.hub_service import Hub
 
 # Generation speed is the slope over this time.
 _SPEED_SECONDS = 10.0
-# Name in hub.json -> metric of the newest commit.
-_FROM_COMMIT = {"reward_mean": "reward/mean", "lag_mean": "lag/mean", "ess": "importance/ess"}
 
 
 class LiveRecord:
@@ -38,9 +36,7 @@ class LiveRecord:
         live["state"] = state
         live["steps"] = self._config.trainer.steps
         live["tokens_per_second"] = self._speed(live)
-        metrics = self._hub.step_metrics
-        live["metrics"] = metrics
-        live.update({name: metrics.get(key) for name, key in _FROM_COMMIT.items()})
+        live["metrics"] = self._hub.step_metrics
         pauses = list(self._hub.swap_pauses)
         live["swap_pause_seconds"] = float(np.median(pauses)) if pauses else None
         live["swap_pause_seconds_max"] = max(pauses, default=None)

@@ -23,7 +23,7 @@ from pipelinerl_core.stream.codec import (
     from_segment,
     to_segment,
 )
-from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 _T = TypeVar("_T")
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64)}
@@ -39,7 +39,7 @@ class RankLearner(Protocol):
         """Whether `weights` and `state` are collective."""
         ...
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> StepStats:
+    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
         ...
 
@@ -77,7 +77,7 @@ class RankedLearner:
     def version(self, version: int) -> None:
         self._local.version = version
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
+    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """See `interfaces.Learner`."""
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)

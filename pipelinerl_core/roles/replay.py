@@ -10,8 +10,8 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.config import RunConfig
@@ -27,8 +27,9 @@ from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_t
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import decode_batch, from_segment
+from pipelinerl_core.tracking.metrics import short_key
 from pipelinerl_core.training.checkpoint import load_checkpoint
-from pipelinerl_core.types import FileEntry, StepStats, TrainingRow
+from pipelinerl_core.types import FileEntry, TrainingRow
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -44,7 +45,9 @@ _STUDIED = ("loss", "learner")
 class ReplayedStep:
     """One recorded step, trained again."""
 
-    stats: StepStats
+    step: int
+    metrics: Mapping[str, float]
+    """Of the learner."""
     recorded_loss: float
     weights_match: bool
     """Whether the weights after it have the sha256 of the commit."""
@@ -54,7 +57,7 @@ class ReplayedStep:
     @property
     def verdict(self) -> str:
         """equal: to the last bit; close: where that cannot be, the loss to the third digit; else DIFFERS."""
-        found, recorded = self.stats.loss, self.recorded_loss
+        found, recorded = self.metrics["train/loss"], self.recorded_loss
         if self.weights_match and found == recorded:
             return "equal"
         is_close = abs(found - recorded) <= _CLOSE * max(abs(recorded), _CLOSE)
@@ -149,9 +152,10 @@ def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], 
         )
     for step in steps:
         commit = read_commit(store, commits[step])
-        stats = learner.step(read_rows(store, commit))
+        metrics = learner.step(read_rows(store, commit))
         yield ReplayedStep(
-            stats=stats,
+            step=step,
+            metrics=metrics,
             recorded_loss=commit.metrics["train/loss"],
             weights_match=weights_sha256(learner) == commit.weights_sha256,
         )
@@ -187,8 +191,8 @@ def replay_run(
             learner.load_state(*state)
         foreign = [step for step in foreign_steps(context.store, commits, context.config) if step > start]
         for replayed in replay_steps(context.store, learner, commits, end):
-            if replayed.stats.step >= begin:
-                yield replace(replayed, is_exact=replayed.stats.step < min(foreign, default=end + 1))
+            if replayed.step >= begin:
+                yield replace(replayed, is_exact=replayed.step < min(foreign, default=end + 1))
 
 
 def _check_advantages(recorded: LossConfig, studied: LossConfig) -> None:
@@ -230,7 +234,7 @@ def main() -> int:
     limit_threads(open_run(arguments.run).config.placement.threads)
     for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):
         verdict = "studied" if arguments.overrides else replayed.verdict
-        steps.append({**asdict(replayed.stats), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
+        steps.append({**_figures(replayed), "recorded_loss": replayed.recorded_loss, "verdict": verdict})
         if not arguments.json:
             print(_line(replayed, verdict), flush=True)  # noqa: T201
     all_equal = all(step["verdict"] == "equal" for step in steps)
@@ -241,13 +245,15 @@ def main() -> int:
 
 
 def _line(replayed: ReplayedStep, verdict: str) -> str:
-    stats = replayed.stats
+    figures = _figures(replayed)
     if verdict != "studied":
-        return f"step {stats.step}: loss {stats.loss!r} {verdict}"
-    return (
-        f"step {stats.step}: loss {stats.loss:.6f} (recorded {replayed.recorded_loss:.6f})  ess {stats.ess:.4f}  "
-        f"kl {stats.kl:.5f}  grad norm {stats.grad_norm:.4f}"
-    )
+        return f"step {replayed.step}: loss {figures['loss']!r} {verdict}"
+    head = f"step {replayed.step}: loss {figures['loss']:.6f} (recorded {replayed.recorded_loss:.6f})"
+    return head + "  ess {ess:.4f}  kl {kl:.5f}  grad norm {grad_norm:.4f}".format(**figures)
+
+
+def _figures(replayed: ReplayedStep) -> dict[str, float]:
+    return {"step": replayed.step, **{short_key(name): value for name, value in replayed.metrics.items()}}
 
 
 if __name__ == "__main__":

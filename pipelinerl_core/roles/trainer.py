@@ -199,13 +199,14 @@ class Trainer:
         upload = self._uploads.submit(self._upload, step, batch)
         rows = decode_batch(batch)  # train exactly what is recorded: a replay must see the same bits
         self._pass_parity_gate(rows)
-        stats = self._learner.step(rows)
+        learned = self._learner.step(rows)
         computed_at = time.time()
         self._samples += len(rows)
         self._tokens += sum(row.rollout.num_tokens for row in rows)
         metrics = step_metrics(
-            stats,
+            learned,
             rows,
+            step=step,
             masked_stale=assembled.num_masked_stale,
             num_errors=assembled.num_errors,
             reserve_wait_seconds=reserved_at - waited_from,
@@ -215,7 +216,7 @@ class Trainer:
         )
         metrics["time/cpu_seconds"] = time.process_time()
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
-        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], stats.loss)
+        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
         self._committer.submit(
             ComputedStep(
                 step=step,

@@ -8,14 +8,6 @@ from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.tracing import TrainerTraces
 from pipelinerl_core.types import TrainingRow
 
-# Gauge -> metric of the step.
-_OF_STEP = {
-    "trainer_reward_mean": "reward/mean",
-    "trainer_ess": "importance/ess",
-    "trainer_kl": "importance/kl",
-    "trainer_ratio_clipped_fraction": "importance/ratio_clipped_fraction",
-}
-
 
 class TrainerWatch:
     """Called by the trainer's main loop, and `committed` by the thread that commits."""
@@ -60,9 +52,6 @@ class TrainerWatch:
         exported.set("role_weight_version", step)
         exported.observe("trainer_step_seconds", metrics["time/compute_seconds"])
         exported.observe("trainer_wait_seconds", metrics["time/reserve_wait_seconds"])
-        for name, key in _OF_STEP.items():
-            if key in metrics:
-                exported.set(name, metrics[key])
         exported.add("trainer_tokens_total", sum(row.rollout.num_tokens for row in rows))
         for row in rows:
             oldest = min((span.version for span in row.rollout.weight_spans), default=step - 1)

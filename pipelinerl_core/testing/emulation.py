@@ -12,16 +12,16 @@ The emulation is a wait, and only where the real work was faster. Where it was s
 overrun: a figure from such a run is about this machine, not about the one it emulates.
 """
 
-import dataclasses
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import Learner
-from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ _WARN_EVERY_SECONDS = 60.0
 _HONEST_SHARE = 0.01
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSpeeds:
     """Least times of the work of one actor and of the trainer."""
 
@@ -153,15 +153,15 @@ class EmulatedLearner:
     def version(self, version: int) -> None:
         self._learner.version = version
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
-        """See `interfaces.Learner`; compute_seconds include the wait."""
+    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        """See `interfaces.Learner`; time/compute_seconds includes the wait."""
         began = time.perf_counter()
-        stats = self._learner.step(rows)
-        emulated_seconds = self._speeds.train_seconds(stats.num_tokens)
+        metrics = self._learner.step(rows)
+        emulated_seconds = self._speeds.train_seconds(int(metrics["train/tokens"]))
         left_seconds = began + emulated_seconds - time.perf_counter()
         self._overrun.add(late_seconds=max(0.0, -left_seconds), emulated_seconds=emulated_seconds)
         time.sleep(max(0.0, left_seconds))
-        return dataclasses.replace(stats, compute_seconds=time.perf_counter() - began)
+        return metrics | {"time/compute_seconds": time.perf_counter() - began}
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """See `interfaces.Learner`."""

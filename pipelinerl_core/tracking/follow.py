@@ -92,7 +92,7 @@ def forward(follower: RunFollower, tracker: Tracker) -> int:
     for commit in news.commits:
         tracker.log(commit.step, commit_metrics(commit, follower.before(commit)))
     for record in news.evals:
-        tracker.log(record.version, {"eval/accuracy": record.accuracy, "eval/mean_tokens": record.mean_tokens})
+        tracker.log(record.version, eval_metrics(record))
     return len(news.commits) + len(news.evals)
 
 
@@ -114,6 +114,11 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
     lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
     waits = wait_metrics(commit.waits, previous.waits if previous else {})
     return finite({**derived, **origin, **tokens, **lengths, **waits, **speed, **commit.metrics})
+
+
+def eval_metrics(record: EvalRecord) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    return {"eval/accuracy": record.accuracy, "eval/mean_tokens": record.mean_tokens}
 
 
 def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -13,8 +13,9 @@ from rich.text import Text
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, HubRecord
 from pipelinerl_core.run.hub_status import read_hub
-from pipelinerl_core.tracking.follow import RunFollower, commit_metrics
+from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, eval_metrics
 from pipelinerl_core.tracking.lengths import length_line, length_report
+from pipelinerl_core.tracking.metrics import short_key
 from pipelinerl_core.tracking.targets import live_roles
 from pipelinerl_core.types import LengthTotals
 
@@ -27,6 +28,7 @@ _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 40
 _ETA_STEPS = 20
+_SHOWN = ("reward/mean", "lag/mean", "importance/ess", "rollouts/max_versions")
 
 
 class LiveView:
@@ -110,13 +112,11 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
         "state": "finished" if last and step >= steps else "running" if is_alive else "stopped",
         "step": step,
         "steps": steps,
+        "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
         "newest_version": live.get("newest_version", step if last else None),
-        "reward_mean": metrics.get("reward/mean"),
+        **{short_key(name): metrics.get(name) for name in _SHOWN},
         "eval_first": evals[0].accuracy if evals else None,
         "eval_last": evals[-1].accuracy if evals else None,
-        "lag_mean": metrics.get("lag/mean"),
-        "ess": metrics.get("importance/ess"),
-        "max_versions": metrics.get("rollouts/max_versions"),
         "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
         "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
         "eta_seconds": _eta(follower.commits, steps) if is_alive else None,

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Protocol
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.tracking.prometheus import CONTENT_TYPE
+from pipelinerl_core.tracking.role_metrics import CONTENT_TYPE
 
 _TIMEOUT_SECONDS = 10
 # Ports tried from placement.metrics_port on: the roles of one host.

@@ -28,7 +28,7 @@ from pipelinerl_core.tracking.facts import StepCache, collect
 from pipelinerl_core.tracking.follow import RunFollower
 from pipelinerl_core.tracking.html import page_of
 from pipelinerl_core.tracking.live import status_line, status_of
-from pipelinerl_core.tracking.prometheus import CONTENT_TYPE, exposition
+from pipelinerl_core.tracking.role_metrics import CONTENT_TYPE, run_exposition
 from pipelinerl_core.tracking.samples import Decode
 from pipelinerl_core.tracking.targets import targets
 
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
             "/status.json": ("application/json", lambda: json.dumps(find_page().status()).encode()),
-            "/metrics": (CONTENT_TYPE, lambda: exposition(find_page().status())),
+            "/metrics": (CONTENT_TYPE, lambda: run_exposition(find_page().status())),
             "/targets.json": ("application/json", lambda: json.dumps(find_page().targets()).encode()),
             "/healthz": ("text/plain", lambda: b"ok\n"),
         }

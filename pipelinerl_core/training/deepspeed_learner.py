@@ -35,8 +35,8 @@ from pipelinerl_core.training.optimizer import (
 )
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import Ranks
-from pipelinerl_core.training.step_sums import StepSums
-from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+from pipelinerl_core.training.step_sums import StepSums, check_finite
+from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 # Weights are gathered in lots of about this many elements: few collectives, little memory.
 _GATHERED_ELEMENTS = 64 << 20
@@ -87,11 +87,11 @@ class DeepSpeedLearner:
         """Whether `weights` and `state` need all ranks at once."""
         return self._stage > 0
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
+    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step of a rank that is alone."""
         return self.step_packs(self._batcher.rows(rows))
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> StepStats:
+    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step; every rank gives as many packs, at least one, some of them perhaps without rows.
 
         Raises TrainingDiverged when loss, gradient or ratios are not finite. The weights of this process may be
@@ -103,20 +103,13 @@ class DeepSpeedLearner:
         for index, batch in enumerate(packs):
             self._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
             self._backward(batch.to(self._device), sums)
-        totals = sums.over_ranks(self._ranks, self._device)
-        totals.check_finite(step, 0.0)
+        metrics = sums.over_ranks(self._ranks, self._device)
+        check_finite(step, metrics)
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
-        grad_norm = self._apply(lr)
-        totals.check_finite(step, grad_norm)
+        metrics["train/grad_norm"] = self._apply(lr)
+        check_finite(step, metrics)
         self.version = step
-        return totals.stats(
-            step,
-            grad_norm=grad_norm,
-            learning_rate=lr,
-            has_reference=self._reference is not None,
-            has_values=self._policy.value_head is not None,
-            compute_seconds=time.perf_counter() - started,
-        )
+        return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
 
     def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
         output = self._engine(batch)

@@ -27,8 +27,8 @@ from pipelinerl_core.training.lora import published_weights
 from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
-from pipelinerl_core.training.step_sums import StepSums
-from pipelinerl_core.types import Float32Array, Rollout, StepStats, TrainingRow
+from pipelinerl_core.training.step_sums import StepSums, check_finite
+from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 
 class Batcher(Protocol):
@@ -93,14 +93,14 @@ class TorchLearner:
         # One core per pack: a small model's matrix products are too small to share one among threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
-    def step(self, rows: Sequence[TrainingRow]) -> StepStats:
-        """One optimizer step on these rows; version grows by one.
+    def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        """One optimizer step on these rows; version grows by one. Returns its metrics by name (see `StepSums`).
 
         Raises TrainingDiverged, with the weights untouched, when loss, gradient or ratios are not finite.
         """
         return self.step_packs(self._batcher.rows(rows))
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> StepStats:
+    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks on this rank's share, at the same time as the others."""
         started = time.perf_counter()
         step = self.version + 1
@@ -113,19 +113,12 @@ class TorchLearner:
         if self._ranks.size > 1:
             self._ranks.sum_(self._optimizer.gradients())
         grad_norm = self._optimizer.grad_norm()
-        totals = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the one wait for a GPU in a step
-        totals.check_finite(step, totals.grad_norm)
+        metrics = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the one wait for a GPU in a step
+        check_finite(step, metrics)
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         self._optimizer.step(grad_norm, learning_rate=lr)
         self.version = step
-        return totals.stats(
-            step,
-            grad_norm=totals.grad_norm,
-            learning_rate=lr,
-            has_reference=self._reference is not None,
-            has_values=self._policy.value_head is not None,
-            compute_seconds=time.perf_counter() - started,
-        )
+        return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
         output = self._policy(batch)

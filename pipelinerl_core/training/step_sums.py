@@ -4,6 +4,7 @@ Shapes: N = sampled tokens of a pack.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from pipelinerl_core.algo.importance import EssTerms, ess_terms, sequence_log_ratios, total_ess
 from pipelinerl_core.algo.losses import LossSums
-from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences, difference_stats
+from pipelinerl_core.algo.mismatch import CAUSES, LogprobDifferences, difference_metrics
 from pipelinerl_core.algo.packed import PackedBatch, moved
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
-from pipelinerl_core.types import StepStats
 
 # Of one pack on its device; and what is known without asking the device.
 _OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy")
-_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs")
+_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", "num_with_reference", "num_with_values")
+_FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class StepSums:
         self.known["num_tokens"] += batch.num_tokens
         self.known["budget_tokens"] += max(batch.num_tokens, self.pack_tokens)
         self.known["num_packs"] += 1
+        self.known["num_with_reference"] += sums.kl_ref is not None
+        self.known["num_with_values"] += sums.value_error is not None
         nothing = torch.zeros_like(sums.kl)
         kl_ref = nothing if sums.kl_ref is None else sums.kl_ref
         value_error = nothing if sums.value_error is None else sums.value_error
@@ -72,10 +75,10 @@ class StepSums:
         lags_N = self.version - batch.versions_N
         self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
 
-    def over_ranks(self, ranks: Ranks, device: torch.device, grad_norm: Tensor | None = None) -> "StepTotals":
-        """The same over all ranks; every rank gets it, and must ask for it.
+    def over_ranks(self, ranks: Ranks, device: torch.device, grad_norm: Tensor | None = None) -> dict[str, float]:
+        """The metrics of the step over all ranks, by name; every rank gets them, and must ask for them.
 
-        grad_norm: [] of all ranks together, if it is known by now.
+        grad_norm: [] of all ranks together, before clipping; where it is not known by now the metric is 0.
         """
         differences_of_packs = self.differences.sums()
         parts = [
@@ -92,78 +95,40 @@ class StepSums:
         per_rank = [[row[start:end] for start, end in pairwise(cuts)] for row in flat]
         sums, known, differences, token_terms, sequence_terms, norms = zip(*per_rank, strict=True)
         sums = tuple([*one, *other] for one, other in zip(sums, known, strict=True))
-        return StepTotals(
-            grad_norm=norms[ranks.rank][0],
-            sums=dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True)),
-            differences=difference_stats([sum(column) for column in zip(*differences, strict=True)]),
-            ess=total_ess([EssTerms(*terms) for terms in token_terms]),
-            ess_sequence=total_ess([EssTerms(*terms) for terms in sequence_terms]),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
-    """An optimizer step, all ranks together."""
-
-    grad_norm: float
-    """Before clipping; 0 if it was not known."""
-    sums: dict[str, float]
-    differences: dict[str, float | None]
-    """Fields of StepStats (algo/mismatch.py)."""
-    ess: float
-    ess_sequence: float
-
-    def check_finite(self, step: int, grad_norm: float) -> None:
-        """Raises TrainingDiverged, naming everything, when one of the figures is not finite."""
-        numbers = {
-            "loss": self.sums["loss"],
-            "grad_norm": grad_norm,
-            "kl": self.sums["kl"],
-            "ess": self.ess,
-            "ess_sequence": self.ess_sequence,
+        total = dict(zip((*_OF_PACK, *_KNOWN), map(sum, zip(*sums, strict=True)), strict=True))
+        num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
+        metrics = {
+            "train/loss": total["loss"],
+            "train/grad_norm": norms[ranks.rank][0],
+            "importance/kl": total["kl"] / num_trained,
+            "importance/ess": total_ess([EssTerms(*terms) for terms in token_terms]),
+            "importance/ess_sequence": total_ess([EssTerms(*terms) for terms in sequence_terms]),
+            "importance/ratio_mean": total["ratio"] / num_trained,
+            "importance/ratio_clipped_fraction": total["clipped"] / num_trained,
+            **difference_metrics([sum(column) for column in zip(*differences, strict=True)]),
+            "policy/entropy": total["entropy"] / num_sampled,
+            "train/tokens": total["num_tokens"],
+            "train/trained_tokens": total["num_trained"],
+            "train/num_packs": total["num_packs"],
+            "train/pack_fill": total["num_tokens"] / max(1.0, total["budget_tokens"]),
         }
-        if all(math.isfinite(number) for number in numbers.values()):
-            return
-        found = ", ".join(f"{name}={number:g}" for name, number in numbers.items())
-        raise TrainingDiverged(
-            f"step {step}: {found}; all of them must be finite. The last good weights are version {step - 1}. Lower "
-            "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
-            "engine recorded bad log-probabilities"
-        )
+        if total["num_with_reference"]:
+            metrics["policy/kl_ref"] = total["kl_ref"] / num_trained
+        if total["num_with_values"]:
+            metrics["policy/value_error"] = total["value_error"] / num_trained
+        return metrics
 
-    def stats(
-        self,
-        step: int,
-        *,
-        grad_norm: float,
-        learning_rate: float,
-        has_reference: bool,
-        has_values: bool,
-        compute_seconds: float,
-    ) -> StepStats:
-        """As the learner reports it."""
-        sums = self.sums
-        num_trained, num_sampled = max(1.0, sums["num_trained"]), max(1.0, sums["num_sampled"])
-        return StepStats(
-            step=step,
-            loss=sums["loss"],
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            ess=self.ess,
-            ess_sequence=self.ess_sequence,
-            ratio_mean=sums["ratio"] / num_trained,
-            ratio_clipped_fraction=sums["clipped"] / num_trained,
-            kl=sums["kl"] / num_trained,
-            kl_ref=sums["kl_ref"] / num_trained if has_reference else None,
-            value_error=sums["value_error"] / num_trained if has_values else None,
-            **self.differences,
-            entropy=sums["entropy"] / num_sampled,
-            num_tokens=int(sums["num_tokens"]),
-            num_trained_tokens=int(sums["num_trained"]),
-            num_packs=int(sums["num_packs"]),
-            pack_fill=sums["num_tokens"] / max(1.0, sums["budget_tokens"]),
-            compute_seconds=compute_seconds,
-        )
+
+def check_finite(step: int, metrics: Mapping[str, float]) -> None:
+    """Raises TrainingDiverged, naming everything, when one of the figures is not finite."""
+    if all(math.isfinite(metrics[name]) for name in _FINITE):
+        return
+    found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
+    raise TrainingDiverged(
+        f"step {step}: {found}; all of them must be finite. The last good weights are version {step - 1}. Lower "
+        "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
+        "engine recorded bad log-probabilities"
+    )
 
 
 def _zeros(num: int) -> Tensor:

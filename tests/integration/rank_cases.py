@@ -9,7 +9,6 @@ state and, as "published.<name>", its weights; OUT/stats.json what each step sai
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +56,7 @@ def run_case(learners, case, states, out):
     learner = learners.build(config)
     if case.get("load"):
         learner.load_state(*(states.get(case["load"]) or saved(out, case["load"])))
-    stats = [asdict(learner.step(rows_of(config, step))) for step in case["steps"]]
+    stats = [learner.step(rows_of(config, step)) for step in case["steps"]]
     scored = learner.logprobs_of([row.rollout for row in rows_of(config, 1)])
     states[case["name"]] = tensors, values = learner.state()
     published = {f"published.{name}": tensor for name, tensor in learner.weights().items()}

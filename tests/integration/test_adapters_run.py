@@ -48,7 +48,7 @@ def test_a_run_of_adapters_closes_goes_on_replays_and_gives_the_model_back(tmp_p
         config.model_copy(update={"weights": config.weights.model_copy(update={"content": "merged"})})
     )
     merged.load_state(*load_checkpoint(store, 0, read[0].epoch))
-    losses = [step.stats.loss for step in replay_steps(store, merged, commits, STEPS)]
+    losses = [step.metrics["train/loss"] for step in replay_steps(store, merged, commits, STEPS)]
     assert losses == [commit.metrics["train/loss"] for commit in read[1:]]
     export(url, tmp_path / "model")
     exported, wanted = load_file(tmp_path / "model" / "model.safetensors"), merged.weights()

@@ -268,11 +268,12 @@ def test_a_run_with_a_gap_in_its_commits_goes_on_as_its_error_says(tmp_path, mon
 
 def check_replays(url):
     """The recorded stream gives the recorded losses, and with another learner others; a flow replays it alike."""
-    assert all(step.weights_match and step.stats.loss == step.recorded_loss for step in replay_run(url, None, None))
+    replayed = list(replay_run(url, None, None))
+    assert all(step.weights_match and step.metrics["train/loss"] == step.recorded_loss for step in replayed)
     studied = list(replay_run(url, 2, 4, ["learner.lr=1e-2"]))
-    assert [step.stats.step for step in studied] == [2, 3, 4]
-    assert studied[0].stats.loss == studied[0].recorded_loss  # of the weights before its own step
-    assert all(step.stats.loss != step.recorded_loss for step in studied[1:])
+    assert [step.step for step in studied] == [2, 3, 4]
+    assert studied[0].metrics["train/loss"] == studied[0].recorded_loss  # of the weights before its own step
+    assert all(step.metrics["train/loss"] != step.recorded_loss for step in studied[1:])
     with pytest.raises(ConfigError, match="a replay can change loss and learner only"):
         next(replay_run(url, 2, 4, ["rollouts.temperature=2"]))
     document = replaying.replay_run(open_run(url), 5, 0, ())

@@ -66,8 +66,7 @@ from pipelinerl_core.tracking.html import write_report
 from pipelinerl_core.tracking.live import format_status, run_status
 from pipelinerl_core.tracking.metrics import step_metrics
 from pipelinerl_core.tracking.mlflow import MlflowTracker
-from pipelinerl_core.tracking.prometheus import exposition
-from pipelinerl_core.types import StepStats
+from pipelinerl_core.tracking.role_metrics import run_exposition
 from pipelinerl_core.weights.files import entry_of
 from tasks.tracking import version_rows
 
@@ -196,7 +195,7 @@ class World:
         self.samples += len(rows)
         self.tokens += sum(row.rollout.num_tokens for row in rows)
         metrics = step_metrics(
-            stats(step), rows, masked_stale=assembled.num_masked_stale, num_errors=assembled.num_errors,
+            LEARNED, rows, step=step, masked_stale=assembled.num_masked_stale, num_errors=assembled.num_errors,
             reserve_wait_seconds=0.1, samples=self.samples, tokens=self.tokens, seconds=self.now - START,
         )  # fmt: skip
         committer.submit(
@@ -215,7 +214,7 @@ class World:
     def beat(self) -> None:
         """hub.json, and what is read from it."""
         self.store.put(HUB_KEY, self.live.record("run").model_dump_json().encode())
-        exposition(json.loads(json.dumps(run_status(self.store), allow_nan=False)))
+        run_exposition(json.loads(json.dumps(run_status(self.store), allow_nan=False)))
         format_status(self.store)
 
 
@@ -229,12 +228,7 @@ class Done:
         return self._value
 
 
-def stats(step: int) -> StepStats:
-    return StepStats(
-        step=step, loss=0.1, grad_norm=1.0, learning_rate=1e-3, ess=0.9, ess_sequence=0.8, ratio_mean=1.0,
-        ratio_clipped_fraction=0.0, kl=0.0, entropy=1.0, num_tokens=10, num_trained_tokens=8, num_packs=1,
-        pack_fill=0.5, compute_seconds=1.0,
-    )  # fmt: skip
+LEARNED = {"train/loss": 0.1, "train/tokens": 10.0, "importance/ess": 0.9, "time/compute_seconds": 1.0}
 
 
 def group_of(lease: Lease, name: str, epoch: int) -> tuple[pa.RecordBatch, dict[str, Any]]:

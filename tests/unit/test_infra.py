@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl_core.tracking.prometheus import metric_names as run_metric_names
-from pipelinerl_core.tracking.role_metrics import ROLE_METRICS, role_metric_names
+from pipelinerl_core.tracking.metrics import METRICS
 
 INFRA = Path(__file__).parents[2] / "infra"
 DASHBOARDS = {
@@ -16,40 +15,46 @@ DASHBOARDS = {
     for name in ("pipelinerl", "pipelinerl-roles")
 }
 NAME = re.compile(r"pipelinerl_\w+")
+EXPORTED = [metric for metric in METRICS.values() if metric.prometheus]
+METRIC_NAMES = {name for metric in EXPORTED for name in metric.series}
 each_dashboard = pytest.mark.parametrize("name", DASHBOARDS)
 
 
-def metric_names():
-    return run_metric_names() | role_metric_names()
+def queries_of(dashboard):
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return queries + [variable["query"] for variable in dashboard["templating"]["list"]]
 
 
-def test_the_run_and_its_roles_share_no_name():
-    assert not run_metric_names() & role_metric_names()
+def named_by(query):
+    """Names in a query; of __name__=~"..." those of exported metrics that match."""
+    patterns = re.findall(r'__name__=~"([^"]+)"', query)
+    matching = {name for pattern in patterns for name in METRIC_NAMES if re.fullmatch(pattern, name)}
+    return matching | set(NAME.findall(re.sub(r'__name__=~"[^"]+"', "", query)))
 
 
 @each_dashboard
 def test_every_query_of_a_dashboard_names_an_exported_metric(name):
-    dashboard = DASHBOARDS[name]
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    queries += [variable["query"] for variable in dashboard["templating"]["list"]]
+    queries = queries_of(DASHBOARDS[name])
     assert len(queries) > 14
     for query in queries:
-        assert set(NAME.findall(query)), query
-        assert set(NAME.findall(query)) <= metric_names(), query
+        names = named_by(query)
+        assert names or "$metric" in query, query
+        assert names <= METRIC_NAMES, query
 
 
 def test_every_alert_names_an_exported_metric_and_says_what_to_do():
     (group,) = yaml.safe_load((INFRA / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]:
-        assert set(NAME.findall(rule["expr"])) <= metric_names(), rule["alert"]
+        assert set(NAME.findall(rule["expr"])) <= METRIC_NAMES, rule["alert"]
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert set(rule["annotations"]) == {"summary", "description"}
 
 
 def test_every_exported_metric_is_drawn_somewhere():
-    assert run_metric_names() <= set(NAME.findall(json.dumps(DASHBOARDS["pipelinerl"])))
-    drawn = json.dumps(DASHBOARDS["pipelinerl-roles"])
-    assert [one.name for one in ROLE_METRICS if one.name not in drawn] == []
+    drawn = {name: set().union(*map(named_by, queries_of(DASHBOARDS[name]))) for name in DASHBOARDS}
+    for metric in EXPORTED:
+        dashboard = "pipelinerl-roles" if metric.group == "role" else "pipelinerl"
+        assert drawn[dashboard] & set(metric.series), f"{metric.prometheus} is in no panel of {dashboard}"
 
 
 @each_dashboard

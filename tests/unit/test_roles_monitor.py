@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 import types
 from urllib.error import HTTPError
@@ -20,7 +21,8 @@ from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.tracking.role_metrics import ALL_ROLES, ROLE_METRICS, RoleMetrics
+from pipelinerl_core.tracking.metrics import ALL_ROLES, METRICS
+from pipelinerl_core.tracking.role_metrics import RoleMetrics
 from pipelinerl_core.tracking.targets import live_roles, targets
 
 TOKEN = "the-token-of-the-run"
@@ -234,10 +236,12 @@ def test_a_store_that_fails_is_counted_and_ends_no_role(monkeypatch):
 
 
 def test_names_are_prometheus_names_and_labels_are_declared():
-    assert len({one.name for one in ROLE_METRICS}) == len(ROLE_METRICS)
-    for one in ROLE_METRICS:
-        assert (one.kind == "counter") == one.name.endswith("_total")
-        assert bool(one.label) == bool(one.values)
+    exported = [one for one in METRICS.values() if one.prometheus]
+    assert len({one.prometheus for one in exported}) == len(exported)
+    for one in exported:
+        assert re.fullmatch("[a-z][a-z0-9_]+", one.prometheus)
+        assert (one.kind == "counter") == one.prometheus.endswith("_total")
+        assert (one.group == "role") == bool(one.roles)
         assert set(one.roles) <= set(ALL_ROLES)
     with pytest.raises(KeyError, match="not declared"):
         RoleMetrics("actor", "a", "r").add("actor_rollouts_total", label="rollout-17")

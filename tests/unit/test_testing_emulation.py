@@ -13,7 +13,7 @@ from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.testing import emulation
 from pipelinerl_core.testing.emulation import EmulatedClock, EmulatedLearner, EmulatedSpeeds
 from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.types import EngineRequest, Sampler, StepStats
+from pipelinerl_core.types import EngineRequest, Sampler
 
 
 def config(kind="pipeline", actors=1, accelerators=6, generators=2, **changes):
@@ -184,8 +184,7 @@ class Learner:
     def step(self, rows):
         self._work()
         self.version += 1
-        zeros = dict.fromkeys(StepStats.__dataclass_fields__, 0)
-        return StepStats(**{**zeros, "num_tokens": 1000})
+        return {"train/tokens": 1000.0}
 
 
 @pytest.mark.parametrize(("real_seconds", "lasts", "overrun"), [(0.02, 0.1, 0.0), (0.25, 0.25, 0.15)])
@@ -199,7 +198,7 @@ def test_an_optimizer_step_waits_only_where_real_work_was_faster(monkeypatch, re
     monkeypatch.setattr(emulation, "time", fake)
     learner = EmulatedLearner(Learner(lambda: pass_time(real_seconds)), EmulatedSpeeds.of(config()))
     stats = learner.step([])  # 1,000 tokens on four accelerators: 0.1 s
-    assert stats.compute_seconds == pytest.approx(lasts)
+    assert stats["time/compute_seconds"] == pytest.approx(lasts)
     assert now[0] == pytest.approx(100.0 + lasts)
     assert learner._overrun.seconds == pytest.approx(overrun)
     assert learner.version == 7

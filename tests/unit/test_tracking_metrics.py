@@ -1,41 +1,41 @@
 """Step metrics against numbers worked out by hand, and their declarations."""
 
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pipelinerl_core.errors import StoreError
-from pipelinerl_core.testing.synthetic_run import make_rollout, training_row
-from pipelinerl_core.tracking import measures
-from pipelinerl_core.tracking.metrics import METRICS, as_markdown, step_metrics
-from pipelinerl_core.types import StepStats, WeightSpan
-
-STATS = StepStats(
-    step=5,
-    loss=-0.25,
-    grad_norm=0.5,
-    learning_rate=1e-4,
-    ess=0.9,
-    ess_sequence=0.8,
-    ratio_mean=1.01,
-    ratio_clipped_fraction=0.02,
-    kl=0.003,
-    entropy=0.7,
-    num_tokens=40,
-    num_trained_tokens=13,
-    num_packs=2,
-    pack_fill=0.75,
-    compute_seconds=0.4,
+from pipelinerl_core.records import commit_key
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import (
+    Shape,
+    make_commit,
+    make_rollout,
+    put_record,
+    training_row,
+    write_run,
 )
+from pipelinerl_core.tracking import measures
+from pipelinerl_core.tracking.follow import RunFollower, forward
+from pipelinerl_core.tracking.live import run_status
+from pipelinerl_core.tracking.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
+from pipelinerl_core.tracking.role_metrics import run_exposition
+from pipelinerl_core.types import WeightSpan
+
+LEARNED = {
+    "importance/ess": 0.9,
+    "train/grad_norm": 0.5,
+    "train/trained_tokens": 13.0,
+}
 
 
-def metrics_of(rows, stats=STATS, **changes):
-    values = dict(
-        masked_stale=3, num_errors=1, reserve_wait_seconds=0.2, samples=30, tokens=900, seconds=12.5, **changes
-    )
-    return step_metrics(stats, rows, **values)
+def metrics_of(rows, learned=LEARNED):
+    return step_metrics(
+        learned, rows, step=5, masked_stale=3, num_errors=1, reserve_wait_seconds=0.2,
+        samples=30, tokens=900, seconds=12.5,
+    )  # fmt: skip
 
 
 def three_rows():
@@ -54,7 +54,6 @@ def test_lag_counts_trained_tokens_only():
     assert metrics["lag/mean"] == pytest.approx((7 * 0 + 3 * 1 + 3 * 2) / 13)
     assert metrics["lag/p99"] == 2
     assert metrics["lag/max"] == 2
-    assert metrics["train/trained_tokens"] == 13
 
 
 def test_rewards_lengths_and_versions_are_over_rollouts():
@@ -69,36 +68,38 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
 
 
 def test_every_metric_of_a_step_is_declared():
-    assert set(metrics_of(three_rows())) <= set(METRICS)
-    missing = {spec.key for spec in METRICS.values() if spec.writer == "trainer"} - set(metrics_of(three_rows()))
-    # Known at the commit, and to the process; the others only where there are such tokens, and a reference.
-    differences = {f"{cause}/{how}" for cause in ("mismatch", "stale_kv", "staleness") for how in ("abs", "kl")}
-    assert missing - differences == {
-        "time/commit_seconds",
-        "time/cpu_seconds",
-        "weights/published_seconds",
-        "weights/bytes",
-        "policy/kl_ref",
-        "policy/value_error",
-    }
-    assert metrics_of(three_rows(), stats=replace(STATS, kl_ref=0.5))["policy/kl_ref"] == 0.5
-    values = {key.replace("/", "_"): index + 0.5 for index, key in enumerate(sorted(differences))}
-    found = metrics_of(three_rows(), stats=replace(STATS, **values))
-    assert {key.replace("/", "_"): found[key] for key in differences} == values
+    metrics = metrics_of(three_rows())
+    assert set(metrics) <= {metric.name for metric in METRICS.values() if metric.group == "trainer"}
+    assert LEARNED.items() <= metrics.items()
 
 
 def test_what_is_not_a_number_is_left_out():
-    rows = three_rows()
-    assert "train/grad_norm" not in step_metrics(
-        replace(STATS, grad_norm=float("nan")),
-        rows,
-        masked_stale=0,
-        num_errors=0,
-        reserve_wait_seconds=0.0,
-        samples=1,
-        tokens=1,
-        seconds=1.0,
-    )
+    assert "train/grad_norm" not in metrics_of(three_rows(), LEARNED | {"train/grad_norm": float("nan")})
+
+
+def test_names_for_prometheus_end_with_the_unit_and_short_keys_leave_out_well_known_groups():
+    names = ("importance/ess", "lag/mean", "train/tokens", "wait/engine_seconds")
+    assert [METRICS[name].prometheus for name in names] == [
+        "pipelinerl_importance_ess", "pipelinerl_lag_mean_steps", "pipelinerl_train_tokens", "",
+    ]  # fmt: skip
+    assert [short_key(name) for name in ("importance/ess", "reward/mean")] == ["ess", "reward_mean"]
+
+
+def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_docs(monkeypatch):
+    name = "policy/temperature"
+    monkeypatch.setitem(METRICS, name, Metric(name, "nats", "mean over sampled tokens", "An example."))
+    store = MemoryStore()
+    write_run(store, Shape(steps=2))
+    commit = make_commit(3).model_copy(update={"metrics": metrics_of([], {name: 0.75})})
+    put_record(store, commit_key(3, commit.epoch), commit)
+    logged = {}
+    tracker = SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
+    forward(RunFollower(store), tracker)
+    assert logged[name] == 0.75
+    status = run_status(store)
+    assert status["metrics"][name] == 0.75
+    assert f'pipelinerl_policy_temperature_nats{{run="{status["run_id"]}"}} 0.75' in run_exposition(status).decode()
+    assert "| `policy/temperature` | `pipelinerl_policy_temperature_nats` | nats | mean over" in as_markdown()
 
 
 def test_two_spans_of_one_version_are_one_version():

@@ -16,7 +16,8 @@ from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.tracking import facts, web
 from pipelinerl_core.tracking.live import run_status
-from pipelinerl_core.tracking.prometheus import exposition, metric_names
+from pipelinerl_core.tracking.metrics import METRICS
+from pipelinerl_core.tracking.role_metrics import run_exposition
 from pipelinerl_core.tracking.web import LivePage, build_server
 from tasks.runs import remember_latest
 
@@ -128,7 +129,7 @@ def test_a_port_that_is_taken_is_a_configuration_error(run, served):
 def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served):
     families = {family.name: family for family in text_string_to_metric_families(get(f"{served}/metrics"))}
     samples = {sample.name: sample for family in families.values() for sample in family.samples}
-    assert set(samples) <= metric_names()
+    assert set(samples) <= {name for metric in METRICS.values() for name in metric.series}
     assert samples["pipelinerl_step"].value == 4
     assert samples["pipelinerl_step"].labels == {"run": run_status(run.store)["run_id"]}
     tokens = {s.labels["class"]: s.value for s in families["pipelinerl_tokens"].samples}
@@ -147,8 +148,8 @@ def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown():
         **run_status(store),
         "actors": {"actor-0/9": one, "actor-0/10": {**one, "running": 5}, "actor-0/2": one},
     }
-    assert exposition(status).count(b"pipelinerl_actor_running{") == 1
-    assert b"} 5.0" in exposition(status)
+    assert run_exposition(status).count(b"pipelinerl_actor_running{") == 1
+    assert b"} 5.0" in run_exposition(status)
 
 
 def test_latest_is_followed_from_one_run_to_the_next(tmp_path, monkeypatch):
@@ -169,4 +170,4 @@ def test_a_run_without_commits_or_hub_has_metrics_too():
     store = MemoryStore()
     write_run(store, Shape(steps=2))
     store.delete(store.list("commits"))
-    assert b'pipelinerl_step{run="' in exposition(run_status(store))
+    assert b'pipelinerl_step{run="' in run_exposition(run_status(store))

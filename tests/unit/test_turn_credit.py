@@ -117,7 +117,7 @@ def test_recorded_rows_give_the_same_packs_and_losses_to_the_last_bit(pack_token
     learners = [learner_of(tiny_model(), run_config) for _ in range(2)]
     for _ in range(3):
         stats = [learner.step(one) for learner, one in zip(learners, (rows, recorded(rows)), strict=True)]
-        assert stats[0] == replace(stats[1], compute_seconds=stats[0].compute_seconds)
+        assert stats[0] == {**stats[1], "time/compute_seconds": stats[0]["time/compute_seconds"]}
     for name, weight in learners[0].weights().items():
         assert torch.equal(weight, learners[1].weights()[name]), name
 
