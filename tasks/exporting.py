@@ -20,9 +20,6 @@ ORIGIN = "pipelinerl.json"
 """Beside the model: the run, the version and the sha256 of what was served."""
 # Of the starting model everything else is copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-# What transformers asks of a file before it reads it.
-_METADATA = {"format": "pt"}
-_LENGTH_BYTES = 8
 # Adapters are merged into every layer of the largest models well within it.
 _MERGE_SECONDS = 1800.0
 
@@ -49,7 +46,7 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     if commit.manifest is not None and holds_adapters(commit.manifest):
         _merge(run, commit, file)
     else:
-        file.write_bytes(with_metadata(data))
+        file.write_bytes(data)
     origin = {
         "run_id": run.run_id,
         "run": url,
@@ -60,19 +57,6 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     }
     (directory / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
     return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
-
-
-def with_metadata(data: bytes) -> bytes:
-    """A safetensors file with the note that transformers asks for in its header; the tensors are the same bytes.
-
-    Format: eight bytes with the length of a JSON header, the header, the tensors.
-    """
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    header["__metadata__"] = {**header.get("__metadata__", {}), **_METADATA}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors begin at a multiple of eight bytes
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text + data[_LENGTH_BYTES + length :]
 
 
 def _find(run: RunContext, version: str) -> Commit:
