@@ -12,6 +12,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from safetensors import safe_open
+
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
@@ -236,11 +238,11 @@ def _version_size(config: RunConfig, model_bytes: int) -> int:
 
 
 def _matrix_shapes(directory: Path) -> Iterator[list[int]]:
-    """Shapes of the matrices of a model, from the headers of its files: their length in eight bytes, then JSON."""
+    """Shapes of the matrices of a model, from the headers of its files."""
     for path in directory.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        yield from (entry["shape"] for entry in header.values() if len(entry.get("shape", ())) == 2)
+        with safe_open(path, framework="numpy") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        yield from (shape for shape in shapes if len(shape) == 2)
 
 
 def model_size(path: str) -> int:

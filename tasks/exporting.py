@@ -1,6 +1,5 @@
 """A weight version of a run as a model directory that any library reads."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -8,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, DeadlineExceeded, PipelineRLError
-from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE, Commit, holds_adapters
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.records import WEIGHTS_FILE, Commit
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.versions import find_commit
 from tasks.commands import guarded, role_command, role_environment
@@ -20,11 +19,8 @@ ORIGIN = "pipelinerl.json"
 """Beside the model: the run, the version and the sha256 of what was served."""
 # Of the starting model everything else is copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
-# What transformers asks of a file before it reads it.
-_METADATA = {"format": "pt"}
-_LENGTH_BYTES = 8
-# Adapters are merged into every layer of the largest models well within it.
-_MERGE_SECONDS = 1800.0
+# Reading, merging adapters and writing take minutes for the largest models.
+_WRITE_SECONDS = 1800.0
 
 
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
@@ -43,13 +39,9 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
             "tokenizer belong to the export. Run it where the model is"
         )
     commit = find_commit(run, version)
-    data = _read(run, commit)
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
     file = directory / WEIGHTS_FILE
-    if commit.manifest is not None and holds_adapters(commit.manifest):
-        _merge(run, commit, file)
-    else:
-        file.write_bytes(with_metadata(data))
+    _write_model(run, commit, file)
     origin = {
         "run_id": run.run_id,
         "run": url,
@@ -62,31 +54,8 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
     return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
 
 
-def with_metadata(data: bytes) -> bytes:
-    """A safetensors file with the note that transformers asks for in its header; the tensors are the same bytes.
-
-    Format: eight bytes with the length of a JSON header, the header, the tensors.
-    """
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-    header["__metadata__"] = {**header.get("__metadata__", {}), **_METADATA}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # tensors begin at a multiple of eight bytes
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text + data[_LENGTH_BYTES + length :]
-
-
-def _read(run: RunContext, commit: Commit) -> bytes:
-    manifest = commit.manifest
-    assert manifest is not None
-    key = f"{manifest.key}/{ADAPTERS_FILE if holds_adapters(manifest) else WEIGHTS_FILE}"
-    data = run.store.get(key)
-    if hashlib.sha256(data).hexdigest() != commit.weights_sha256:
-        raise ChecksumMismatch(f"{key}: not the bytes that were committed. Export another version")
-    return data
-
-
-def _merge(run: RunContext, commit: Commit, file: Path) -> None:
-    """Adapters of a version and the starting model as one file; in a process of its own, this one has no torch.
+def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
+    """All weights of a version as one file; in a process of its own, because this one does not load torch.
 
     On failure the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
     """
@@ -95,14 +64,14 @@ def _merge(run: RunContext, commit: Commit, file: Path) -> None:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(
                 guarded(role_command("merge", arguments)), env=own, capture_output=True, text=True, check=False,
-                timeout=_MERGE_SECONDS,
+                timeout=_WRITE_SECONDS,
             )  # fmt: skip
         if ended.returncode != 0:
-            lines = ended.stderr.strip().splitlines() or [f"the merge ended with code {ended.returncode}"]
+            lines = ended.stderr.strip().splitlines() or [f"writing the model ended with code {ended.returncode}"]
             raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])
     except subprocess.TimeoutExpired:
         shutil.rmtree(file.parent)
-        raise DeadlineExceeded(f"{file}: adapters were not merged within {_MERGE_SECONDS:.0f} s") from None
+        raise DeadlineExceeded(f"{file}: was not written within {_WRITE_SECONDS:.0f} s") from None
     except PipelineRLError:
         shutil.rmtree(file.parent)
         raise

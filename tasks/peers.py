@@ -29,7 +29,7 @@ PEERS = ("trl", "sequential")
 MAX_SECONDS = 900.0
 """A peer that has not reached the target within this time of training stops."""
 _START_SECONDS = 300.0
-_MODULE = "pipelinerl_core.testing.peers"
+_MODULE = "pipelinerl_core.bench.peers"
 
 
 def parse_peers(text: str, suite: Sequence[str], user: Sequence[str]) -> tuple[Arm, ...]:

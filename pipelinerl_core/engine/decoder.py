@@ -5,7 +5,7 @@ K attended keys, C hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,7 @@ class SlotDecoder:
 
         Of tied weights (an embedding that is also the head) one name is enough.
         """
-        targets = dict(self._targets())
+        targets = self.model.state_dict()
         unknown = sorted(set(tensors) - set(targets))
         if unknown:
             raise SwapError(
@@ -147,7 +147,7 @@ class SlotDecoder:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy checked weights into the model."""
         with torch.inference_mode():
-            targets = dict(self._targets())
+            targets = self.model.state_dict()
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)
             self._refresh_head()
@@ -156,9 +156,6 @@ class SlotDecoder:
 
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
-
-    def _targets(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.model.state_dict().items()
 
     def _refresh_head(self) -> None:
         """The head is computed in float32; for a float32 model this is the weight itself, not a copy."""

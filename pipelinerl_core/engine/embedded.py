@@ -8,21 +8,20 @@ protocol, it just happens. An engine with nothing to do has no task at all.
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from pipelinerl_core.engine.compact import compact
 from pipelinerl_core.engine.decoder import SlotDecoder, prefill_batches
+from pipelinerl_core.engine.queued import QueuedEngine
 from pipelinerl_core.engine.sampling import sample
-from pipelinerl_core.engine.sequence import Sequence, check_request
+from pipelinerl_core.engine.sequence import Sequence
 from pipelinerl_core.engine.slots import SlotTable
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import StepClock, WeightUpdate
 from pipelinerl_core.types import (
-    Chunk,
     Completion,
     EngineRequest,
     EngineStats,
@@ -38,7 +37,7 @@ KVPolicy = Literal["keep", "recompute", "drain"]
 _ROW_STEP = 32
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(QueuedEngine[Sequence]):
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
 
     model: a transformers causal LM, this engine's own object, on whatever device it is; full attention only.
@@ -74,7 +73,7 @@ class EmbeddedEngine:
         self._decoder = SlotDecoder(model, slots=num_rows, max_len=max_len)
         if deterministic:
             self._decoder.check_rows_are_alike()
-        self._is_eos_V = np.isin(np.arange(self._decoder.vocab_size), list(eos_token_ids))
+        super().__init__(max_len=max_len, vocab_size=self._decoder.vocab_size, eos_token_ids=eos_token_ids)
         self._table = SlotTable(num_rows, max_len, self._is_eos_V, fixed_shape=deterministic)
         self._num_slots = slots
         self._num_places = slots * max_len
@@ -82,21 +81,12 @@ class EmbeddedEngine:
         self._kv = kv
         self._deterministic = deterministic
         self._stream_interval = stream_interval
-        self._waiting: dict[str, Sequence] = {}
-        self._running: dict[str, Sequence] = {}
         self._in_slot: dict[int, Sequence] = {}
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
         self._task: asyncio.Task[None] | None = None
-        self._swap_lock = asyncio.Lock()
-        self._drained: asyncio.Future[None] | None = None
-        self._failure: str | None = None
         self._delay_seconds = 0.0
         self._clock: StepClock | None = None
-        self._is_paused = False
-        self._num_tokens = 0
         self._num_steps = 0
-        self._running_seconds = 0.0
-        self._counted_at = time.perf_counter()
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -104,12 +94,6 @@ class EmbeddedEngine:
     def weight_version(self) -> int:
         """Version that samples the next token."""
         return self._version
-
-    def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        """Chunks of one sequence; see `interfaces.Engine`. It takes its place in the queue when first awaited."""
-        self._check_open(request.request_id)
-        check_request(request, max_len=self._table.max_len, is_eos_V=self._is_eos_V)
-        return self._stream(request)
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Make `update` the weights of the next token; see `interfaces.Engine`.
@@ -120,17 +104,21 @@ class EmbeddedEngine:
         """
         async with self._swap_lock:
             start = time.perf_counter()
-            self._check_update(update)
+            self._check_version(update.version)
+            self._decoder.check(update.tensors, is_partial=update.is_partial)
             checked_seconds = time.perf_counter() - start
             tensors = update.tensors
             if self._decoder.device.type != "cpu":
                 tensors = await asyncio.to_thread(self._decoder.stage, tensors)
-            if self._kv == "drain":
-                await self._drain()
-            start = time.perf_counter()
-            num_running = len(self._running)
-            self._replace_weights(update.version, tensors)
-            self._wake()
+            try:
+                if self._kv == "drain":
+                    await self._drain()
+                start = time.perf_counter()
+                num_running = len(self._running)
+                self._replace_weights(update.version, tensors)
+            finally:
+                self._drained = None
+                self._wake()
             pause_seconds = checked_seconds + time.perf_counter() - start
             if self._clock is not None:
                 self._clock.extend(pause_seconds)
@@ -192,32 +180,12 @@ class EmbeddedEngine:
             await asyncio.gather(task, return_exceptions=True)
         self._decoder.memory.clear()
 
-    # ---- one request ---------------------------------------------------------------------------------------------
-
-    def _check_open(self, request_id: str) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
-        if request_id in self._running or request_id in self._waiting:
-            raise EngineError(f"request {request_id!r} is open already; ids of open requests must differ")
-
-    async def _stream(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        self._check_open(request.request_id)  # again: time may have passed since generate()
-        sequence = Sequence(request)
-        self._waiting[request.request_id] = sequence
-        self._wake()
-        try:
-            while True:
-                # No deadline of its own: whatever ends the loop puts an error into every outbox.
-                item = await sequence.outbox.get()
-                if isinstance(item, str):
-                    raise EngineError(item)
-                yield item
-                if item.completion is not None:
-                    return
-        finally:
-            self._forget(sequence)
-
     # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: EngineRequest) -> Sequence:
+        sequence = self._waiting[request.request_id] = Sequence(request)
+        self._wake()
+        return sequence
 
     def _wake(self) -> None:
         """Make sure the loop runs if there is something to do."""
@@ -329,46 +297,8 @@ class EmbeddedEngine:
         heapq.heappush(self._free_slots, sequence.slot)
         del self._running[request_id]
         sequence.slot = None
-        if self._drained is not None and not self._running and not self._drained.done():
-            self._drained.set_result(None)
-
-    def _end_all(self, message: str) -> None:
-        for sequence in [*self._running.values(), *self._waiting.values()]:
-            sequence.outbox.put_nowait(message)
-            self._forget(sequence)
-
-    def _fail(self, message: str) -> None:
-        """The engine is of no use any more; everyone who waits hears why."""
-        self._failure = self._failure or message
-        self._end_all(self._failure)
-
-    def _count_time(self) -> None:
-        """Bring the integral of `running` up to now; called before every change of it. In a pause nothing runs."""
-        now = time.perf_counter()
-        self._running_seconds += 0 if self._is_paused else len(self._running) * (now - self._counted_at)
-        self._counted_at = now
-
-    def _check_update(self, update: WeightUpdate) -> None:
-        if self._failure is not None:
-            raise SwapError(f"no swap to version {update.version}: {self._failure}")
-        if update.version < self._version:
-            raise SwapError(
-                f"the update is version {update.version}, the engine has {self._version}: versions never decrease"
-            )
-        self._decoder.check(update.tensors, is_partial=update.is_partial)
-
-    async def _drain(self) -> None:
-        """Admit nothing until the slots are empty; at most the longest rest of a running sequence."""
-        if not self._running:
-            return
-        self._drained = asyncio.get_running_loop().create_future()
-        try:
-            await self._drained
-        finally:
-            self._drained = None
-            self._wake()
-        if self._failure is not None:
-            raise SwapError(f"the engine ended while it was drained: {self._failure}")
+        if self._drained is not None and not self._running:
+            self._drained.set()
 
     def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         for sequence in self._running.values():

@@ -1,11 +1,11 @@
 """One request on its way through an engine: what may be asked for, and how its tokens leave as chunks."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelinerl_core.algo.spans import joined
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.types import (
     Chunk,
@@ -21,28 +21,48 @@ _NO_TOKENS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A request in the queue or in a slot."""
+class OpenSequence:
+    """A request that an engine has taken: the weights of its tokens, and its chunks on their way out."""
 
-    request: EngineRequest
-    slot: int | None = None
-    """None while it waits, and again when it has ended."""
-    spans: list[WeightSpan] = field(default_factory=list)
-    num_sent: int = 0
-    """Completion tokens that left in chunks, or came with the prior."""
-    outbox: "asyncio.Queue[Chunk | str]" = field(default_factory=asyncio.Queue)
-    """For the generator; a string is the message of the EngineError that ends it."""
-
-    def __post_init__(self) -> None:
-        if self.request.prior is not None:
-            self.spans = list(self.request.prior.weight_spans)
-            self.num_sent = len(self.request.prior.token_ids)
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.spans: list[WeightSpan] = [] if request.prior is None else list(request.prior.weight_spans)
+        self.num_sent = 0 if request.prior is None else len(request.prior.token_ids)
+        """Completion tokens that left in chunks, or came with the prior."""
+        self.outbox: asyncio.Queue[Chunk | str] = asyncio.Queue()
+        """For the generator; a string is the message of the EngineError that ends it."""
 
     @property
     def oldest_weights(self) -> int:
-        """Version of the newest prior token: older weights may not continue it, since versions never decrease."""
+        """Version of the newest token: older weights may not continue it, since versions never decrease."""
         return self.spans[-1].version if self.spans else -1
+
+    def send(
+        self, token_ids: Int32Array, rollout_logprobs: Float32Array, version: int, completion: Completion | None
+    ) -> None:
+        """A chunk of new tokens, the last one if there is a completion; nothing if there is neither."""
+        if len(token_ids) == 0 and completion is None:
+            return
+        self.num_sent += len(token_ids)
+        chunk = Chunk(
+            request_id=self.request.request_id,
+            token_ids=token_ids,
+            rollout_logprobs=rollout_logprobs,
+            weight_version=version,
+            completion=completion,
+        )
+        self.outbox.put_nowait(chunk)
+
+    def fail(self, message: str) -> None:
+        """Send the error that ends it."""
+        self.outbox.put_nowait(message)
+
+
+class Sequence(OpenSequence):
+    """A request in the queue or in a slot."""
+
+    slot: int | None = None
+    """None while it waits, and again when it has ended."""
 
     @property
     def num_prior(self) -> int:
@@ -65,14 +85,8 @@ class Sequence:
 
         Both arrays are [C], the whole completion so far. Nothing is sent when there is nothing new and no reason.
         """
-        start, self.num_sent = self.num_sent, len(token_ids)
-        if len(token_ids) > start:
-            is_same = bool(self.spans) and self.spans[-1].version == version
-            span_start = self.spans.pop().start if is_same else start
-            self.spans.append(WeightSpan(version, span_start, len(token_ids)))
-        elif finish_reason is None:
-            return None
-        completion = None
+        start, completion = self.num_sent, None
+        self.spans = joined(self.spans, [WeightSpan(version, start, len(token_ids))])
         if finish_reason is not None:
             completion = Completion(
                 token_ids=token_ids,
@@ -80,14 +94,7 @@ class Sequence:
                 weight_spans=tuple(self.spans),
                 finish_reason=finish_reason,
             )
-        chunk = Chunk(
-            request_id=self.request.request_id,
-            token_ids=token_ids[start:],
-            rollout_logprobs=rollout_logprobs[start:],
-            weight_version=version,
-            completion=completion,
-        )
-        self.outbox.put_nowait(chunk)
+        self.send(token_ids[start:], rollout_logprobs[start:], version, completion)
         return completion
 
 

@@ -12,21 +12,18 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Iterable
-
-import numpy as np
+from collections.abc import Iterable
 
 from pipelinerl_core.engine.embedded import KVPolicy
 from pipelinerl_core.engine.places import KVLoad, Places
-from pipelinerl_core.engine.sequence import check_request
+from pipelinerl_core.engine.queued import QueuedEngine
 from pipelinerl_core.engine.vllm_core import CoreDied, CoreOutput, VLLMCore
 from pipelinerl_core.engine.vllm_keeper import CoreKeeper
 from pipelinerl_core.engine.vllm_sequence import VLLMSequence
 from pipelinerl_core.engine.vllm_weights import StagedWeights
-from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.types import (
-    Chunk,
     Completion,
     EngineRequest,
     EngineStats,
@@ -35,7 +32,7 @@ from pipelinerl_core.types import (
 )
 
 
-class VLLMEngine:
+class VLLMEngine(QueuedEngine[VLLMSequence]):
     """`interfaces.Engine` on a started `VLLMCore`; sequences of at most `max_len` tokens, `slots` of them at most.
 
     vocab_size: token ids are below it. eos_token_ids: tokens that end a completion and belong to it.
@@ -58,22 +55,13 @@ class VLLMEngine:
         weight_version: int = 0,
         kv: KVPolicy = "keep",
     ) -> None:
+        self._eos_token_ids = list(eos_token_ids)
+        super().__init__(max_len=max_len, vocab_size=vocab_size, eos_token_ids=self._eos_token_ids)
         self._keeper = CoreKeeper(core, staged, version=weight_version, on_open=self._admit, on_failure=self._fail)
         self._staged = staged
         self._places = Places(slots, now=time.monotonic())
-        self._max_len = max_len
-        self._eos_token_ids = list(eos_token_ids)
-        self._is_eos_V = np.isin(np.arange(vocab_size), self._eos_token_ids)
         self._kv = kv
         self._order = itertools.count()
-        self._waiting: dict[str, VLLMSequence] = {}
-        self._running: dict[str, VLLMSequence] = {}
-        self._swap_lock = asyncio.Lock()
-        self._drained: asyncio.Event | None = None
-        self._failure: str | None = None
-        self._num_tokens = 0
-        self._running_seconds = 0.0
-        self._counted_at = time.perf_counter()
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -100,19 +88,15 @@ class VLLMEngine:
         """Stamp the core's weights and begin; the core must have been started."""
         await self._keeper.open()
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        """Chunks of one sequence; see `interfaces.Engine`. It takes its place in the queue when first awaited."""
-        self._check_open(request.request_id)
-        check_request(request, max_len=self._max_len, is_eos_V=self._is_eos_V)
-        return self._stream(request)
-
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Make `update` the weights of the next token; see `interfaces.Engine`.
 
         Checked and staged before the pause. pause_seconds is the time from asking the core to stop until it goes on.
         """
         async with self._swap_lock:
-            self._check_update(update)
+            self._check_version(update.version)
+            if update.group == 0:
+                self._staged.check(update.tensors, is_partial=update.is_partial)
             if self._kv == "drain":
                 await self._drain()
             num_running = 0
@@ -160,6 +144,7 @@ class VLLMEngine:
     def set_paused(self, is_paused: bool) -> None:
         """Stand still between two decode steps, every sequence and its KV kept, or go on; see `interfaces.Engine`."""
         self._count_time()
+        self._is_paused = is_paused
         self._keeper.set_paused(is_paused)
 
     def stats(self) -> EngineStats:
@@ -186,30 +171,16 @@ class VLLMEngine:
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
-    def _check_open(self, request_id: str) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
-        if request_id in self._running or request_id in self._waiting:
-            raise EngineError(f"request {request_id!r} is open already; ids of open requests must differ")
-
-    async def _stream(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        self._check_open(request.request_id)  # again: time may have passed since generate()
-        sequence = VLLMSequence(request, next(self._order))
-        self._waiting[request.request_id] = sequence
-        task = asyncio.create_task(self._serve(sequence), name=f"vllm-{request.request_id}")
+    def _enqueue(self, request: EngineRequest) -> VLLMSequence:
+        sequence = self._waiting[request.request_id] = VLLMSequence(request, next(self._order))
+        sequence.server = asyncio.create_task(self._serve(sequence), name=f"vllm-{request.request_id}")
         self._admit()
-        try:
-            while True:
-                # No deadline of its own: whatever ends the engine puts an error into every outbox.
-                item = await sequence.outbox.get()
-                if isinstance(item, str):
-                    raise EngineError(item)
-                yield item
-                if item.completion is not None:
-                    return
-        finally:
-            self._forget(sequence)
-            task.cancel()
+        return sequence
+
+    def _leave(self, sequence: VLLMSequence) -> None:
+        self._forget(sequence)
+        if sequence.server is not None:
+            sequence.server.cancel()
 
     async def _serve(self, sequence: VLLMSequence) -> None:
         """See a sequence through, from one engine core to the next if need be."""
@@ -318,25 +289,6 @@ class VLLMEngine:
 
     # ---- swaps and ends ------------------------------------------------------------------------------------------
 
-    def _check_update(self, update: WeightUpdate) -> None:
-        if self._failure is not None:
-            raise SwapError(f"no swap to version {update.version}: {self._failure}")
-        if update.version < self.weight_version:
-            raise SwapError(
-                f"the update is version {update.version}, the engine has {self.weight_version}: "
-                "versions never decrease"
-            )
-        if update.group == 0:
-            self._staged.check(update.tensors, is_partial=update.is_partial)
-
-    async def _drain(self) -> None:
-        """Admit nothing until nothing runs; at most the longest rest of a running sequence."""
-        self._drained = asyncio.Event()
-        if self._running:
-            await self._drained.wait()
-        if self._failure is not None:
-            raise SwapError(f"the engine ended while it was drained: {self._failure}")
-
     async def _take_back_unstarted(self) -> None:
         """In a pause: requests without a token go back to the queue, to be salted and prefilled by the new weights.
 
@@ -349,16 +301,3 @@ class VLLMEngine:
         core_ids = [sequence.core_id for sequence in sequences if sequence.core_id]
         if core_ids and not self._keeper.core.is_dead:
             await self._keeper.core.abort(core_ids)
-
-    def _fail(self, message: str) -> None:
-        """The engine is of no use any more; everyone who waits hears why."""
-        self._failure = self._failure or message
-        for sequence in [*self._running.values(), *self._waiting.values()]:
-            sequence.fail(self._failure)
-            self._forget(sequence)
-
-    def _count_time(self) -> None:
-        """Bring the integral of `running` up to now; called before every change of it. In a pause nothing runs."""
-        now = time.perf_counter()
-        self._running_seconds += 0 if self._keeper.is_paused else len(self._running) * (now - self._counted_at)
-        self._counted_at = now

@@ -5,42 +5,37 @@ import asyncio
 import numpy as np
 
 from pipelinerl_core.algo.spans import joined
+from pipelinerl_core.engine.sequence import OpenSequence
 from pipelinerl_core.engine.vllm_core import CoreOutput
-from pipelinerl_core.types import Chunk, Completion, EngineRequest, FinishReason, WeightSpan
+from pipelinerl_core.types import Completion, EngineRequest, FinishReason, WeightSpan
 
 
-class VLLMSequence:
+class VLLMSequence(OpenSequence):
     """Everything known of a request, so that it can continue anywhere.
+
+    `spans` cover all tokens: exact up to `start`, lower bounds beyond.
 
     vLLM says which weights sampled what with the last output alone. Until then the version of a token is a lower
     bound: of those not yet seen when a swap happens, some may have been sampled before it.
     """
 
     def __init__(self, request: EngineRequest, order: int) -> None:
-        self.request = request
+        super().__init__(request)
         self.order = order
         """Place in the queue."""
         prior = request.prior
         self.token_ids: list[int] = [] if prior is None else prior.token_ids.tolist()
         self.logprobs: list[float] = [] if prior is None else prior.rollout_logprobs.tolist()
-        self.spans: list[WeightSpan] = [] if prior is None else list(prior.weight_spans)
-        """Cover all tokens; exact up to `start`, lower bounds beyond."""
         self.start = len(self.token_ids)
         """Tokens known before the present stay in an engine core."""
         self.core_id = ""
         self.is_taken_back = False
         self.may_start = asyncio.Event()
-        self.outbox: asyncio.Queue[Chunk | str] = asyncio.Queue()
-        """For the generator; a string is the message of the EngineError that ends it."""
+        self.server: asyncio.Task[None] | None = None
+        """Sees it through."""
         self.ended: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
-        self._num_sent = len(self.token_ids)
         self._num_stays = 0
         self._bound = 0
-
-    @property
-    def oldest_weights(self) -> int:
-        """Version of the newest token: older weights may not continue it, since versions never decrease."""
-        return self.spans[-1].version if self.spans else -1
 
     @property
     def num_new(self) -> int:
@@ -84,19 +79,8 @@ class VLLMSequence:
             self.ended.set_result(completion)
         self._send(completion)
 
-    def fail(self, message: str) -> None:
-        """Send the error that ends it."""
-        self.outbox.put_nowait(message)
-
     def _send(self, completion: Completion | None) -> None:
-        start, self._num_sent = self._num_sent, len(self.token_ids)
-        if self._num_sent == start and completion is None:
-            return
-        chunk = Chunk(
-            request_id=self.request.request_id,
-            token_ids=np.array(self.token_ids[start:], np.int32),
-            rollout_logprobs=np.array(self.logprobs[start:], np.float32),
-            weight_version=next((span.version for span in self.spans if span.end > start), self._bound),
-            completion=completion,
-        )
-        self.outbox.put_nowait(chunk)
+        start = self.num_sent
+        version = next((span.version for span in self.spans if span.end > start), self._bound)
+        token_ids, logprobs = np.array(self.token_ids[start:], np.int32), np.array(self.logprobs[start:], np.float32)
+        self.send(token_ids, logprobs, version, completion)

@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl import GRPOConfig, GRPOTrainer
 
-# The fastest on two cores for the quickstart's rollouts (testing/peers/trl_grpo.py has the others).
+# The fastest on two cores for the quickstart's rollouts (bench/peers/trl_grpo.py has the others).
 ROWS_PER_PASS = 128
 
 
@@ -64,7 +64,7 @@ class TRLStep:
 
 
 def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int, scratch: str) -> Any:
-    """With the objective of ours, as in testing/peers/trl_grpo.py."""
+    """With the objective of ours, as in bench/peers/trl_grpo.py."""
     assert isinstance(config.loss, ReinforceLoss)
     tokenizer_class: Any = PreTrainedTokenizerFast
     words: Any = WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>")

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded import EmbeddedEngine
 from pipelinerl_core.engine.load import load_engine, start_engine
 from pipelinerl_core.errors import ConfigError
@@ -14,7 +15,6 @@ from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.rollouts.runner import TextCodec
-from pipelinerl_core.testing.emulation import emulated_clock
 from pipelinerl_core.types import Int32Array, Prompt
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory

@@ -1,4 +1,4 @@
-"""The whole model of a durable version whose file holds adapters alone, for `pipelinerl export`."""
+"""All weights of a durable version as one safetensors file, for `pipelinerl export`."""
 
 import argparse
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from pipelinerl_core.algo.adapters import Adapters
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.inference import base_weights
 from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
 from pipelinerl_core.run.context import RunContext, open_run
@@ -15,19 +14,20 @@ from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
-def merge_version(context: RunContext, version: str, file: Path) -> None:
-    """Write all weights of a version to `file`, in the type of the run.
+def write_model(context: RunContext, version: str, file: Path) -> None:
+    """Write all weights of a version to `file`, in the type of the run; adapters are merged into the starting model.
 
-    Raises ConfigError for a version that is not durable or holds all weights itself, StoreError for one that is
-    damaged or whose base model is not the one that is here.
+    The header has the note `format: pt`, which many readers of safetensors files require. Raises ConfigError for a
+    version that is not durable, StoreError for one that is damaged or whose base model is not the one that is here.
     """
     manifest = find_commit(context, version).manifest
     assert manifest is not None
-    adapters, base = WeightSubscriber(context.store).read(manifest), base_weights(context.config)
-    if base is None or not isinstance(adapters, Adapters):
-        raise ConfigError(f"--version {version}: holds all weights, there is nothing to merge")
-    whole = base.whole(adapters, f"weights of version {version}")
-    save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file, metadata={"format": "pt"})
+    weights = WeightSubscriber(context.store).read(manifest)
+    if isinstance(weights, Adapters):
+        base = base_weights(context.config)
+        assert base is not None
+        weights = base.whole(weights, f"weights of version {version}")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
 
 
 @exit_codes
@@ -41,7 +41,7 @@ def main() -> int:
     configure_logging()
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
-    merge_version(context, arguments.version, arguments.file)
+    write_model(context, arguments.version, arguments.file)
     return 0
 
 

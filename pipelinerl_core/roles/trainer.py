@@ -25,6 +25,7 @@ from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.emulation.accelerators import emulated_learner
 from pipelinerl_core.errors import (
     DeadlineExceeded,
     HubUnavailable,
@@ -58,7 +59,6 @@ from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
-from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of

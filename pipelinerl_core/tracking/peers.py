@@ -2,7 +2,7 @@
 
 <root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step,
 seconds, samples, reward, accuracy}], rewards: one per step, step_seconds: one per step}, written by
-`pipelinerl_core.testing.peers`.
+`pipelinerl_core.bench.peers`.
 """
 
 import json

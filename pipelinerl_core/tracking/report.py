@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
 from pipelinerl_core.tracking import measures, utilization
 from pipelinerl_core.tracking.advice import Evidence, advice, mean_delay_seconds
-from pipelinerl_core.tracking.emulation import emulation
 from pipelinerl_core.tracking.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.tracking.lengths import length_report
 

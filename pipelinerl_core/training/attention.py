@@ -41,23 +41,8 @@ VARLEN_ATTENTION = "pipelinerl_varlen"
 FLEX_ATTENTION = "pipelinerl_flex"
 
 
-class _Pad(torch.autograd.Function):
-    """[T, F] -> [S * L, F], zeros elsewhere. Slots are unique: a copy forward and a copy backward."""
-
-    @staticmethod
-    def forward(ctx: Any, packed_TF: Tensor, slots_T: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots_T)
-        return packed_TF.new_zeros(num_slots, packed_TF.shape[1]).index_copy_(0, slots_T, packed_TF)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slots_T,) = ctx.saved_tensors
-        return grad.index_select(0, slots_T), None, None
-
-
 class _Unpad(torch.autograd.Function):
-    """[S * L, F] -> [T, F], the inverse of _Pad."""
+    """[S * L, F] -> [T, F]. Slots are unique: a copy backward too, where torch's own index_select adds."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots_T: Tensor) -> Tensor:
@@ -117,7 +102,7 @@ def _pad_heads(packed_BHTD: Tensor, layout: PackLayout) -> Tensor:
     num_heads, num_tokens, head_dim = packed_BHTD.shape[1:]
     packed_TF = packed_BHTD.transpose(1, 2).reshape(num_tokens, num_heads * head_dim)
     num_slots = layout.num_sequences * layout.longest
-    padded: Tensor = _Pad.apply(packed_TF, layout.slots_T, num_slots)  # type: ignore[no-untyped-call]
+    padded = packed_TF.new_zeros(num_slots, packed_TF.shape[1]).index_copy_(0, layout.slots_T, packed_TF)
     return padded.view(layout.num_sequences, layout.longest, num_heads, head_dim).transpose(1, 2)
 
 

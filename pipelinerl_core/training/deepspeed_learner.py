@@ -24,7 +24,7 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.training.learner import Batcher, reference_logprobs, score_rollouts
+from pipelinerl_core.training.learner import Batcher, score_rollouts
 from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
@@ -113,13 +113,7 @@ class DeepSpeedLearner:
 
     def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
         output = self._engine(batch)
-        loss_sums = pack_loss(
-            batch,
-            output,
-            self._config.loss,
-            version=self.version,
-            ref_logprobs_N=reference_logprobs(self._reference, batch),
-        )
+        loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
         sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
         self._engine.backward(loss_sums.loss * self._ranks.size, scale_wrt_gas=False)
 

@@ -122,13 +122,7 @@ class TorchLearner:
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
         output = self._policy(batch)
-        loss_sums = pack_loss(
-            batch,
-            output,
-            self._config.loss,
-            version=self.version,
-            ref_logprobs_N=reference_logprobs(self._reference, batch),
-        )
+        loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
         gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, output.trainer_logprobs_N.detach(), output.entropy_N.detach(), gradients)
 
@@ -160,12 +154,6 @@ class TorchLearner:
         self._optimizer.load_state(tensors)
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
-
-
-@torch.no_grad()
-def reference_logprobs(reference: Policy | None, batch: PackedBatch) -> Tensor | None:
-    """[N] log-probabilities of a pack under the reference, if there is one."""
-    return None if reference is None else reference(batch)[0]
 
 
 @torch.no_grad()

@@ -83,9 +83,9 @@ def pack_loss(
     config: LossConfig,
     *,
     version: int,
-    ref_logprobs_N: Tensor | None = None,
+    reference: Policy | None = None,
 ) -> LossSums:
-    """The loss of one pack, from what the policy, weights `version`, says of its tokens.
+    """The loss of one pack, from what the policy, weights `version`, and a reference say of its tokens.
 
     With a value head the rows have rewards for advantages: A = R - V, without a gradient, and
     value_coefficient / 2 * sum(loss_weight * (V - R)^2) is added, which has one.
@@ -102,7 +102,7 @@ def pack_loss(
         sequence_N=batch.sequence_N,
         num_sequences=batch.layout.num_sequences,
         lags_N=version - batch.versions_N,
-        ref_logprobs_N=ref_logprobs_N,
+        ref_logprobs_N=None if reference is None else _logprobs(reference, batch),
     )
     sums = compute_loss(tokens, config)
     if values_N is None:
@@ -113,3 +113,9 @@ def pack_loss(
     return replace(
         sums, loss=sums.loss + 0.5 * config.value_coefficient * error, value_error=squares_M.detach().sum()
     )
+
+
+@torch.no_grad()
+def _logprobs(policy: Policy, batch: PackedBatch) -> Tensor:
+    logprobs_N: Tensor = policy(batch)[0]
+    return logprobs_N

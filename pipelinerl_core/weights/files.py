@@ -5,14 +5,15 @@ The file holds all weights, or adapters alone with a note in its header (algo/ad
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 
-from pipelinerl_core.algo.adapters import AdapterNote, Adapters
+from pipelinerl_core.algo.adapters import AdapterNote, Adapters, is_factor
 from pipelinerl_core.errors import ChecksumMismatch
 from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.types import FileEntry, WeightManifest
@@ -24,7 +25,6 @@ UNREADABLE_COUNTER = "unreadable_version"
 
 # One key of the header for the whole note: several would be written in any order.
 _NOTE_KEY = "pipelinerl.adapters"
-_LENGTH_BYTES = 8
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -42,9 +42,14 @@ def deserialize(data: bytes, where: str) -> dict[str, torch.Tensor]:
     """The inverse of `serialize`: `Adapters` where the header says so. Raises ChecksumMismatch for anything else."""
     try:
         tensors = safetensors.load(data)
-        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        text = header.get("__metadata__", {}).get(_NOTE_KEY)
+        if not any(map(is_factor, tensors)):
+            return tensors
+        # safetensors reads metadata from files alone. Adapters are small; a copy of all weights would take a while.
+        with open(os.memfd_create("adapters"), "wb") as file:
+            file.write(data)
+            file.flush()
+            with safe_open(f"/proc/self/fd/{file.fileno()}", framework="pt") as opened:
+                text = (opened.metadata() or {}).get(_NOTE_KEY)
         return tensors if text is None else Adapters(tensors, AdapterNote(**json.loads(text)))
     except (SafetensorError, ValueError, TypeError) as error:
         raise ChecksumMismatch(f"{where}: not a file of weights: {error}") from None

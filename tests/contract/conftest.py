@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded import EmbeddedEngine
-from pipelinerl_core.testing.emulation import emulated_clock
 from tests.vllm_cores import DEADLINE_SECONDS, VLLMBuilder
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipelinerl_core.bench.peers import record
+from pipelinerl_core.bench.peers.record import MARGIN, Recorder, read_points
 from pipelinerl_core.config import load_config
-from pipelinerl_core.testing.peers import record
-from pipelinerl_core.testing.peers.record import MARGIN, Recorder, read_points
 
 
 class Clock:

@@ -7,8 +7,10 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import save_file
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
@@ -86,8 +88,7 @@ def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path,
 def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_need_it_all(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}, "b": {"shape": [7]}})
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    save_file({"w": np.zeros((1000, 500), np.float32), "b": np.zeros(7)}, model / "model.safetensors")
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1}))
     adapters = (f"model.path={model}", "learner.lora_rank=8", "weights.content=adapters", "trainer.steps=299")

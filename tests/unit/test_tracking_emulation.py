@@ -3,10 +3,10 @@
 import pytest
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.records import RUN_KEY, ActorSample, RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import START, Shape, make_commit, put_record, write_run
-from pipelinerl_core.tracking.emulation import emulation
 from pipelinerl_core.tracking.html import render_report
 from pipelinerl_core.tracking.report import build_report
 

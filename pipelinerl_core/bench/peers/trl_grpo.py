@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the same model, prompts, batch, reward and objective.
 
     make bench-peers
-    python -m pipelinerl_core.testing.peers trl --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
+    python -m pipelinerl_core.bench.peers trl --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
 
 Its options can express our objective: loss_type=cispo is REINFORCE with a truncated importance ratio, normalised by
 the tokens of the batch; epsilon_high is our loss.ratio_max; and a reward weight of G / (G - 1) turns its baseline,
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from pipelinerl_core.bench.peers.record import Recorder
+from pipelinerl_core.bench.peers.task import PeerTask, open_task, peer_parser
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.process import configure_logging, die_with_parent
-from pipelinerl_core.testing.peers.record import Recorder
-from pipelinerl_core.testing.peers.task import PeerTask, open_task, peer_parser
 from pipelinerl_core.training.optimizer import learning_rate
 
 try:

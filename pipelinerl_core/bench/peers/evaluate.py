@@ -1,6 +1,6 @@
 """Held-out accuracy of a peer's saved weights, by our evaluator, into its points.json.
 
-python -m pipelinerl_core.testing.peers evaluate --out DIR [--prompts 1000]
+python -m pipelinerl_core.bench.peers evaluate --out DIR [--prompts 1000]
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import torch as safetensors
 
+from pipelinerl_core.bench.peers.record import read_points, weights_file, write_points
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import WeightUpdate
@@ -20,7 +21,6 @@ from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.evaluator import evaluate
 from pipelinerl_core.roles.inference import build_codec, build_engine
 from pipelinerl_core.roles.process import configure_logging, limit_threads
-from pipelinerl_core.testing.peers.record import read_points, weights_file, write_points
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What a report says about emulated speeds (testing/emulation.py): which, and whether real work kept up with them."""
+"""What a report says about emulated speeds (accelerators.py): which, and whether real work kept up with them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

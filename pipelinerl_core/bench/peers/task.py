@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipelinerl_core.bench.peers.record import Recorder
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.config.gym_tasks import evaluating
 from pipelinerl_core.config.model_path import resolve_model_path
@@ -18,7 +19,6 @@ from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import VERIFIERS
-from pipelinerl_core.testing.peers.record import Recorder
 from pipelinerl_core.types import Prompt
 
 

@@ -1,6 +1,6 @@
 """The plainest way: generate a batch with transformers' `generate`, take one optimizer step on it, and again.
 
-    python -m pipelinerl_core.testing.peers sequential --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
+    python -m pipelinerl_core.bench.peers sequential --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
 
 What one writes first, on all cores, at a constant learning rate after warm-up: REINFORCE with the leave-one-out
 baseline of the group, normalised by tokens. One padded batch is generated, and trained in one forward pass.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipelinerl_core.bench.peers.task import PeerTask, open_task, peer_parser
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.process import configure_logging
-from pipelinerl_core.testing.peers.task import PeerTask, open_task, peer_parser
 from pipelinerl_core.types import Prompt
 
 LEARNING_RATE = 1e-4

@@ -1,0 +1,1 @@
+"""What benchmarks compare with: other libraries on the same task."""
