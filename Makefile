@@ -15,7 +15,8 @@ ENGINE ?= embedded
 LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
 DEEPSPEED := $(VENV)/.installed-deepspeed
-SLOW = $(BIN)/python -m pytest -q --durations=25
+# Groups of tests side by side (GROUPS in tests/conftest.py); WORKERS= runs all tests one after the other.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -60,16 +61,11 @@ quickstart: install ## train the quickstart model and print where its report is
 	$(BIN)/pipelinerl train quickstart $(ARGS)
 
 test: install $(DEV) ## unit, contract and integration tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	@echo "two groups side by side (SIDE_BY_SIDE in tests/conftest.py), then the rest"; status=0; \
-	$(SLOW) -m "slow and not gpu and side_of_vllm" $(ARGS) > .side-of-vllm.log 2>&1 & vllm=$$!; \
-	trap 'kill $$vllm' INT TERM; \
-	$(SLOW) -m "slow and not gpu and side_of_others" $(ARGS) || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
-	wait $$vllm || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; cat .side-of-vllm.log; \
-	$(SLOW) -m "slow and not gpu and not side_of_vllm and not side_of_others" $(ARGS) \
-		|| { code=$$?; [ $$code -eq 5 ] || status=$$code; }; exit $$status
+	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not alone" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -q --durations=10 -m "slow and not gpu and alone" $(ARGS) || [ $$? -eq 5 ]
 
 chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -19,31 +19,35 @@ from tests.ports import free_port
 for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("OMP_NUM_THREADS", "1")):
     os.environ.setdefault(name, value)
 
-# Slow tests that keep one core busy at most and have time to spare: `make test-slow` runs the two groups side by
-# side, each in a process of its own, and everything else afterwards, one by one.
-SIDE_BY_SIDE = {
-    "side_of_vllm": (
-        "test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_bench_gpu", "test_golden_runs",
-    ),
-    "side_of_others": (  # all that call apt-get or `make` are in one group: these do not run twice at once
-        "test_bench_learner", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
-        "test_learner_ranks", "test_local_server", "test_peers", "test_prepare", "test_prompts_sources", "test_wheel",
+# Files whose tests share what they start, or must not run twice at once, run in one worker of pytest-xdist; every
+# other file is a group of its own. The groups named here take longest and start first.
+GROUPS = {
+    "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run"),  # share engine cores
+    "golden": ("test_golden_runs",),
+    "chaos": ("test_chaos",),
+    "hub": ("test_hub_process",),
+    "ranks": ("test_trainer_ranks",),
+    "packages": (  # call apt-get, pip or make
+        "test_wheel", "test_browser", "test_compose_commands", "test_infra_schemas", "test_infra_tools",
+        "test_local_server",
     ),
 }  # fmt: skip
-_GROUP_OF = {name: group for group, names in SIDE_BY_SIDE.items() for name in names}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+_ORDER = list(GROUPS)
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
 BUCKET = "bucket"
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of SIDE_BY_SIDE the mark of their side."""
+    """Put every test into the group of its file, the longest groups first."""
     for item in items:
-        group = _GROUP_OF.get(item.path.stem)
-        if group is not None and item.get_closest_marker("slow"):
-            item.add_marker(getattr(pytest.mark, group))
+        item.add_marker(pytest.mark.xdist_group(_GROUP_OF.get(item.path.stem, str(item.path))))
+    items.sort(
+        key=lambda item: _ORDER.index(_GROUP_OF[item.path.stem]) if item.path.stem in _GROUP_OF else len(_ORDER)
+    )
 
 
 @dataclass(frozen=True)
