@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.context import RunContext, open_run
@@ -20,7 +21,6 @@ from pipelinerl_core.roles.inference import base_weights, build_codec, open_engi
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     freeze_startup_objects,
     install_stop_signal,

@@ -18,6 +18,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.sections import EmulationConfig
 from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.rewards.pool import build_scorer
@@ -28,7 +29,6 @@ from pipelinerl_core.roles.inference import base_weights, build_codec, open_engi
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     limit_threads,
     raise_descriptor_limit,

@@ -20,6 +20,7 @@ import psutil
 
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.records import HUB_KEY, EpochRecord
 from pipelinerl_core.roles.addresses import is_loopback, reachable_url
@@ -31,7 +32,6 @@ from pipelinerl_core.roles.hub_store import read_past, refuse_second_hub
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     freeze_startup_objects,
     give_back_freed_memory,

@@ -22,8 +22,6 @@ from pipelinerl_core.tracking.redact import redact_text
 logger = logging.getLogger(__name__)
 
 _EXIT_CODES = {ConfigError: 2, Fenced: 3}
-# <linux/prctl.h>
-_PR_SET_PDEATHSIG = 1
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
 _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1
@@ -33,20 +31,6 @@ _MAX_DESCRIPTORS = 1 << 16
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MAX_MMAP_THRESHOLD = 32 << 20
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """End this process with its parent, even by kill -9. Call it first in main, on the main thread.
-
-    The kernel (Linux) sends SIGKILL when the thread that started this process ends: a supervisor starts a role from
-    the thread that watches it. Elsewhere only a parent that is gone already is noticed.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the guard was in place
-        os._exit(1)
 
 
 def install_stop_signal() -> threading.Event:

@@ -36,6 +36,7 @@ from pipelinerl_core.errors import (
 )
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
@@ -48,7 +49,6 @@ from pipelinerl_core.roles.learners import Spread, open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     freeze_startup_objects,
     install_stop_signal,

@@ -11,6 +11,7 @@ import time
 
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.records import MeetingRecord
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.control import wants_drain
@@ -20,7 +21,6 @@ from pipelinerl_core.roles.meeting import newest_meeting
 from pipelinerl_core.roles.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     install_stop_signal,
     keep_to_cores,

@@ -10,11 +10,11 @@ import torch
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.roles.learners import build_rank
 from pipelinerl_core.roles.meeting import join_meeting
 from pipelinerl_core.roles.process import (
     configure_logging,
-    die_with_parent,
     exit_codes,
     freeze_startup_objects,
     leave,

@@ -93,16 +93,6 @@ def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
     assert capsys.readouterr().err == "StoreError: disk\n"
 
 
-def test_a_child_whose_parent_is_gone_ends_at_once():
-    code = """
-        import subprocess, sys
-        child = "from pipelinerl_core.roles.process import die_with_parent; die_with_parent(1); print('alive')"
-        ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
-        print(ended.returncode, repr(ended.stdout))
-    """
-    assert run(code) == "1 ''"
-
-
 def test_all_threads_of_a_process_and_its_children_keep_to_its_cores():
     code = """
         import os, subprocess, sys, threading
