@@ -11,7 +11,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.evaluator import find_commit
 from pipelinerl_core.roles.inference import base_weights
-from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
+from pipelinerl_core.roles.process import RUN, limit_threads, run_main
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -30,19 +30,17 @@ def merge_version(context: RunContext, version: str, file: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in whole.items()}, file, metadata={"format": "pt"})
 
 
-@exit_codes
-def main() -> int:
-    """Command line of the role."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--version", required=True, help="last, or the number of a durable version")
-    parser.add_argument("--file", type=Path, required=True, help="where to write")
-    arguments = parser.parse_args()
-    configure_logging()
+def _merge(arguments: argparse.Namespace) -> None:
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
     merge_version(context, arguments.version, arguments.file)
-    return 0
+
+
+def main() -> int:
+    """Command line of the role."""
+    version = {"required": True, "help": "last, or the number of a durable version"}
+    file = {"type": Path, "required": True, "help": "where to write"}
+    return run_main(__doc__, {**RUN, "--version": version, "--file": file}, _merge)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Start, restart and resume are one path: adopt the last commit that counts, load 
 the recorded batches after it again, compare the weights with the commit, go on.
 """
 
-import argparse
 import logging
 import sys
 import threading
@@ -36,26 +35,17 @@ from pipelinerl_core.errors import (
 )
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
-from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
-from pipelinerl_core.roles.context import RunContext, open_run
+from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
 from pipelinerl_core.roles.last_word import nothing_is_left
 from pipelinerl_core.roles.learners import Spread, open_learners
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.process import (
-    configure_logging,
-    exit_codes,
-    freeze_startup_objects,
-    install_stop_signal,
-    keep_to_cores,
-    limit_threads,
-    raise_descriptor_limit,
-)
+from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.testing.emulation import emulated_learner
@@ -351,23 +341,14 @@ def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -
     return report.check()
 
 
-@exit_codes
+def _train(own: RoleProcess) -> None:
+    keep_to_cores(own_cores(own.context.config, "trainer"))
+    train(own.context, own.stop, own.monitor)
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="The trainer of a run.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
-    raise_descriptor_limit()
-    stop = install_stop_signal()
-    context = open_run(arguments.run)
-    keep_to_cores(own_cores(context.config, "trainer"))
-    limit_threads(context.config.placement.threads)
-    with monitored(context, "trainer", "trainer") as (timed, monitor):
-        train(timed, stop, monitor)
-    return 0
+    return run_role("trainer", "The trainer of a run.", _train)
 
 
 def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from pipelinerl_core.errors import ConfigError, Fenced, StoreError
-from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.roles.process import RUN, exit_codes, run_main
 
 
 def run(code: str) -> str:
@@ -79,6 +79,20 @@ def test_expected_errors_of_a_role_are_lines_and_exit_codes(error, code, printed
 
     assert main() == code
     assert capsys.readouterr().err == printed
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1)])
+def test_the_body_of_a_process_is_given_its_arguments_and_its_result_is_the_exit_code(returned, code, monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["role", "--run", "/runs/one", "--steps", "3", "a=1", "b=2"])
+    arguments = {**RUN, "--steps": {"type": int}, "overrides": {"nargs": "*"}}
+
+    def body(parsed):
+        given.append(vars(parsed))
+        return returned
+
+    assert run_main("", arguments, body, logs=False) == code
+    assert given == [{"run": "/runs/one", "steps": 3, "overrides": ["a=1", "b=2"]}]
 
 
 def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
