@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ChecksumMismatch, ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, ChecksumMismatch, ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE, Commit, holds_adapters
 from pipelinerl_core.roles.context import RunContext, open_run
 from pipelinerl_core.roles.history import counted_commit_keys, read_commit, read_epochs
 from tasks.commands import guarded, role_command, role_environment
 from tasks.scratch import own_temporary
-from tasks.supervise import EXIT_CONFIG
 
 ORIGIN = "pipelinerl.json"
 """Beside the model: the run, the version and the sha256 of what was served."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.roles.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
@@ -34,8 +34,6 @@ FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
 SETTLED_SECONDS = 600.0
 """A process that has lived for so long was started well: failures before it are not counted any more."""
-EXIT_CONFIG = 2
-EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
 _TAIL_LINES = 15
 
