@@ -13,20 +13,12 @@ from typing import Literal, TypeVar
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import (
-    Fenced,
-    HubUnavailable,
-    MissingObject,
-    RunOver,
-    SchemaMismatch,
-    StaleLease,
-    StreamError,
-    WrongPeer,
-)
+from pipelinerl_core.errors import HubUnavailable, MissingObject, RunOver
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.stream.refusals import error_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -39,12 +31,6 @@ RETRY_SECONDS = 2.0
 # after this. What carries many rows may take longer.
 _REMOTE_ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-REFUSALS: dict[str, type[Exception]] = {
-    "fenced": Fenced,
-    "stale_lease": StaleLease,
-    "schema": SchemaMismatch,
-    "wrong_peer": WrongPeer,
-}
 
 
 class HubLink:
@@ -206,7 +192,7 @@ class HubLink:
     def _register(self, client: HubClient) -> Registered:
         answer = client.request(self._registration())
         if isinstance(answer, Refused):
-            raise_refusal(answer)
+            raise error_of(answer)
         if not isinstance(answer, Registered):
             raise HubUnavailable(f"the hub answered {answer.kind} to register")
         self.registered = answer
@@ -234,11 +220,3 @@ def addresses(hub: HubRecord) -> tuple[str, ...]:
     if hub.local_url and hub.host == socket.gethostname():
         return hub.local_url, hub.url
     return (hub.url,)
-
-
-def raise_refusal(refused: Refused) -> None:
-    """Turn a refusal into the error of its code."""
-    from_code = REFUSALS.get(refused.code)
-    if from_code is not None:
-        raise from_code(refused.detail)
-    raise StreamError(f"the hub refused ({refused.code}): {refused.detail}")

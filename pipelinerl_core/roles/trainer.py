@@ -41,13 +41,14 @@ from pipelinerl_core.roles.committer import Committer, ComputedStep
 from pipelinerl_core.roles.context import RunContext
 from pipelinerl_core.roles.control import stop_when_drained
 from pipelinerl_core.roles.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
-from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.last_word import nothing_is_left
 from pipelinerl_core.roles.learners import Spread, open_learners
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.stream.refusals import error_of
 from pipelinerl_core.testing.emulation import emulated_learner
 from pipelinerl_core.tracking.metrics import step_metrics
 from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
@@ -263,7 +264,7 @@ class Trainer:
             self._watch.waits(step)
             answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
-                raise_refusal(answer)
+                raise error_of(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
                 self._reserved = _Reservation(step, answer)
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
