@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, PipelineRLError
 
-EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, EXIT_CONFIG
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 

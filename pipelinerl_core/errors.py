@@ -21,6 +21,11 @@ PipelineRLError
  +-- DeadlineExceeded       a named wait ran out of time
 """
 
+EXIT_CONFIG = 2
+"""Exit code of a process that ends with a ConfigError."""
+EXIT_FENCED = 3
+"""Exit code of a process that ends with Fenced."""
+
 
 class PipelineRLError(Exception):
     """Base of every error that this project raises on purpose."""

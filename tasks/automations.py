@@ -25,6 +25,7 @@ from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
 from pipelinerl_core.config.sections import PlacementConfig
+from pipelinerl_core.restart_budget import spent_text
 from tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
 
 HEARTBEAT_SECONDS = 30
@@ -128,8 +129,9 @@ def _give_up(max_resumes: int) -> Automation:
             ChangeFlowRunState(
                 state=StateType.FAILED,
                 name="GivenUp",
-                message=f"given up: resumed {max_resumes} times after a crash, and it never came to run. The log of "
-                "its worker says why its process ends; Retry goes on with the run once that is mended",
+                message=f"given up: this flow run never came to run, "
+                f"{spent_text(max_resumes, f'deploy --max-resumes={max_resumes}')}. The log of its worker says why "
+                "its process ends; Retry goes on with the run once that is mended",
                 force=True,
             )
         ],

@@ -3,11 +3,9 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from pipelinerl_core import parent_death
 from pipelinerl_core.run.context import TOKEN_VARIABLE
-
-_GUARD = str(Path(__file__).with_name("guard.py"))
 
 _RUN_ROLES = frozenset({"hub", "trainer", "trainer_node", "actor", "evaluator"})
 
@@ -40,4 +38,4 @@ def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:
 
 def guarded(command: Sequence[str]) -> list[str]:
     """The command, killed by the kernel as soon as the thread that starts it is gone."""
-    return [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.config.model_path import resolve_model_path
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.records import WEIGHTS_FILE, Commit
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.versions import find_commit
 from tasks.commands import guarded, role_command, role_environment
 from tasks.scratch import own_temporary
-from tasks.supervise import EXIT_CONFIG
 
 ORIGIN = "pipelinerl.json"
 """Beside the model: the run, the version and the sha256 of what was served."""

@@ -29,10 +29,11 @@ from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
+from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from tasks.roles import is_over
-from tasks.supervise import SETTLED_SECONDS, RoleFailed
+from tasks.supervise import SETTLED_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +117,9 @@ class DeployedMember:
         self._tag = f"pipelinerl.run:{parameters['run_url'].rstrip('/').rpartition('/')[2]}"
         self._parameters = parameters
         self._name = name
-        self._max_restarts = max_restarts
-        self._restarts = 0
+        self._budget = RestartBudget(
+            max_restarts, restart_rule(max_restarts), clock=time.monotonic, settled_seconds=SETTLED_SECONDS
+        )
         self._is_stopping = False
         self._follow(self._left_by_earlier_start() or self._start())
 
@@ -127,7 +129,7 @@ class DeployedMember:
     def _follow(self, run: FlowRun) -> None:
         self._id: UUID = run.id
         self._state: State[Any] | None = run.state
-        self._started_at = self._polled_at = time.monotonic()
+        self._polled_at = time.monotonic()
 
     def _left_by_earlier_start(self) -> FlowRun | None:
         wanted = FlowRunFilter(
@@ -173,25 +175,20 @@ class DeployedMember:
 
     def _may_restart(self) -> bool:
         is_crashed = self._state is not None and self._state.is_crashed()
-        return is_crashed and not self._is_stopping and self._count() < self._max_restarts
-
-    def _count(self) -> int:
-        """Restarts in a row."""
-        return 0 if time.monotonic() - self._started_at >= SETTLED_SECONDS else self._restarts
+        return is_crashed and not self._is_stopping and not self._budget.is_spent
 
     def _restart(self) -> None:
-        crashed, count = self._id, self._count()
+        crashed = self._id
         self._follow(self._start())
-        self._restarts = count + 1
-        logger.warning(
-            "%s: flow run %s has crashed; restart %d of %d", self._name, crashed, self._restarts, self._max_restarts
-        )
+        self._budget.take()
+        logger.warning("%s: flow run %s has crashed; %s", self._name, crashed, self._budget.restart_text)
 
     def check(self) -> None:
         """RoleFailed unless it completed or was cancelled."""
         state = self._state
         if state is not None and (state.is_failed() or state.is_crashed()):
-            raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}")
+            tried = f", {self._budget.spent_text}" if state.is_crashed() and self._budget.is_spent else ""
+            raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}{tried}")
 
     def stop(self) -> None:
         """Cancel the flow run; its worker signals it, and its flow stops the child."""

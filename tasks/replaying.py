@@ -6,11 +6,10 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, PipelineRLError
 from pipelinerl_core.run.context import RunContext, log_directory
 from tasks.commands import guarded, role_command, role_environment
 from tasks.scratch import own_temporary
-from tasks.supervise import EXIT_CONFIG
 
 logger = logging.getLogger(__name__)
 

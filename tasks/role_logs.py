@@ -100,7 +100,7 @@ def log_files(directory: Path, role: str = "") -> dict[str, Path]:
     found = {path.stem: path for path in sorted(directory.glob("*.log"))}
     if not found:
         raise ConfigError(f"no logs at {directory}: roles write them on the host where they run")
-    chosen = {name: path for name, path in found.items() if not role or f"{name}-".startswith(f"{role}-")}
+    chosen = {path.stem: path for path in _matching(directory, role)}
     if not chosen:
         raise ConfigError(f"--role {role}: no log of it at {directory}; there are: {', '.join(found)}")
     return chosen

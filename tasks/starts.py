@@ -9,6 +9,7 @@ from uuid import UUID
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import STARTS_KEY, StartsRecord
+from pipelinerl_core.restart_budget import restart_text, spent_text
 from pipelinerl_core.run.drain import forget_wishes, wants_drain
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs
 from pipelinerl_core.run.reading import read_record
@@ -36,11 +37,12 @@ def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
     if tries > limit:
         _write(store, now)
         raise PipelineRLError(
-            f"given up: this flow run was started again {tries} times without a new commit {where} "
-            f"(placement.max_resumes={limit}). Look at why it crashes; Retry or `pipelinerl resume` goes on with it"
+            f"given up: this flow run made no new commit {where}, "
+            f"{spent_text(tries - 1, f'placement.max_resumes={limit}')}. "
+            "Look at why it crashes; Retry or `pipelinerl resume` goes on with it"
         )
     if tries > 0:
-        logger.warning("started again %d times without a new commit %s; %d are allowed", tries, where, limit)
+        logger.warning("no new commit %s; %s", where, restart_text(tries, limit))
 
 
 def forget_drain(store: ObjectStore, flow_run_id: str) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import RESTARTS_VARIABLE
 from tasks.commands import guarded
 from tasks.groups import kill_group
@@ -33,8 +34,6 @@ FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 5.0
 SETTLED_SECONDS = 600.0
 """A process that has lived for so long was started well: failures before it are not counted any more."""
-EXIT_CONFIG = 2
-EXIT_FENCED = 3
 _KILL_WAIT_SECONDS = 5.0  # a killed process is gone at once, unless the kernel holds it in a system call
 _TAIL_LINES = 15
 
@@ -86,10 +85,12 @@ def supervise_role(
     """
     log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()
-    restarts = in_a_row = 0
+    restarts = 0
+    budget = RestartBudget(
+        max_restarts, restart_rule(max_restarts), clock=time.monotonic, settled_seconds=settled_seconds
+    )
     is_over = False
     while not is_over:
-        started = time.monotonic()
         with own_temporary(env) as environment:
             life = _Life(command, {**environment, RESTARTS_VARIABLE: str(restarts)}, log, name)
             try:
@@ -99,18 +100,15 @@ def supervise_role(
         if stop.is_set() or (failure is None and life.exit_code == 0 and is_done()):
             break
         reason = failure or describe_exit(life.exit_code)
-        if time.monotonic() - started >= settled_seconds:
-            in_a_row = 0
         if is_replaced is not None and life.exit_code == EXIT_FENCED:
             logger.warning("%s: another process has taken its place", name)
             if is_replaced():
                 break
             reason = "its place is free again"
-        _raise_if_final(name, life, reason, in_a_row, max_restarts, may_return=is_replaced is not None)
+        _raise_if_final(name, life, reason, budget, may_return=is_replaced is not None)
         restarts += 1
-        in_a_row += 1
-        backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (in_a_row - 1), LAST_BACKOFF_SECONDS)
-        logger.warning("%s: %s; restart %d of %d in %.1f s", name, reason, in_a_row, max_restarts, backoff)
+        backoff = min(FIRST_BACKOFF_SECONDS * 2 ** (budget.count - 1), LAST_BACKOFF_SECONDS)
+        logger.warning("%s: %s; %s in %.1f s", name, reason, budget.restart_text, backoff)
         is_over = stop.wait(backoff)
     digest = log.count()
     logger.log(
@@ -128,6 +126,11 @@ def supervise_role(
         num_warnings=digest.num_warnings,
         num_errors=digest.num_errors,
     )
+
+
+def restart_rule(max_restarts: int) -> str:
+    """The words of the limit of a role's restarts."""
+    return f"placement.max_restarts={max_restarts}"
 
 
 def describe_exit(exit_code: int) -> str:
@@ -180,18 +183,13 @@ class _Life:
         self.exit_code = self.process.wait(_KILL_WAIT_SECONDS)
 
 
-def _raise_if_final(
-    name: str, life: _Life, reason: str, restarts: int, max_restarts: int, *, may_return: bool
-) -> None:
-    """Raise unless a restart may help."""
+def _raise_if_final(name: str, life: _Life, reason: str, budget: RestartBudget, *, may_return: bool) -> None:
+    """Raise unless a restart may help, which is counted then."""
     lines = life.log.last_lines(_TAIL_LINES)
     if life.exit_code == EXIT_CONFIG:
         raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {life.log.path}")
     if life.exit_code == EXIT_FENCED and not may_return:
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
-    if restarts >= max_restarts:
+    if not budget.take():
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
-        raise RoleFailed(
-            f"{name}: {reason}, after {restarts} restarts (placement.max_restarts={max_restarts}). "
-            f"Last lines of {life.log.path}:\n{tail}"
-        )
+        raise RoleFailed(f"{name}: {reason}, {budget.spent_text}. Last lines of {life.log.path}:\n{tail}")

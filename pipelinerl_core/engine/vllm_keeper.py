@@ -6,7 +6,6 @@ last good version. Nothing is resumed after an error.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from pipelinerl_core.engine.vllm_core import CoreDied, VLLMCore
 from pipelinerl_core.engine.vllm_weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
+from pipelinerl_core.restart_budget import RestartBudget
 
-# More deaths than this within the window are no accident.
+# More restarts than this within the window are no accident.
 _RESTARTS = 3
 _RESTART_WINDOW_SECONDS = 600.0
 # A reason to be closed: nobody has the weights that the core should have.
@@ -55,7 +55,10 @@ class CoreKeeper:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._revival: asyncio.Task[None] | None = None
-        self._deaths: deque[float] = deque()
+        self._restarts = RestartBudget(
+            _RESTARTS, f"at most {_RESTARTS} within {_RESTART_WINDOW_SECONDS:.0f} s", clock=time.monotonic,
+            window_seconds=_RESTART_WINDOW_SECONDS,
+        )  # fmt: skip
         self._has_failed = False
 
     @property
@@ -129,13 +132,9 @@ class CoreKeeper:
         """Start the engine core again, unless that is under way or has been tried too often."""
         if self._has_failed or (self._revival is not None and not self._revival.done()):
             return
-        now = time.monotonic()
         self.num_deaths += 1
-        self._deaths.append(now)
-        while self._deaths[0] < now - _RESTART_WINDOW_SECONDS:
-            self._deaths.popleft()
-        if len(self._deaths) > _RESTARTS:
-            self._fail(f"vLLM's engine core died {len(self._deaths)} times within 10 minutes; last: {cause}")
+        if not self._restarts.take():
+            self._fail(f"vLLM's engine core died, {self._restarts.spent_text}; last: {cause}")
             return
         self._closed_for.add("revival")
         self.group = None

@@ -5,9 +5,7 @@ is verified here: an update that fails half-way leaves an engine core of unknown
 checked names, shapes and checksum before.
 """
 
-import ctypes
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,11 +25,12 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from pipelinerl_core.parent_death import die_with_parent
+
 BACKEND = "pipelinerl"
 """Name of the weight-transfer backend."""
 DIE_WITH_PARENT = "PIPELINERL_VLLM_DIES_WITH_PARENT"
 """Set in the environment of an engine core that must not outlive the process that started it."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -166,4 +165,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, TransferEngine)
     parent = os.environ.get(DIE_WITH_PARENT)
     if parent is not None and parent != str(os.getpid()):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()

@@ -7,11 +7,13 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.errors import RewardError
+from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
 
 logger = logging.getLogger(__name__)
@@ -22,8 +24,8 @@ CLOSE_SECONDS = 1.0
 """Grace between closing a child's input and killing it."""
 MAX_RETRIES = 2
 """Further attempts at a scoring after the child died of something else than the deadline."""
-MAX_STARTS = 3
-"""Failed starts in a row after which everything in the queue fails."""
+MAX_RESTARTS = 2
+"""After failed starts, in a row; then everything in the queue fails."""
 BACKOFF_SECONDS = 0.2
 """Pause after a failed start."""
 CONFIRM_SECONDS = 0.05
@@ -99,7 +101,7 @@ class ScoringChild:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._suspect: int | None = None  # seen over its deadline once
         self._overdue: int | None = None  # the request whose deadline ended the child
-        self._failed_starts = 0
+        self._restarts = RestartBudget(MAX_RESTARTS, f"at most {MAX_RESTARTS} in a row", clock=time.monotonic)
         self._num_lost = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -148,7 +150,7 @@ class ScoringChild:
             finally:
                 await self._end(process)
             if started:
-                self._failed_starts = 0
+                self._restarts.reset()
                 self._blame(process.returncode)
             else:
                 await self._start_failed(process.returncode)
@@ -286,11 +288,10 @@ class ScoringChild:
             self._fail(head, f"the child process died {request.failures} times over it (exit code {exit_code})")
 
     async def _start_failed(self, exit_code: int | None) -> None:
-        self._failed_starts += 1
         logger.error("verifier %s: child process did not start (exit code %s)", self._spec.name, exit_code)
-        if self._failed_starts >= MAX_STARTS:
-            self._failed_starts = 0
-            self._fail_all(f"the child process did not start, {MAX_STARTS} times (exit code {exit_code})")
+        if not self._restarts.take():
+            self._fail_all(f"the child process did not start (exit code {exit_code}), {self._restarts.spent_text}")
+            self._restarts.reset()
         await asyncio.sleep(BACKOFF_SECONDS)
 
     def _fail(self, identity: int, reason: str) -> None:

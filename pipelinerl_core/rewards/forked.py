@@ -18,7 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_core.rewards.isolation import die_with, limit_evaluation
+from pipelinerl_core.parent_death import die_with_parent
+from pipelinerl_core.rewards.isolation import limit_evaluation
 
 REPLY_BYTES = 512
 _REQUEST, _REPLY = 3, 4
@@ -100,7 +101,7 @@ class Evaluator:
         process = os.fork()
         if process == 0:
             try:
-                die_with(worker)
+                die_with_parent(worker)
                 _keep_only(request_reader, reply_writer, self._limits.null)
                 limit_evaluation(math.ceil(self._limits.seconds) + 1, self._limits.memory_bytes)
                 self._rehearse()

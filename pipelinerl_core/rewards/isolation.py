@@ -8,7 +8,6 @@ import ctypes
 import gc
 import os
 import resource
-import signal
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ EVALUATION_BYTES = 1 << 30
 """What a scoring that evaluates may allocate beyond what its process has."""
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4  # <linux/prctl.h>
+_PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 _CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 _MADV_COLLAPSE, _HUGE_PAGE = 25, 2 << 20  # <linux/mman.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -73,13 +72,6 @@ def readable_paths() -> list[str]:
               for place in getattr(module, "__path__", ())]  # fmt: skip
     own = [] if sys.base_prefix == "/usr" else [os.path.join(sys.base_prefix, "lib")]
     return sorted({*installed, *site, *loaded, *own, *_LIBRARIES})
-
-
-def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends, by any means. Linux."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call above
-        os._exit(3)
 
 
 def limit_evaluation(cpu_seconds: int, memory_bytes: int) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.rewards import forked, isolation
 from pipelinerl_core.rewards.verifiers import Evaluation, Verifier
 
@@ -30,7 +31,7 @@ from pipelinerl_core.rewards.verifiers import Evaluation, Verifier
 def main() -> None:
     """Load the verifier, seal the process, serve."""
     arguments = _arguments()
-    isolation.die_with(arguments.parent)
+    die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
     replies = _claim_stdout()
     resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))

@@ -1,6 +1,5 @@
 """The actor's process: build engine, scorer, segments and channel, and run the loop (actor_loop.py)."""
 
-import argparse
 import asyncio
 import sys
 import threading
@@ -15,19 +14,15 @@ from pipelinerl_core.roles.actor_loop import Actor, ActorParts
 from pipelinerl_core.roles.group_member import GroupMember
 from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
+from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
+    RoleProcess,
     freeze_startup_objects,
-    install_stop_signal,
     keep_freed_memory,
     keep_to_cores,
-    limit_threads,
-    raise_descriptor_limit,
+    run_role,
 )
-from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -92,25 +87,16 @@ def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember
     return GroupMember(engine, context.store, name=name)
 
 
-@exit_codes
+def _act(own: RoleProcess) -> None:
+    name = own.arguments.name
+    keep_to_cores(own_cores(own.context.config, name))
+    keep_freed_memory()
+    asyncio.run(run_actor(own.context, name, own.stop, own.monitor))
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="An actor of a run.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--name", default="actor-0")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
-    raise_descriptor_limit()
-    stop = install_stop_signal()
-    context = open_run(arguments.run)
-    keep_to_cores(own_cores(context.config, arguments.name))
-    limit_threads(context.config.placement.threads)
-    keep_freed_memory()
-    with monitored(context, "actor", arguments.name) as (timed, monitor):
-        asyncio.run(run_actor(timed, arguments.name, stop, monitor))
-    return 0
+    return run_role("actor", "An actor of a run.", _act, {"--name": {"default": "actor-0"}}, name="{name}")
 
 
 if __name__ == "__main__":

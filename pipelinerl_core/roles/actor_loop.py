@@ -34,7 +34,6 @@ from pipelinerl_core.errors import (
     MissingObject,
     RewardError,
     RunOver,
-    StaleLease,
     SwapError,
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
@@ -45,10 +44,11 @@ from pipelinerl_core.roles.actor_seal import Sealer
 from pipelinerl_core.roles.actor_watch import ActorWatch
 from pipelinerl_core.roles.finished import FinishedGroup, finished_group
 from pipelinerl_core.roles.group_member import GroupMember
-from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
+from pipelinerl_core.stream.refusals import Next, after, error_of
 from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER
@@ -203,8 +203,8 @@ class Actor:
         """On a thread of its own: the hub's answer; None when it did not know this actor, and now does."""
         reply = self._link.request(message)
         if isinstance(reply, Refused):
-            if reply.code != "unknown_boot":
-                raise_refusal(reply)
+            if after(reply) is not Next.REGISTER:
+                raise error_of(reply)
             with contextlib.suppress(HubUnavailable):  # lost just now: the next sync looks for it
                 self._link.register_again()
             return None
@@ -340,9 +340,9 @@ class Actor:
             self._credit_granted.clear()
 
     def _forget_refused(self, group: FinishedGroup, refused: Refused) -> None:
-        if refused.code != "stale_lease":
-            raise_refusal(refused)
-        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, StaleLease(refused.detail))
+        if after(refused) is not Next.DROP:
+            raise error_of(refused)
+        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, refused.detail)
         self._sealer.drop(group)
 
     def _registration(self) -> Register:

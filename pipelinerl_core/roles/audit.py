@@ -29,7 +29,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import CheckpointManifest, Commit, checkpoint_prefix
-from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.roles.process import RUN, run_main
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.reading import read_record
@@ -316,13 +316,13 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-@exit_codes
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = {**RUN, "--json": {"action": "store_true"}}
+    return run_main((__doc__ or "").splitlines()[0], arguments, _audit, logs=False)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
     context = open_run(arguments.run)
     document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
     print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201

@@ -34,8 +34,9 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.roles.bench_stream_rows import ACTOR_EPOCH, GROUP_SIZE, RUN_ID, Rows, group_ref
-from pipelinerl_core.roles.process import die_with_parent, freeze_startup_objects, keep_freed_memory, leave
+from pipelinerl_core.roles.process import freeze_startup_objects, keep_freed_memory, leave
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.stream.client import HubClient
 from pipelinerl_core.stream.segments import SegmentWriter

@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.roles.bench_stream_rows import GROUP_SIZE, Rows
-from pipelinerl_core.roles.process import die_with_parent
 from pipelinerl_core.types import Prompt
 
 try:

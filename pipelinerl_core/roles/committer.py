@@ -28,8 +28,9 @@ from pipelinerl_core.records import (
     commit_key,
 )
 from pipelinerl_core.roles.broadcasting import BroadcastPublisher
-from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.run.history import check_not_fenced
+from pipelinerl_core.stream.refusals import error_of
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
@@ -287,7 +288,7 @@ class Committer:
                 raise
             return
         if isinstance(answer, Refused):
-            raise_refusal(answer)
+            raise error_of(answer)
 
 
 def _fates(reserved: Reserved) -> tuple[FateRecord, ...]:

@@ -3,7 +3,6 @@
 Accuracy = mean reward of one sample at temperature 1 on held-out prompts. Its tokens are not in the ledger.
 """
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -23,16 +22,10 @@ from pipelinerl_core.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor_watch import beating
 from pipelinerl_core.roles.inference import base_weights, build_codec, open_engine
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
-    limit_threads,
-    raise_descriptor_limit,
-)
+from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.process import Arguments, RoleProcess, run_role
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
-from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.versions import find_commits, names_several
 from pipelinerl_core.tracking.evaluations import next_to_evaluate
 from pipelinerl_core.tracking.follow import RunFollower
@@ -149,26 +142,20 @@ async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluati
         await engine.close()
 
 
-@exit_codes
+def _evaluate(own: RoleProcess) -> None:
+    for record in asyncio.run(run(own.context, own.arguments.version, own.arguments.enough, own.monitor)):
+        print(record.model_dump_json())  # noqa: T201
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="Held-out accuracy of weight versions.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--version", default="last", help="first, last, all, or numbers with commas")
-    parser.add_argument("--enough", type=float, help="of several: stop when two have reached this accuracy")
-    parser.add_argument("--parent-pid", type=int)
-    arguments = parser.parse_args()
-    if arguments.parent_pid is not None:
-        die_with_parent(arguments.parent_pid)
-    configure_logging()
-    raise_descriptor_limit()
-    context = open_run(arguments.run)
-    limit_threads(context.config.placement.threads)
-    with monitored(context, "evaluator", f"evaluator-{arguments.version}") as (timed, monitor):
-        records = asyncio.run(run(timed, arguments.version, arguments.enough, monitor))
-    for record in records:
-        print(record.model_dump_json())  # noqa: T201
-    return 0
+    arguments: Arguments = {
+        "--version": {"default": "last", "help": "first, last, all, or numbers with commas"},
+        "--enough": {"type": float, "help": "of several: stop when two have reached this accuracy"},
+        "--parent-pid": {"type": int},
+    }
+    description = "Held-out accuracy of weight versions."
+    return run_role("evaluator", description, _evaluate, arguments, name="evaluator-{version}", heeds_stop=False)
 
 
 if __name__ == "__main__":

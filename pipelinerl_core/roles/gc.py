@@ -23,7 +23,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import Commit, batch_key, checkpoint_prefix
-from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.roles.process import RUN, run_main
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.hub_status import refuse_second_hub
@@ -126,15 +126,13 @@ def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_r
     return garbage
 
 
-@exit_codes
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--rollouts", action="store_true")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--dry-run", "--json")}
+    return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
+
+
+def _remove(options: argparse.Namespace) -> None:
     context = open_run(options.run)
     refuse_second_hub(context.store)
     garbage = collect(context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run)
@@ -144,7 +142,6 @@ def main() -> int:
     else:
         for name, keys in garbage.items():
             print(f"{name}: {len(keys)} objects {verb}")  # noqa: T201
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ It ends when the last step is committed or it is asked to, after telling the act
 when another hub of the run has started in the same moment and has taken its epoch later.
 """
 
-import argparse
 import contextlib
 import gc
 import logging
@@ -26,21 +25,17 @@ from pipelinerl_core.roles.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.hub_live import LiveRecord
 from pipelinerl_core.roles.hub_service import Hub
 from pipelinerl_core.roles.hub_store import read_past
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
+from pipelinerl_core.roles.monitor import RoleMonitor
 from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
+    RoleProcess,
     freeze_startup_objects,
     give_back_freed_memory,
-    install_stop_signal,
     keep_freed_memory,
     leave,
-    limit_threads,
     own_descriptors,
-    raise_descriptor_limit,
+    run_role,
 )
-from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext, open_run
+from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.history import check_not_fenced, take_epoch
 from pipelinerl_core.run.hub_status import refuse_second_hub
 from pipelinerl_core.stream.server import HubServer
@@ -217,26 +212,17 @@ def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
     return [(name, float(live[key])) for name, key in keys.items()]
 
 
-@exit_codes
+def _serve(own: RoleProcess) -> None:
+    keep_freed_memory(_MAX_FREE_BYTES)
+    process = HubProcess(own.context, own.monitor)
+    freeze_startup_objects()
+    gc.set_threshold(*_COLLECT_AFTER)
+    process.run(own.stop)
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="The hub of a run.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
-    raise_descriptor_limit()
-    stop = install_stop_signal()
-    context = open_run(arguments.run)
-    limit_threads(context.config.placement.threads)
-    keep_freed_memory(_MAX_FREE_BYTES)
-    with monitored(context, "hub", "hub") as (timed, monitor):
-        process = HubProcess(timed, monitor)
-        freeze_startup_objects()
-        gc.set_threshold(*_COLLECT_AFTER)
-        process.run(stop)
-    return 0
+    return run_role("hub", "The hub of a run.", _serve)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,15 @@ from typing import Literal, TypeVar
 import pyarrow as pa
 
 from pipelinerl_core.errors import (
-    Fenced,
     HubUnavailable,
     RunOver,
-    SchemaMismatch,
-    StaleLease,
-    StreamError,
-    WrongPeer,
 )
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.run.hub_status import read_hub
 from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.stream.refusals import error_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -37,12 +33,6 @@ RETRY_SECONDS = 2.0
 # A host that vanished says nothing: hub.json is read again after this. What carries many rows may take longer.
 _ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
-REFUSALS: dict[str, type[Exception]] = {
-    "fenced": Fenced,
-    "stale_lease": StaleLease,
-    "schema": SchemaMismatch,
-    "wrong_peer": WrongPeer,
-}
 
 
 class HubLink:
@@ -194,7 +184,7 @@ class HubLink:
     def _register(self, client: HubClient) -> Registered:
         answer = client.request(self._registration())
         if isinstance(answer, Refused):
-            raise_refusal(answer)
+            raise error_of(answer)
         if not isinstance(answer, Registered):
             raise HubUnavailable(f"the hub answered {answer.kind} to register")
         self.registered = answer
@@ -214,11 +204,3 @@ class HubLink:
         if time.monotonic() > deadline:
             raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it died and was not restarted") from error
         time.sleep(_POLL_SECONDS)
-
-
-def raise_refusal(refused: Refused) -> None:
-    """Turn a refusal into the error of its code."""
-    from_code = REFUSALS.get(refused.code)
-    if from_code is not None:
-        raise from_code(refused.detail)
-    raise StreamError(f"the hub refused ({refused.code}): {refused.detail}")

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from pipelinerl_core.algo.adapters import Adapters
 from pipelinerl_core.roles.inference import base_weights
-from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
+from pipelinerl_core.roles.process import RUN, limit_threads, run_main
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -30,19 +30,17 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
 
 
-@exit_codes
-def main() -> int:
-    """Command line of the role."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--version", required=True, help="last, or the number of a durable version")
-    parser.add_argument("--file", type=Path, required=True, help="where to write")
-    arguments = parser.parse_args()
-    configure_logging()
+def _merge(arguments: argparse.Namespace) -> None:
     context = open_run(arguments.run)
     limit_threads(context.config.placement.threads)
     write_model(context, arguments.version, arguments.file)
-    return 0
+
+
+def main() -> int:
+    """Command line of the role."""
+    version = {"required": True, "help": "last, or the number of a durable version"}
+    file = {"type": Path, "required": True, "help": "where to write"}
+    return run_main(__doc__, {**RUN, "--version": version, "--file": file}, _merge)
 
 
 if __name__ == "__main__":

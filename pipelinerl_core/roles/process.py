@@ -1,5 +1,6 @@
 """What every role does as a process: dies with its parent, stops when asked, keeps to its cores, logs to stderr."""
 
+import argparse
 import contextlib
 import ctypes
 import functools
@@ -10,20 +11,27 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any, ParamSpec
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.parent_death import die_with_parent
+from pipelinerl_core.roles.monitor import RoleMonitor, monitored
+from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.tracking.log_lines import RoleFormatter, printable
 from pipelinerl_core.tracking.redact import redact_text
 
+P = ParamSpec("P")
+Arguments = Mapping[str, Mapping[str, Any]]
+"""Name -> options of an argument of the command line, as `ArgumentParser.add_argument` takes them."""
 logger = logging.getLogger(__name__)
 
-_EXIT_CODES = {ConfigError: 2, Fenced: 3}
-# <linux/prctl.h>
-_PR_SET_PDEATHSIG = 1
+RUN: Arguments = {"--run": {"required": True}}
+_EXIT_CODES = {ConfigError: EXIT_CONFIG, Fenced: EXIT_FENCED}
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
 _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1
@@ -33,20 +41,6 @@ _MAX_DESCRIPTORS = 1 << 16
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MAX_MMAP_THRESHOLD = 32 << 20
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """End this process with its parent, even by kill -9. Call it first in main, on the main thread.
-
-    The kernel (Linux) sends SIGKILL when the thread that started this process ends: a supervisor starts a role from
-    the thread that watches it. Elsewhere only a parent that is gone already is noticed.
-    """
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:  # it died before the guard was in place
-        os._exit(1)
 
 
 def install_stop_signal() -> threading.Event:
@@ -138,7 +132,7 @@ def configure_logging(level: int = logging.INFO) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
+def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
     """A role's main whose errors are lines on stderr and exit codes.
 
     2: bad input. 3: another process has taken over. 1: any other failure that is expected now and then; what is not
@@ -146,10 +140,10 @@ def exit_codes(main: Callable[[], int]) -> Callable[[], int]:
     """
 
     @functools.wraps(main)
-    def guarded() -> int:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> int:
         code = 1
         try:
-            return main()
+            return main(*args, **kwargs)
         except* PipelineRLError as group:
             failures = list(_flat(group))
             for failure in failures:
@@ -167,6 +161,66 @@ def _flat(group: BaseExceptionGroup[PipelineRLError]) -> Iterator[PipelineRLErro
             yield from _flat(error)
         else:
             yield error
+
+
+@exit_codes
+def run_main(
+    description: str | None,
+    arguments: Arguments,
+    body: Callable[[argparse.Namespace], int | None],
+    *,
+    logs: bool = True,
+) -> int:
+    """The main of a process: read its command line, end with the parent that --parent-pid names, log, then `body`.
+
+    Returns the exit code: what `body` returns (None: 0), or that of its error (`exit_codes`).
+    """
+    parser = argparse.ArgumentParser(description=description)
+    for name, options in arguments.items():
+        parser.add_argument(name, **options)
+    parsed = parser.parse_args()
+    if getattr(parsed, "parent_pid", None) is not None:
+        die_with_parent(parsed.parent_pid)
+    if logs:
+        configure_logging()
+    return body(parsed) or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleProcess:
+    """What the body of a role works with."""
+
+    context: RunContext
+    monitor: RoleMonitor
+    arguments: argparse.Namespace
+    stop: threading.Event
+    """Set by SIGTERM and SIGINT."""
+
+
+def run_role(
+    role: str,
+    description: str,
+    body: Callable[[RoleProcess], None],
+    arguments: Arguments | None = None,
+    *,
+    name: str = "",
+    heeds_stop: bool = True,
+) -> int:
+    """The main of a role of a run, which its supervisor starts; returns the exit code.
+
+    name: of this process, with arguments in braces; "" for the name of the role. Without heeds_stop SIGTERM ends it.
+    """
+
+    def supervised(parsed: argparse.Namespace) -> None:
+        raise_descriptor_limit()
+        stop = install_stop_signal() if heeds_stop else threading.Event()
+        context = open_run(parsed.run)
+        limit_threads(context.config.placement.threads)
+        with monitored(context, role, (name or role).format(**vars(parsed))) as (timed, monitor):
+            body(RoleProcess(context=timed, monitor=monitor, arguments=parsed, stop=stop))
+
+    parent: Arguments = {"--parent-pid": {"type": int, "required": True}}
+    return run_main(description, {**RUN, **parent, **(arguments or {})}, supervised)
 
 
 def leave(code: int) -> None:

@@ -23,7 +23,7 @@ from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.records import Commit, holds_adapters, parse_commit_key
 from pipelinerl_core.roles.device import model_device
 from pipelinerl_core.roles.learners import open_learners
-from pipelinerl_core.roles.process import configure_logging, exit_codes, limit_threads
+from pipelinerl_core.roles.process import RUN, Arguments, limit_threads, run_main
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.stream.codec import decode_batch, from_segment
@@ -219,17 +219,21 @@ def _check_adapters(recorded: LearnerConfig, studied: LearnerConfig) -> None:
             )
 
 
-@exit_codes
+_ARGUMENTS: Arguments = {
+    **RUN,
+    "--from-step": {"type": int},
+    "--to-step": {"type": int},
+    "--json": {"action": "store_true"},
+    "overrides": {"nargs": "*", "metavar": "KEY=VALUE"},
+}
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--from-step", type=int)
-    parser.add_argument("--to-step", type=int)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    arguments = parser.parse_args()
-    configure_logging()
+    return run_main(__doc__, _ARGUMENTS, _replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
     steps = []
     limit_threads(open_run(arguments.run).config.placement.threads)
     for replayed in replay_run(arguments.run, arguments.from_step, arguments.to_step, arguments.overrides):

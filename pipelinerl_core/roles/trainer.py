@@ -9,7 +9,6 @@ Start, restart and resume are one path: adopt the last commit that counts, load 
 the recorded batches after it again, compare the weights with the commit, go on.
 """
 
-import argparse
 import logging
 import sys
 import threading
@@ -40,25 +39,17 @@ from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.records import EpochRecord, batch_key
 from pipelinerl_core.roles.adopt import adopt
 from pipelinerl_core.roles.committer import Committer, ComputedStep
-from pipelinerl_core.roles.hub_link import HubLink, raise_refusal
+from pipelinerl_core.roles.hub_link import HubLink
 from pipelinerl_core.roles.last_word import nothing_is_left
 from pipelinerl_core.roles.learners import Spread, open_learners
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
-    freeze_startup_objects,
-    install_stop_signal,
-    keep_to_cores,
-    limit_threads,
-    raise_descriptor_limit,
-)
+from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer_watch import TrainerWatch
-from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
 from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.stream.refusals import error_of
 from pipelinerl_core.tracking.metrics import step_metrics
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
@@ -270,7 +261,7 @@ class Trainer:
             self._watch.waits(step)
             answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
-                raise_refusal(answer)
+                raise error_of(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
                 self._reserved = _Reservation(step, answer)
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
@@ -348,23 +339,14 @@ def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -
     return report.check()
 
 
-@exit_codes
+def _train(own: RoleProcess) -> None:
+    keep_to_cores(own_cores(own.context.config, "trainer"))
+    train(own.context, own.stop, own.monitor)
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="The trainer of a run.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--parent-pid", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
-    raise_descriptor_limit()
-    stop = install_stop_signal()
-    context = open_run(arguments.run)
-    keep_to_cores(own_cores(context.config, "trainer"))
-    limit_threads(context.config.placement.threads)
-    with monitored(context, "trainer", "trainer") as (timed, monitor):
-        train(timed, stop, monitor)
-    return 0
+    return run_role("trainer", "The trainer of a run.", _train)
 
 
 def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:

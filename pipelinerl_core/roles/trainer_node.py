@@ -3,7 +3,6 @@
 rank 0 --meetings/<epoch>.json--> this role --starts--> its ranks --> torch's process group
 """
 
-import argparse
 import logging
 import sys
 import threading
@@ -14,16 +13,10 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import MeetingRecord
 from pipelinerl_core.roles.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.meeting import newest_meeting
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
-    install_stop_signal,
-    keep_to_cores,
-)
+from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.process import RoleProcess, keep_to_cores, run_role
 from pipelinerl_core.roles.rank_processes import RANK_STOP_SECONDS, RankProcesses
-from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.hub_status import read_hub
@@ -109,22 +102,16 @@ def _is_over(context: RunContext) -> bool:
     return is_complete(context.store, context.config.trainer.steps) or wants_drain(context.store)
 
 
-@exit_codes
+def _join(own: RoleProcess) -> None:
+    keep_to_cores(own_cores(own.context.config, "trainer"))
+    run_node(own.context, own.arguments.node, own.stop, own.monitor)
+
+
 def main() -> int:
     """Command line of the role."""
-    parser = argparse.ArgumentParser(description="The ranks of a run's trainer on one more host.")
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--node", type=int, required=True, help="1, 2, ...; rank 0 is on node 0")
-    parser.add_argument("--parent-pid", type=int, required=True)
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
-    stop = install_stop_signal()
-    context = open_run(arguments.run)
-    keep_to_cores(own_cores(context.config, "trainer"))
-    with monitored(context, "trainer", f"trainer-node-{arguments.node}") as (timed, monitor):
-        run_node(timed, arguments.node, stop, monitor)
-    return 0
+    node = {"type": int, "required": True, "help": "1, 2, ...; rank 0 is on node 0"}
+    description = "The ranks of a run's trainer on one more host."
+    return run_role("trainer", description, _join, {"--node": node}, name="trainer-node-{node}")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,7 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.roles.learners import build_rank
 from pipelinerl_core.roles.meeting import join_meeting
-from pipelinerl_core.roles.process import (
-    configure_logging,
-    die_with_parent,
-    exit_codes,
-    freeze_startup_objects,
-    leave,
-)
+from pipelinerl_core.roles.process import Arguments, freeze_startup_objects, leave, run_main
 from pipelinerl_core.roles.rank_channel import join_ranks, lost_ranks
 from pipelinerl_core.roles.ranked_learner import RankLearner, serve
 from pipelinerl_core.training.ranks import Ranks
@@ -29,19 +23,16 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 60.0
 
 
-@exit_codes
-def main() -> int:
-    """Command line of the role."""
-    parser = argparse.ArgumentParser(description="A rank of the trainer; rank 0 starts it.")
-    for name in ("rank", "size", "per-node", "parent-pid"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--run", default="", help="whose rank it is; shown by ps, not read")
-    parser.add_argument("--where", required=True, help="where the ranks meet")
-    parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="longest wait for other ranks")
-    arguments = parser.parse_args()
-    die_with_parent(arguments.parent_pid)
-    configure_logging()
+_ARGUMENTS: Arguments = {
+    **{f"--{name}": {"type": int, "required": True} for name in ("rank", "size", "per-node", "parent-pid")},
+    "--run": {"default": "", "help": "whose rank it is; shown by ps, not read"},
+    "--where": {"required": True, "help": "where the ranks meet"},
+    "--device": {"choices": ["cpu", "cuda"], "required": True},
+    "--seconds": {"type": float, "required": True, "help": "longest wait for other ranks"},
+}
+
+
+def _compute(arguments: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all of them stop
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -59,7 +50,11 @@ def main() -> int:
         return built
 
     serve(channel, build)
-    return 0
+
+
+def main() -> int:
+    """Command line of the role."""
+    return run_main("A rank of the trainer; rank 0 starts it.", _ARGUMENTS, _compute)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,7 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import ValidationError
 
-from pipelinerl_core.errors import (
-    ConfigError,
-    Fenced,
-    HubUnavailable,
-    MissingObject,
-    PipelineRLError,
-    SchemaMismatch,
-    StaleLease,
-    StreamError,
-    WrongPeer,
-)
+from pipelinerl_core.errors import ConfigError, HubUnavailable, StreamError
 from pipelinerl_core.messages import (
     Answer,
     Bye,
@@ -43,16 +33,10 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.stream.bundles import Frame, Received
 from pipelinerl_core.stream.connection import Connection, Lost, lost_text
+from pipelinerl_core.stream.refusals import error_of
 
 CLOSE_SECONDS = 2.0
 """Longest time `close` waits for the hub's farewell."""
-_REFUSALS: dict[str, type[PipelineRLError]] = {
-    "schema": SchemaMismatch,
-    "stale_lease": StaleLease,
-    "wrong_peer": WrongPeer,
-    "fenced": Fenced,
-    "missing_rows": MissingObject,
-}
 
 _log = logging.getLogger(__name__)
 
@@ -269,9 +253,7 @@ class _Exchange:
         while (parts := self.next(min(deadline, time.monotonic() + patience_seconds))) is not None:
             for answer, rows in parts:
                 if isinstance(answer, Refused):
-                    raise _REFUSALS.get(answer.code, StreamError)(
-                        f"the hub refused rows ({answer.code}): {answer.detail}"
-                    )
+                    raise error_of(answer)
                 if not isinstance(answer, RowsHeader) or rows is None:
                     raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
                 found.append((answer, rows))

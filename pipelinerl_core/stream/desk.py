@@ -18,7 +18,7 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from pipelinerl_core.errors import Fenced, MissingObject, PipelineRLError, SchemaMismatch, StaleLease, WrongPeer
+from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import HubService
 from pipelinerl_core.messages import (
     Answer,
@@ -35,16 +35,10 @@ from pipelinerl_core.messages import (
 from pipelinerl_core.stream.bundles import bundled
 from pipelinerl_core.stream.checks import apart, check_groups, check_places
 from pipelinerl_core.stream.door import check_sender, id_of, parse
+from pipelinerl_core.stream.refusals import code_of
 from pipelinerl_core.stream.schema import conform
 from pipelinerl_core.types import GroupRef
 
-_REFUSAL_CODES: tuple[tuple[type[PipelineRLError], str], ...] = (
-    (SchemaMismatch, "schema"),
-    (StaleLease, "stale_lease"),
-    (WrongPeer, "wrong_peer"),
-    (Fenced, "fenced"),
-    (MissingObject, "missing_rows"),
-)
 _MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
 
 _log = logging.getLogger(__name__)
@@ -274,7 +268,7 @@ def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
     if not isinstance(error, PipelineRLError):
         _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
         return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
-    code = next((code for kind, code in _REFUSAL_CODES if isinstance(error, kind)), "internal")
+    code = code_of(error)
     if code in ("schema", "wrong_peer"):
         peer.note_fault(error)
     return Refused(re=request.id, code=code, detail=str(error)[:_MAX_DETAIL])

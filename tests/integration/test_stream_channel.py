@@ -320,7 +320,7 @@ def test_errors_of_the_service_become_refusals_without_its_insides():
 
 
 def test_rows_that_the_hub_does_not_have_raise_missing_object(channel):
-    with pytest.raises(MissingObject, match="missing_rows"):
+    with pytest.raises(MissingObject, match=r"no rows of group \(99, 0\)"):
         channel.client("trainer", "trainer-0").request_rows(Rows(step=1, groups=((99, 0),)))
 
 

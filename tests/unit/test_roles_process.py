@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from pipelinerl_core.errors import ConfigError, Fenced, StoreError
-from pipelinerl_core.roles.process import exit_codes
+from pipelinerl_core.roles.process import RUN, exit_codes, run_main
 
 
 def run(code: str) -> str:
@@ -81,6 +81,20 @@ def test_expected_errors_of_a_role_are_lines_and_exit_codes(error, code, printed
     assert capsys.readouterr().err == printed
 
 
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (1, 1)])
+def test_the_body_of_a_process_is_given_its_arguments_and_its_result_is_the_exit_code(returned, code, monkeypatch):
+    given = []
+    monkeypatch.setattr(sys, "argv", ["role", "--run", "/runs/one", "--steps", "3", "a=1", "b=2"])
+    arguments = {**RUN, "--steps": {"type": int}, "overrides": {"nargs": "*"}}
+
+    def body(parsed):
+        given.append(vars(parsed))
+        return returned
+
+    assert run_main("", arguments, body, logs=False) == code
+    assert given == [{"run": "/runs/one", "steps": 3, "overrides": ["a=1", "b=2"]}]
+
+
 def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
     @exit_codes
     def main():
@@ -91,16 +105,6 @@ def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
     assert caught.group_contains(ZeroDivisionError)
     assert not caught.group_contains(StoreError)
     assert capsys.readouterr().err == "StoreError: disk\n"
-
-
-def test_a_child_whose_parent_is_gone_ends_at_once():
-    code = """
-        import subprocess, sys
-        child = "from pipelinerl_core.roles.process import die_with_parent; die_with_parent(1); print('alive')"
-        ended = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
-        print(ended.returncode, repr(ended.stdout))
-    """
-    assert run(code) == "1 ''"
 
 
 def test_all_threads_of_a_process_and_its_children_keep_to_its_cores():

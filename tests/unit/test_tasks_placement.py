@@ -82,7 +82,7 @@ def test_a_crashed_flow_run_is_replaced_until_the_restarts_in_a_row_are_used_up(
         actor.check()
     server.states[server.newest] = Crashed(message="exit code -9")
     assert actor.has_ended()
-    with pytest.raises(RoleFailed, match="exit code -9"):
+    with pytest.raises(RoleFailed, match=r"exit code -9, after 2 restarts \(placement.max_restarts=2\)"):
         actor.check()
     assert len(server.states) == 3
 

@@ -30,9 +30,11 @@ def test_it_fails_by_name_after_so_many_starts_without_a_new_commit(url, caplog)
     commit(url, 3)
     with caplog.at_level(logging.WARNING):
         starts(url, [2, 3, 4])
-    said = "started again 2 times without a new commit after step 3; 2 are allowed"
-    assert [record.getMessage() for record in caplog.records] == [said.replace("2 times", "1 times"), said]
-    with pytest.raises(PipelineRLError, match=r"given up: .* 3 times .* after step 3 \(placement.max_resumes=2\)"):
+    said = "no new commit after step 3; restart 2 of 2"
+    assert [record.getMessage() for record in caplog.records] == [said.replace("restart 2", "restart 1"), said]
+    with pytest.raises(
+        PipelineRLError, match=r"given up: .* after step 3, after 2 restarts \(placement.max_resumes=2\)"
+    ):
         starts(url, [5])
 
 
