@@ -68,24 +68,27 @@ def compare(
 
     Returns the comparison (comparison.json); raises RunsFailed when a run failed, after all others were compared.
     """
-    plan = plan_comparison(
-        Wanted(
-            source=preset,
-            arms=tuple(Arm(arm, tuple(settings)) for arm, settings in arms.items()),
-            overrides=tuple(overrides),
-            seeds=tuple(seeds),
-            target=target,
-            margin=margin,
-            budget_minutes=budget_minutes,
-            reference=reference,
-            name=name,
-        )
+    wanted = Wanted(
+        source=preset,
+        arms=tuple(Arm(arm, tuple(settings)) for arm, settings in arms.items()),
+        overrides=tuple(overrides),
+        seeds=tuple(seeds),
+        target=target,
+        margin=margin,
+        budget_minutes=budget_minutes,
+        reference=reference,
+        name=name,
     )
+    return compare_runs(plan_comparison(wanted), root)
+
+
+def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
+    """The work of the compare flow. checked: id of the run whose configuration whoever planned has checked."""
     results = Results(plan, root)
-    labels = {"preset": preset, "comparison": plan.name}
+    labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
     with closing(tracker):
-        dropped = run_all(plan, results, root, labels | ({PARENT_TAG: parent} if parent else {}))
+        dropped = run_all(plan, results, root, labels | ({PARENT_TAG: parent} if parent else {}), checked)
         document: dict[str, Any] = write_comparison(results, dropped)
         log_comparison(tracker, results.store, document)
     if results.failed:
@@ -94,7 +97,9 @@ def compare(
     return document
 
 
-def run_all(plan: Plan, results: Results, root: str, labels: Mapping[str, str]) -> list[PlannedRun]:
+def run_all(
+    plan: Plan, results: Results, root: str, labels: Mapping[str, str], checked: str = ""
+) -> list[PlannedRun]:
     """Run whatever is left to do and fits into the budget; returns what did not. `labels`: tags of every run."""
     pending = unsettled(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
@@ -116,6 +121,7 @@ def run_all(plan: Plan, results: Results, root: str, labels: Mapping[str, str]) 
                 plan.wanted.target,
                 plan.enough_reward,
                 {**labels, "arm": run.arm},
+                run.run_id == checked,
             )
         except ConfigError:
             raise
@@ -140,9 +146,16 @@ def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> lis
 
 @flow(name="compared-run", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
-def run_arm(url: str, config: RunConfig, target: float, enough_reward: float, labels: dict[str, str]) -> None:
+def run_arm(
+    url: str,
+    config: RunConfig,
+    target: float,
+    enough_reward: float,
+    labels: dict[str, str],
+    is_checked: bool = False,
+) -> None:
     """One run of a comparison: train until it is good enough, report, then measure the accuracy of its versions."""
-    run, tracker = open_at(url, config, labels)
+    run, tracker = open_at(url, config, labels, is_checked=is_checked)
     with RunWatch(run, tracker) as watch:
 
         def is_enough() -> bool:

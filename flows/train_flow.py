@@ -13,10 +13,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows.parameters import Settings, described
-from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.records import eval_key
-from pipelinerl_core.run.context import RunContext, change_for_resume, open_run
+from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
+from tasks.jobs import Job, new_job, resume_job
 from tasks.mlflow_runs import RunTracker, open_tracker
 from tasks.placement import HUB, TRAINER, Crew, hub_token
 from tasks.preflight import preflight
@@ -24,7 +25,6 @@ from tasks.report import write_reports
 from tasks.runs import (
     create_run,
     find_run,
-    locate_run,
     new_run_id,
     refuse_if_live,
     remember_latest,
@@ -77,7 +77,13 @@ def train(
     A retry of this flow run resumes the same run. Returns the report (report.json); of a run that was drained, in a
     state of that name.
     """
-    run, tracker = open_or_create(preset, (*settings.overrides(), *overrides), root, resume)
+    changes = (*settings.overrides(), *overrides)
+    return train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
+
+
+def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[dict[str, Any]]:
+    """The work of the train flow. is_checked: the configuration was checked where it was parsed."""
+    run, tracker = open_job(job, is_checked=is_checked)
     logger.info("run %s", run.store.url)
     with RunWatch(run, tracker) as watch:
         if watch.committed_step < run.config.trainer.steps:
@@ -91,29 +97,30 @@ def train(
     return report
 
 
-def open_or_create(preset: str, overrides: tuple[str, ...], root: str, resume: str) -> tuple[RunContext, RunTracker]:
+def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
     """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
-    if resume:
-        url = locate_run(resume, root)
-        refuse_if_live(url)
-        run = open_run(url)
-        return open_at(url, change_for_resume(run.store, run.config, overrides), {})
-    url = run_url(root, new_run_id(preset, str(flow_run.id)))
-    return open_at(url, load_config(preset, overrides), {"preset": preset})
+    if job.run:
+        note_resume(job.run.store, job.overrides)
+        return open_at(job.run.store.url, job.config, {}, run=job.run, is_checked=is_checked)
+    url = run_url(job.root, new_run_id(job.preset, str(flow_run.id)))
+    return open_at(url, job.config, {"preset": job.preset}, is_checked=is_checked)
 
 
-def open_at(url: str, config: RunConfig, labels: Mapping[str, str]) -> tuple[RunContext, RunTracker]:
+def open_at(
+    url: str, config: RunConfig, labels: Mapping[str, str], *, run: RunContext | None = None, is_checked: bool = False
+) -> tuple[RunContext, RunTracker]:
     """The run at a URL, created with this configuration if there is none; one that is there has its own.
 
-    labels: tags of its MLflow run.
+    labels: tags of its MLflow run. run: the run, if it is open already. is_checked: the configuration was checked.
     """
     show_supervision()
     flow_run_id = str(flow_run.id)
-    run = find_run(url)
+    run = run or find_run(url)
     config = run.config if run else config
     refuse_if_live(url)
     count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
-    preflight(config, url.rpartition("/")[0])
+    if not is_checked:
+        preflight(config, url.rpartition("/")[0])
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)

@@ -14,7 +14,7 @@ from typing import Any
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.config.arm import Arm, distinct
-from pipelinerl_core.config.model_path import seeded_path
+from pipelinerl_core.config.model_path import builtin_recipe, seeded_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.records import REPORT_JSON_KEY, RUN_KEY
@@ -98,8 +98,10 @@ def plan_comparison(wanted: Wanted) -> Plan:
         raise ConfigError(f"--margin {wanted.margin:g}: a run must get to the target. Set it to 0 or more")
     if not wanted.budget_minutes > 0:
         raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
-    runs = [_planned(wanted, arm, seed) for seed in checked_seeds(wanted.seeds) for arm in arms]
-    resolved = {arm.name: _planned(wanted, arm, 0).run_id for arm in arms}
+    seeds = checked_seeds(wanted.seeds)
+    configs = {arm.name: _resolved(wanted, arm) for arm in arms}
+    runs = [_planned(arm, config, seed) for seed in seeds for arm, config in configs.items()]
+    resolved = {arm: _planned(arm, config, 0).run_id for arm, config in configs.items()}
     return Plan(
         wanted=wanted,
         name=plain_name(wanted.name or wanted.source),
@@ -117,18 +119,23 @@ def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
     return seeds
 
 
-def _planned(wanted: Wanted, arm: Arm, seed: int) -> PlannedRun:
-    """The configuration of an arm with a seed: of prompts, sampling and, for a built-in model, starting weights."""
-    settings = [*_DEFAULTS, *wanted.overrides, *arm.overrides, f"seed={seed}"]
+def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
+    """The configuration of an arm, whatever the seed."""
     try:
-        config = load_config(wanted.source, settings)
-        path = seeded_path(config.model.path, seed)
+        config = load_config(wanted.source, [*_DEFAULTS, *wanted.overrides, *arm.overrides])
+        builtin_recipe(config.model.path)  # refuses a name that is none
     except ConfigError as error:
         raise ConfigError(f"arm {arm.name}: {error}") from None
     if config.eval.num_prompts == 0:
         raise ConfigError(f"arm {arm.name}: eval.num_prompts=0, but arms are compared by accuracy. Set it to 1000")
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return PlannedRun(arm=arm.name, seed=seed, config=config, run_id=f"{arm.name}-s{seed}-{run_digest(config)}")
+    return config
+
+
+def _planned(arm: str, config: RunConfig, seed: int) -> PlannedRun:
+    """An arm with a seed: of prompts, sampling and, for a built-in model, starting weights."""
+    model = config.model.model_copy(update={"path": seeded_path(config.model.path, seed)})
+    config = config.model_copy(update={"model": model, "seed": seed})
+    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{arm}-s{seed}-{run_digest(config)}")
 
 
 def run_digest(config: RunConfig) -> str:

@@ -50,6 +50,8 @@ def load_config(source: str, overrides: typing.Sequence[str] = ()) -> RunConfig:
 
 def override_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
     """The same configuration with `section.key=value` overrides; raises ConfigError."""
+    if not overrides:
+        return config
     values = config.model_dump(mode="json")
     for override in overrides:
         _apply(values, override)

@@ -69,11 +69,9 @@ def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
         return ()
 
 
-def change_for_resume(store: ObjectStore, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Let every role from now on run with these settings too; those of earlier resumes stay. Raises ConfigError."""
-    changed = resume_config(config, overrides)
+def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
+    """Let every role from now on run with these settings too, which were checked; those of earlier resumes stay."""
     if overrides:
         by_key = {one.partition("=")[0]: one for one in (*resume_overrides(store), *overrides)}
         record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())
         store.put(RESUME_KEY, record.model_dump_json().encode())
-    return changed

@@ -157,7 +157,7 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
     page.sees("Completed", "train", f"{run_id}", "actor-0: started, pid", "trainer: started, pid")
     picture("prefect.png", height=780)  # above what names directories of this machine
     page.click("Task Runs")
-    page.sees("preflight", "hub", "trainer", "actor-0", "report")
+    page.sees("hub", "trainer", "actor-0", "report")
     page.click("Artifacts")
     page.sees(f"{run_id}-progress", f"{run_id}-versions", f"{run_id}-report", f"{run_id}-mlflow")
 

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -147,6 +148,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     assert last.wait(600) == 0
     until("no role to be left", lambda: health_of(run) == {}, 150)  # a silent one is listed for two minutes
     check_ended(tmp_path, run)
+    check_what_prefect_has(tmp_path, run)
 
 
 def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
@@ -177,6 +179,19 @@ def check_ended(root: Path, run: Path) -> None:
     follower.refresh()
     assert list(follower.commits) == list(range(STEPS + 1)), "every step is committed exactly once"
     assert_closes(str(run))
+
+
+def check_what_prefect_has(root: Path, run: Path) -> None:
+    """Parameters as they were typed, and no second check of what the command has checked."""
+    with closing(sqlite3.connect(root / ".prefect" / "prefect.db")) as database:
+        found = database.execute("select parameters from flow_run order by created").fetchall()
+        tasks = {name for (name,) in database.execute("select name from task_run")}
+    train, *resumed = [json.loads(text) for (text,) in found]
+    settings = [f"trainer.steps={STEPS}", "eval.num_prompts=0", *SMALL]
+    assert (train["preset"], train["overrides"], train["resume"]) == ("quickstart", settings, "")
+    assert [one["resume"] for one in resumed] == [f"file://{run}"] * 3
+    assert "trainer" in tasks
+    assert "preflight" not in tasks
 
 
 def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.deploy import SHIPPED, read_project
+from flows.cli.deployment import SHIPPED, read_project
 from tasks.placement import STOP_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelinerl_core.run.context import change_for_resume, open_run
+from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.drain import LOOK_SECONDS, ask_to_drain
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
@@ -106,8 +106,7 @@ def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
             assert trainer.wait(300) == 1
             assert "a rank of the trainer is gone or silent" in log.read_text()
             wait_for(lambda: not rank.is_running(), "its end", PATIENCE_SECONDS)
-        context = open_run(url)
-        change_for_resume(context.store, context.config, ["trainer.ranks=1"])
+        note_resume(open_run(url).store, ["trainer.ranks=1"])
         with role("trainer", url, log) as trainer:
             assert trainer.wait(120) == 0
     assert arithmetic_of(url, "ranks") == [2, 1]

@@ -119,6 +119,7 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     await_(lambda: committed_steps(job.url) >= 3, "three steps", 400)
     await_(lambda: {job.state_of(name) for name in MEMBERS} == {"RUNNING"}, "all members", 120)
     assert check_no_torch(prefect) >= 5, "train, actors and both hosts of the trainer"
+    assert "preflight" in {task["name"] for task in prefect.ask("/task_runs/filter", {})}, "nobody else has checked"
 
     actors_come_and_go(job)
     the_train_flow_is_killed(job)

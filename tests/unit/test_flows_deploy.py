@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.deploy import KINDS, SHIPPED, deploy, read_project
+from flows.cli.deployment import KINDS, SHIPPED, deploy, read_project
 from pipelinerl_core.errors import ConfigError
 from tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
 

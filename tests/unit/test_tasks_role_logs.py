@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from flows import show_logs
+from flows.cli.logs import show
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.monitor import RoleMonitor, log_as
 from pipelinerl_core.run.context import open_run
@@ -217,15 +217,15 @@ def test_the_command_prints_each_line_with_its_role_or_one_document(tmp_path, ca
     write(logs / "hub.log", 30)
     write(logs / "trainer.log", 1, "WARNING")
     url = f"file://{tmp_path}/r-1"
-    show_logs.show(url, "", 2, keeps_on=False, as_json=False)
+    show(url, "", 2, keeps_on=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["hub", "hub", "trainer"]
-    show_logs.show(url, "trainer", 2, keeps_on=False, as_json=True)
+    show(url, "trainer", 2, keeps_on=False, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert list(document["roles"]) == ["trainer"]
     assert document["roles"]["trainer"]["warnings"] == 1
     with pytest.raises(ConfigError, match="--follow does not end"):
-        show_logs.show(url, "", 2, keeps_on=True, as_json=True)
+        show(url, "", 2, keeps_on=True, as_json=True)
 
 
 def test_the_flow_run_keeps_a_table_of_what_the_roles_logged_however_it_ends(tmp_path, monkeypatch):

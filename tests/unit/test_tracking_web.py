@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows import live_page
+from flows.cli import live_page
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store

@@ -1,13 +1,12 @@
 """`pipelinerl export`: a weight version as a model directory."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flows.arguments import Json, Root, Run
-from flows.console import answer
+from flows.cli.arguments import Json, Root, Run
+from flows.cli.console import answer
 
 
 def export(
@@ -21,8 +20,10 @@ def export(
 
     transformers, vLLM and `model.path` of a new run read it. Example: `pipelinerl export latest ./my-model`
     """
-    url = import_module("tasks.runs").locate_run(run, root)
-    document = import_module("tasks.exporting").export(url, directory, version)
+    from tasks.exporting import export as export_version
+    from tasks.runs import locate_run
+
+    document = export_version(locate_run(run, root), directory, version)
     lines = [
         f"{document['directory']}: version {document['version']} of {document['run_id']}, "
         f"{document['num_bytes'] / 1e6:,.1f} MB",

@@ -1,13 +1,22 @@
-"""What the command line says about a run, from the run's objects alone."""
+"""What `train` and `resume` share, from the parsed configuration to the end of the run for people."""
 
 from collections.abc import Mapping
-from threading import Event
 from typing import Any
 
+from flows.cli.console import answer
 from pipelinerl_core.records import REPORT_HTML_KEY
-from pipelinerl_core.run.context import open_run
-from tasks.roles import evaluate
-from tasks.runs import run_url
+from tasks.checks import check_all
+from tasks.jobs import Job
+from tasks.runs import root_url, run_url
+
+
+def carry_out(job: Job, *, as_json: bool) -> None:
+    """Check, run the flow, print what it came to. Bad input is refused before Prefect is even imported."""
+    check_all(job.config, root_url(job.root))
+    from flows.cli.launch import run_training
+
+    report = run_training(job)
+    answer(report, summary(report, report_location(report["run_id"], job.root)), as_json=as_json)
 
 
 def report_location(run_id: str, root: str) -> str:
@@ -35,10 +44,3 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  bottleneck         {report['advice']}")
     lines.append(f"  report             {location}")
     return lines
-
-
-def evaluate_versions(url: str, version: str) -> list[dict[str, Any]]:
-    """Run the evaluator on what --version names; its records."""
-    records = evaluate(open_run(url), version, Event())
-    assert records is not None  # nothing sets the stop event
-    return [record.model_dump(mode="json") for record in records]

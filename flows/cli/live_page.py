@@ -3,7 +3,7 @@
 import threading
 import time
 
-from flows.console import say
+from flows.cli.console import say
 from pipelinerl_core.config import stored_config
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.storage.object_store import open_store

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.comparing import carry_out, parse_seeds
-from flows.console import answer
+from flows.cli.comparing import carry_out, parse_seeds
+from flows.cli.console import answer
 from pipelinerl_core.config.arm import Arm, shipped_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.storage.object_store import open_store
@@ -22,7 +22,7 @@ TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5}
 """Held-out accuracy that the arms of a suite are timed to: where the curve is still steep."""
 SHORT = "short"
 SHORT_ARMS = ("pipeline", "conventional-1")
-RESULTS_PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,10 +34,11 @@ def main(arguments: Sequence[str]) -> None:
     peers = parse_peers(options.peers, _suite(options), options.overrides)
     if peers and options.suite == "emulated":
         raise ConfigError("--peers: other libraries run at real speed, --suite emulated does not. Set --suite shared")
-    document = carry_out(wanted, options.root)
+    plan = plan_comparison(wanted)
+    document = carry_out(plan, options.root)
     if peers:
         run_peers(peers, wanted, options.root)
-        document = Results(plan_comparison(wanted), options.root, peer_runs(peers, wanted)).write([])
+        document = Results(plan, options.root, peer_runs(peers, wanted)).write([])
     document = {**document, "suite": options.suite, "claims": claims(document)}
     if options.write:
         _write(document)

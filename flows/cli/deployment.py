@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import UUID
 
 import yaml  # type: ignore[import-untyped]
@@ -17,15 +17,14 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
-from flows.console import say
+from flows.cli.console import say
 from flows.source import installed
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
 from tasks.checks import check_http
 
-PoolKind = Literal["process", "docker", "kubernetes"]
-KINDS: tuple[PoolKind, ...] = ("process", "docker", "kubernetes")
-SHIPPED = Path(__file__).with_name("prefect.yaml")
+KINDS = ("process", "docker", "kubernetes")
+SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"
 _TEMPLATES = "work_pools"
 _DEPLOY_SECONDS = 300.0
 
@@ -48,7 +47,7 @@ class Deployed:
         return [*found, "next, on the machines that run them:", *workers, "  prefect deployment run train/quickstart"]
 
 
-def deploy(kind: PoolKind, notify: str, file: Path = SHIPPED, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
+def deploy(kind: str, notify: str, file: Path = SHIPPED, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
     """Create or update on the server what `file` describes; ConfigError without a server or without that file.
 
     notify: "<block type>/<name>" of a notification block that alarms go to, or "". max_resumes: how often a
@@ -75,7 +74,7 @@ def deploy(kind: PoolKind, notify: str, file: Path = SHIPPED, max_resumes: int =
     return deployed
 
 
-def read_project(file: Path, kind: PoolKind) -> dict[str, Any]:
+def read_project(file: Path, kind: str) -> dict[str, Any]:
     """The document of `file`, with every deployment on the pool of this kind that has the name of its own."""
     if kind not in KINDS:
         raise ConfigError(f"--pools {kind}: there are {', '.join(KINDS)}")
@@ -97,7 +96,7 @@ def read_project(file: Path, kind: PoolKind) -> dict[str, Any]:
     return document
 
 
-def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, file: Path) -> str:
+def _make_pool(client: SyncPrefectClient, name: str, kind: str, file: Path) -> str:
     template = _template(file, kind)
     try:
         found = client.read_work_pool(name)
@@ -117,7 +116,7 @@ def _make_pool(client: SyncPrefectClient, name: str, kind: PoolKind, file: Path)
     return "updated"
 
 
-def _template(file: Path, kind: PoolKind) -> dict[str, Any] | None:
+def _template(file: Path, kind: str) -> dict[str, Any] | None:
     """Base job template of a kind of pool: beside the file, or the shipped one. None: Prefect's own."""
     for directory in (file.parent, SHIPPED.parent):
         path = directory / _TEMPLATES / f"{kind}.json"

@@ -5,22 +5,26 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import FrameType
 from typing import Any
 
+from prefect import Flow
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
-from flows.compare_flow import compare
-from flows.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
-from flows.local_server import local_server
-from flows.train_flow import train
+from flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
+from flows.cli.local_server import local_server
+from flows.compare_flow import compare, compare_runs
+from flows.train_flow import train, train_run
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.storage.object_store import open_store
 from tasks.checks import check_http
+from tasks.comparison import Plan
 from tasks.groups import await_groups
+from tasks.jobs import Job
 from tasks.runs import LATEST_KEY, root_url
 
 DRAIN_SECONDS = 2.0
@@ -29,28 +33,58 @@ END_SECONDS = 15.0
 """Within it whoever was told to stop has ended or was killed: tasks/supervise.py."""
 
 
-def run_training(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run the flow in this process, for a configuration that was checked; returns the report.
+def run_training(job: Job) -> dict[str, Any]:
+    """Run the train flow in this process for a job whose configuration was checked; returns the report.
 
     Raises SystemExit with 130 or 143 after Ctrl-C or SIGTERM, when every child is gone.
     """
-    root = root_url(arguments["root"])
+    root = root_url(job.root)
     begun = time.time()
-    report = _run(lambda: train(**arguments), config, root, lambda: _say_how_to_resume(root, begun))
-    if report["steps"] < config.trainer.steps:
-        say(f"drained after step {report['steps']} of {config.trainer.steps}")
+    parameters = {
+        "preset": job.preset,
+        "overrides": job.overrides,
+        "root": job.root,
+        "resume": job.run.store.url if job.run else "",
+    }
+    flow = _with_body(train, lambda: train_run(job, is_checked=True))
+    report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, begun))
+    if report["steps"] < job.config.trainer.steps:
+        say(f"drained after step {report['steps']} of {job.config.trainer.steps}")
         _say_how_to_resume(root, begun)
     return report
 
 
-def run_comparison(config: RunConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same for the compare flow; `config` is that of its first run. Returns the comparison."""
-    root = root_url(arguments["root"])
+def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
+    """The same for the compare flow and a plan whose first run was checked. Returns the comparison."""
+    wanted, first = plan.wanted, plan.runs[0]
+    parameters = {
+        "arms": {arm.name: list(arm.overrides) for arm in wanted.arms},
+        "preset": wanted.source,
+        "overrides": wanted.overrides,
+        "seeds": list(wanted.seeds),
+        "target": wanted.target,
+        "margin": wanted.margin,
+        "budget_minutes": wanted.budget_minutes,
+        "reference": wanted.reference,
+        "name": wanted.name,
+        "root": root,
+    }
+    flow = _with_body(compare, lambda: compare_runs(plan, root, checked=first.run_id))
 
     def say_how_to_go_on() -> None:
         say("go on with the same command: runs that are done are not run again")
 
-    return _run(lambda: compare(**arguments), config, root, say_how_to_go_on)
+    return _run(lambda: flow(**parameters), first.config, root_url(root), say_how_to_go_on)
+
+
+def _with_body(flow: Flow[..., Any], body: Callable[[], Any]) -> Callable[..., Any]:
+    """The flow with its name, options and parameters, whose work is `body`.
+
+    Prefect shows the parameters; what they come to is parsed and checked already, and is in `body`.
+    """
+    prepared = flow.with_options()
+    prepared.fn = wraps(flow.fn)(lambda *_, **__: body())
+    return prepared
 
 
 def _run(

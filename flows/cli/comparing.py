@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flows.console import answer
+from flows.cli.console import answer
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.tracking.comparison_table import markdown
 from tasks.checks import check_all
-from tasks.comparison import Wanted, plan_comparison
+from tasks.comparison import Plan
 from tasks.comparison_results import HTML_KEY
 from tasks.runs import root_url
 
@@ -31,26 +31,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--seeds {text}: give whole numbers with commas, for example --seeds 0,1,2") from None
 
 
-def carry_out(wanted: Wanted, root: str) -> dict[str, Any]:
-    """Check everything that can be checked before anything starts, then run the flow; returns comparison.json."""
-    plan = plan_comparison(wanted)
-    first = plan.runs[0].config
-    check_all(first, root_url(root))
-    from flows.launch import run_comparison  # noqa: PLC0415 (imports Prefect, which takes seconds)
+def carry_out(plan: Plan, root: str) -> dict[str, Any]:
+    """Check the first run, then run the flow, which checks each other run when it starts; returns comparison.json."""
+    check_all(plan.runs[0].config, root_url(root))
+    from flows.cli.launch import run_comparison
 
-    arguments = {
-        "arms": {arm.name: list(arm.overrides) for arm in wanted.arms},
-        "preset": wanted.source,
-        "overrides": wanted.overrides,
-        "seeds": list(wanted.seeds),
-        "target": wanted.target,
-        "margin": wanted.margin,
-        "budget_minutes": wanted.budget_minutes,
-        "reference": wanted.reference,
-        "name": wanted.name,
-        "root": root,
-    }
-    return run_comparison(first, arguments)
+    return run_comparison(plan, root)
 
 
 def show(document: dict[str, Any], *, as_json: bool) -> None:

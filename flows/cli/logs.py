@@ -1,15 +1,36 @@
 """`pipelinerl logs`: what the roles of a run have written on this host."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from flows.console import answer, say
+import typer
+
+from flows.cli.arguments import Json, Root, Run
+from flows.cli.console import answer, say
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.run.context import log_directory, open_run
-from tasks.role_logs import digest_rows, follow, log_files, tail
+
+
+def logs(
+    run: Run = "latest",
+    role: Annotated[str, typer.Option(help="Only hub, trainer, actor (all of them), actor-1, evaluator, ...")] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Show what the roles of a run have written on this host, and (--json) how many warnings and errors.
+
+    Examples: `pipelinerl logs`, `pipelinerl logs latest --role actor --follow`
+    """
+    from tasks.runs import locate_run
+
+    show(locate_run(run, root), role, lines, keeps_on=follow, as_json=as_json)
 
 
 def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) -> None:
     """Print the last lines of each log, then, if it keeps on, those that follow until Ctrl-C. Raises ConfigError."""
+    from pipelinerl_core.run.context import log_directory, open_run
+    from tasks.role_logs import digest_rows, follow, log_files, tail
+
     if keeps_on and as_json:
         raise ConfigError(
             "--follow does not end, --json is one document. Set tracking.log_format=json for JSON lines"

@@ -1,0 +1,82 @@
+"""The command line, light on purpose: commands import what they need when they run; --help answers at once."""
+
+import sys
+
+import typer
+
+from flows.cli import (
+    actor,
+    audit,
+    bench,
+    compare,
+    config,
+    deploy,
+    doctor,
+    drain,
+    evaluate,
+    export,
+    gc,
+    logs,
+    prepare,
+    replay,
+    resume,
+    status,
+    train,
+)
+from flows.cli.console import exit_codes
+from flows.environment import set_defaults
+from pipelinerl_core.errors import ConfigError
+
+COMMANDS = (
+    train.train,
+    resume.resume,
+    drain.drain,
+    status.status,
+    logs.logs,
+    replay.replay,
+    actor.actor,
+    audit.audit,
+    gc.gc,
+    evaluate.evaluate,
+    export.export,
+    compare.compare,
+    prepare.prepare,
+    config.config,
+    doctor.doctor,
+    deploy.deploy,
+)
+"""In the order of --help; `bench`, which hands its arguments on, comes last."""
+
+app = typer.Typer(
+    name="pipelinerl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Asynchronous reinforcement learning of language models.
+
+    Generation and training run side by side; new weights are swapped in the middle of sequences.
+
+    First steps:
+
+    - `pipelinerl doctor` says whether this machine is ready
+    - `pipelinerl train quickstart` trains a small model on two cores
+    - `pipelinerl status latest` shows how it goes
+    - `pipelinerl resume latest` goes on after a stop or a crash
+    - `pipelinerl compare` says which settings learn sooner
+
+    Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input.
+    """,
+)
+for command in COMMANDS:
+    app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)
+
+
+def main() -> None:
+    """Console script `pipelinerl`."""
+    set_defaults()
+    with exit_codes():
+        if sys.platform != "linux":
+            raise ConfigError(f"PipelineRL runs on Linux only, and this is {sys.platform}")
+        app()

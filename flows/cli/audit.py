@@ -1,0 +1,14 @@
+"""`pipelinerl audit`: nothing of a run was lost or trained twice."""
+
+from flows.cli.arguments import Json, Root, Run
+from flows.cli.child import run_role
+
+
+def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
+    """Prove from the objects of a run that nothing was lost or trained twice; exit 1 if anything does not close.
+
+    Example: `pipelinerl audit latest`
+    """
+    from tasks.runs import locate_run
+
+    run_role("audit", {"run": locate_run(run, root)}, ["--json"] if as_json else [])

@@ -1,0 +1,37 @@
+"""`pipelinerl bench`: the benchmarks of the project."""
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.child import run_role
+from pipelinerl_core.errors import ConfigError
+
+ROLES = ("adapters", "engine", "gpu", "learner", "stream", "vllm")
+"""Benchmarks that are a role of the core, bench_<name>; `learning` is the compare flow."""
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="engine: tokens per second against its peers; vllm: what the adapter costs vLLM; "
+            "gpu: engines on a GPU; learner: its step against a bare loop and TRL; "
+            "adapters: versions of LoRA; stream: the channel and the hub; learning: schedules against each other."
+        ),
+    ],
+) -> None:
+    """Run a benchmark; what follows its name goes to the benchmark.
+
+    Examples: `pipelinerl bench engine --json`, `pipelinerl bench learning --short`
+    """
+    if name == "learning":
+        from flows.cli.bench_learning import main
+
+        main(context.args)
+    elif name in ROLES:
+        run_role(f"bench_{name}", {}, context.args)
+    else:
+        known = ", ".join(sorted((*ROLES, "learning")))
+        raise ConfigError(f"bench {name}: no such benchmark; there are: {known}")

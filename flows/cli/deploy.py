@@ -1,0 +1,43 @@
+"""`pipelinerl deploy`: work pools, deployments and automations of a Prefect server."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Json
+from flows.cli.console import answer
+
+
+def deploy(
+    pools: Annotated[str, typer.Option(help="Kind of the work pools: process, docker or kubernetes.")] = "process",
+    notify: Annotated[
+        str, typer.Option(metavar="TYPE/NAME", help="Notification block that alarms go to, as slack-webhook/team.")
+    ] = "",
+    max_resumes: Annotated[
+        int | None, typer.Option(help="Times that a crashed run is scheduled again without coming to run.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; `deploy --show` prints that."),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the shipped prefect.yaml and change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Create or update work pools, deployments and automations on the server of PREFECT_API_URL.
+
+    Example: `pipelinerl deploy`, then `prefect worker start --pool control` and a click on "Run" in the Prefect UI.
+    With images, schedules or resources of your own: `pipelinerl deploy --show > prefect.yaml`, edit,
+    `pipelinerl deploy --file prefect.yaml`.
+    """
+    from flows.cli import deployment
+    from tasks.automations import DEFAULT_MAX_RESUMES
+
+    if show:
+        text = deployment.SHIPPED.read_text()
+        answer(text, [text.rstrip()], as_json=as_json)
+        return
+    most = DEFAULT_MAX_RESUMES if max_resumes is None else max_resumes
+    deployed = deployment.deploy(pools, notify, file or deployment.SHIPPED, most)
+    answer(dataclasses.asdict(deployed), deployed.lines, as_json=as_json)

@@ -1,0 +1,33 @@
+"""`pipelinerl evaluate`: held-out accuracy of weight versions."""
+
+from threading import Event
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Json, Root, Run
+from flows.cli.console import answer
+
+
+def evaluate(
+    run: Run,
+    version: Annotated[
+        str, typer.Option(help="first, last, the number of a durable weight version, several with commas, or all.")
+    ] = "last",
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Measure held-out accuracy of weight versions: mean reward of one sample per prompt at temperature 1.
+
+    Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
+    """
+    from pipelinerl_core.run.context import open_run
+    from tasks.roles import evaluate as evaluate_versions
+    from tasks.runs import locate_run
+
+    records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
+    assert records is not None  # nothing sets the stop event
+    documents = [record.model_dump(mode="json") for record in records]
+    line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
+    is_one = version != "all" and "," not in version
+    answer(documents[0] if is_one else documents, [line.format(**one) for one in documents], as_json=as_json)

@@ -1,0 +1,39 @@
+"""`pipelinerl status`: how far a run is, once or as a page."""
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Json, Root, Run
+from flows.cli.console import answer
+
+
+def status(
+    run: Run = "latest",
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve it as a page that follows the run, until Ctrl-C.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address of --web; there is no password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of --web; 0: any free one.", min=0, max=65535)] = 0,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
+
+    `--web` serves the report while the run goes on, with /status.json, and /metrics for Prometheus; of `latest` it
+    follows one run after the other.
+
+    Examples: `pipelinerl status`, `pipelinerl status --web`, `pipelinerl status quickstart-1a2b3c4d --json`
+    """
+    if web:
+        from flows.cli.live_page import serve
+
+        serve(run, root, host, port)
+        return
+    from pipelinerl_core.storage.object_store import open_store
+    from pipelinerl_core.tracking.live import format_status, run_status
+    from tasks.runs import locate_run
+
+    store = open_store(locate_run(run, root))
+    document = {**run_status(store), "url": store.url}
+    answer(document, [] if as_json else [format_status(store), f"at: {store.url}"], as_json=as_json)

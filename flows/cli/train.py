@@ -1,0 +1,29 @@
+"""`pipelinerl train`: a new run."""
+
+from typing import Annotated
+
+import typer
+
+from flows.cli.arguments import Json, Overrides, Root
+
+
+def train(
+    source: Annotated[str, typer.Argument(metavar="PRESET|FILE.toml", help="A shipped preset or a TOML file.")],
+    overrides: Overrides = None,
+    root: Root = "",
+    as_json: Json = False,
+) -> None:
+    """Train a model; at the end print accuracy before and after, and where the report is.
+
+    Examples:
+
+    - `pipelinerl train quickstart`
+    - `pipelinerl train quickstart trainer.steps=50 placement.actors=2`
+    - `pipelinerl train mine.toml --root s3://bucket/runs --json > report.json`
+
+    `pipelinerl config --keys` lists every setting. Ctrl-C stops everything; `resume` goes on.
+    """
+    from flows.cli.training import carry_out
+    from tasks.jobs import new_job
+
+    carry_out(new_job(source, overrides or (), root), as_json=as_json)
