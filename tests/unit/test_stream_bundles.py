@@ -19,7 +19,7 @@ from pipelinerl_core.stream.bundles import (
     together,
     unbundled,
 )
-from pipelinerl_core.stream.checks import check_group, check_rows
+from pipelinerl_core.stream.checks import check_groups
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.door import parse
@@ -116,8 +116,7 @@ class Service:
     def disconnected(self, peer): ...
 
     def handle(self, peer, request, rows):
-        check_rows(rows)
-        check_group(request.ref, rows)
+        check_groups([request.ref], rows)
         if request.ref.group_id == 13:
             raise StaleLease("not in force")
         self.groups.append(request.ref.group_id)
