@@ -13,7 +13,6 @@ from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub_rows import Arrived
 from pipelinerl_core.roles.hub_state import HubState
 from pipelinerl_core.roles.hub_store import check_versions, summarize
-from pipelinerl_core.roles.hub_summaries import summarize_all
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +30,7 @@ class GroupDesk:
         """An answer to each group, or why there is none; `rows` are checked, those of one group after the other."""
         if rows is None:
             return [MissingObject(f"group {group.ref.group_id} came without its rows") for group in groups]
-        if len(groups) == 1:
-            summaries = [summarize(groups[0].ref, rows)]
-        else:
-            summaries = summarize_all([group.ref for group in groups], rows)
+        summaries = summarize([group.ref for group in groups], rows)
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None:

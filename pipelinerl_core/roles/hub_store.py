@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
@@ -12,19 +13,21 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger import GroupSummary, SealedGroup
 from pipelinerl_core.records import Commit, rollout_key
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.stream.codec import list_lengths, span_lists
+from pipelinerl_core.stream.codec import flat_structs
 from pipelinerl_core.stream.partials import PartialReader
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.stream.segments import SegmentReader
 from pipelinerl_core.takeover import Holder
-from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, Outcome, WeightManifest
+from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, WeightManifest
 
 logger = logging.getLogger(__name__)
 
 # Asking by index is the cheaper way, and every group is asked.
-_COMPLETION_AT, _SPANS_AT, _OUTCOME_AT, _REWARD_AT = map(
-    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "outcome", "reward")
+_COMPLETION_AT, _SPANS_AT, _REWARD_AT = map(
+    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward")
 )
+_UNSCORED = -1
+"""Takes the place of the weight version for tokens of rollouts with outcome error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +62,7 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
         try:
             for ref in segments.groups_in(key):
                 batch = segments.read_group(*name, ref.group_id, ref.attempt)
-                summary = summarize(ref, batch)
+                [summary] = summarize([ref], batch)
                 check_versions(summary, manifest)
                 past.sealed.append(SealedGroup(summary=summary, seq=name.seq))
                 num_bytes += batch.nbytes
@@ -84,33 +87,32 @@ def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> No
         )
 
 
-def summarize(ref: GroupRef, batch: pa.RecordBatch) -> GroupSummary:
-    """What the ledger must know of the rows of a group, of ROLLOUT_SCHEMA.
-
-    SchemaMismatch if `ref` counts other tokens.
-    """
-    lengths = list_lengths(batch.column(_COMPLETION_AT))
-    if sum(lengths) != ref.num_tokens or batch.num_rows != ref.num_rollouts:
-        raise SchemaMismatch(
-            f"group {ref.group_id}: {batch.num_rows} rows with {sum(lengths)} tokens, "
-            f"its reference says {ref.num_rollouts} with {ref.num_tokens}"
+def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSummary]:
+    """What the ledger must know of each group of checked rows (stream/checks.py), those of `refs` in their order."""
+    lengths = np.diff(batch.column(_COMPLETION_AT).offsets.to_numpy()).tolist()
+    offsets, fields = flat_structs(batch.column(_SPANS_AT))
+    bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
+    rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
+    found, first = [], 0
+    for ref in refs:
+        rows = range(first, first + ref.num_rollouts)
+        first = rows.stop
+        by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
+        for row in rows:
+            for span in range(bounds[row], bounds[row + 1]):
+                version = _UNSCORED if rewards[row] is None else versions[span]
+                _count(by_version.setdefault(version, [0, 0, 0, 0]), starts[span], ends[span], lengths[row])
+        totals = {version: _as_totals(by_version[version]) for version in sorted(by_version)}
+        unscored = totals.pop(_UNSCORED, LengthTotals())
+        summary = GroupSummary(
+            ref=ref,
+            rewards=tuple([reward for reward in rewards[rows.start : rows.stop] if reward is not None]),
+            tokens_by_version={version: total.num_tokens for version, total in totals.items()},
+            lengths_by_version=totals,
+            lengths_unscored=unscored,
         )
-    bounds, (versions, starts, ends) = span_lists(batch.column(_SPANS_AT))
-    by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
-    unscored = [0, 0, 0, 0]
-    for row, (length, outcome) in enumerate(zip(lengths, batch.column(_OUTCOME_AT).to_pylist(), strict=True)):
-        if outcome != Outcome.SCORED:
-            _count(unscored, 0, length, length)
-            continue
-        for span in range(bounds[row], bounds[row + 1]):
-            _count(by_version.setdefault(versions[span], [0, 0, 0, 0]), starts[span], ends[span], length)
-    return GroupSummary(
-        ref=ref,
-        rewards=tuple([reward for reward in batch.column(_REWARD_AT).to_pylist() if reward is not None]),
-        tokens_by_version={version: by_version[version][0] for version in sorted(by_version)},
-        lengths_by_version={version: _as_totals(by_version[version]) for version in sorted(by_version)},
-        lengths_unscored=_as_totals(unscored),
-    )
+        found.append(summary)
+    return found
 
 
 def _count(sums: list[int], start: int, end: int, length: int) -> None:

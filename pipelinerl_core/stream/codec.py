@@ -112,12 +112,6 @@ def rows_of(column: pa.ListArray) -> list[NDArray[Any]]:
     return [values[start:end] for start, end in itertools.pairwise(bounds)]
 
 
-def list_lengths(column: pa.ListArray) -> list[int]:
-    """Values in each row of a list column."""
-    bounds = column.offsets.to_pylist()
-    return [end - start for start, end in itertools.pairwise(bounds)]
-
-
 def row_bytes(batch: pa.RecordBatch) -> int:
     """About the bytes of these rows alone, where they are views of more: Arrow itself takes ten times as long."""
     num_bytes = batch.num_rows * _BYTES_BESIDE_TOKENS
@@ -127,26 +121,20 @@ def row_bytes(batch: pa.RecordBatch) -> int:
     return int(num_bytes)
 
 
-def flat_values(column: pa.ListArray) -> pa.Array:
-    """The values of all rows of a list column without nulls, one row after the other."""
-    offsets = column.offsets
-    start, end = offsets[0].as_py(), offsets[-1].as_py()
-    return column.values.slice(start, end - start)
+def flat_structs(column: pa.ListArray) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """(offsets [R + 1] from 0, values of each field) of a list column of numbers in structs; a null row has none."""
+    column = column.fill_null([]) if column.null_count else column
+    offsets = column.offsets.to_numpy()
+    structs: pa.StructArray = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    fields = [structs.field(index).to_numpy(zero_copy_only=False) for index in range(structs.type.num_fields)]
+    return offsets - offsets[0], fields
 
 
 def spans_of(column: pa.ListArray) -> list[tuple[WeightSpan, ...]]:
     """Weight spans of each row."""
-    bounds, fields = span_lists(column)
-    spans = [WeightSpan(*values) for values in zip(*fields, strict=True)]
-    return [tuple(spans[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def span_lists(column: pa.ListArray) -> tuple[list[int], tuple[list[int], list[int], list[int]]]:
-    """Weight spans as (bounds [R + 1], (version, start, end)): those of row i are [bounds[i] : bounds[i + 1]]."""
-    bounds = column.offsets.to_pylist()
-    structs: pa.StructArray = column.values.slice(bounds[0], bounds[-1] - bounds[0])
-    version, start, end = (structs.field(index).to_pylist() for index in range(3))
-    return [bound - bounds[0] for bound in bounds], (version, start, end)
+    offsets, fields = flat_structs(column)
+    spans = [WeightSpan(*values) for values in zip(*(field.tolist() for field in fields), strict=True)]
+    return [tuple(spans[start:end]) for start, end in itertools.pairwise(offsets.tolist())]
 
 
 def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:

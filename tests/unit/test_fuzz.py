@@ -13,7 +13,7 @@ from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, StoreError
 from pipelinerl_core.messages import Register, Request, Sync
 from pipelinerl_core.storage.keys import check_key
-from pipelinerl_core.stream.checks import check_rows
+from pipelinerl_core.stream.checks import split_groups
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
 from pipelinerl_core.stream.door import parse
 from pipelinerl_core.stream.partials import decode_partials, encode_partials
@@ -52,7 +52,7 @@ def test_segments(data):
     try:
         for batch in from_segment(data, "key"):
             rows = conform(batch)
-            check_rows(rows)
+            split_groups(rows)
             decode_rollouts(rows)
     except SchemaMismatch:
         pass

@@ -28,7 +28,7 @@ from pipelinerl_core.messages import (
     Sync,
     encode,
 )
-from pipelinerl_core.stream.checks import check_group, check_rows
+from pipelinerl_core.stream.checks import check_groups
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
@@ -72,8 +72,7 @@ class Service:
         if rows is not None:
             assert rows.schema.equals(ROLLOUT_SCHEMA, check_metadata=True)
             rows.validate(full=True)
-            check_rows(rows)
-            check_group(request.ref, rows)
+            check_groups([request.ref], rows)
             for rollout in decode_rollouts(rows):
                 check_turns(rollout)
         yield Ack(re=request.id), None

@@ -32,7 +32,8 @@ def group() -> GroupSummary:
         make_rollout(rollout_index=1, spans=[(0, 0, 4), (1, 4, 6)], reward=1.0),
         make_rollout(rollout_index=2, spans=[(0, 0, 5), (1, 5, 9)], reward=None),
     ]
-    return summarize(REF, encode_rollouts("run", rollouts))
+    [summary] = summarize([REF], encode_rollouts("run", rollouts))
+    return summary
 
 
 def test_a_summary_counts_thirds_and_lengths_per_version():
@@ -45,9 +46,9 @@ def test_a_summary_counts_thirds_and_lengths_per_version():
 @pytest.mark.parametrize(("length", "third"), [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (8, 3)])
 def test_a_third_is_rounded_and_first_and_last_are_alike(length, third):
     ref = GroupRef(group_id=0, attempt=0, actor="a", actor_epoch=1, num_rollouts=1, num_tokens=length)
-    lengths = summarize(ref, encode_rollouts("run", [make_rollout(spans=[(0, 0, length)])])).lengths
+    [summary] = summarize([ref], encode_rollouts("run", [make_rollout(spans=[(0, 0, length)])]))
     expected = LengthTotals(num_tokens=length, first_third=third, last_third=third, length_sum=length * length)
-    assert lengths == expected
+    assert summary.lengths == expected
 
 
 def test_spans_add_up_to_their_rollout_wherever_it_is_cut():
@@ -56,7 +57,7 @@ def test_spans_add_up_to_their_rollout_wherever_it_is_cut():
         cut = int(rng.integers(1, length))
         ref = GroupRef(group_id=0, attempt=0, actor="a", actor_epoch=1, num_rollouts=1, num_tokens=length)
         whole, parts = (
-            summarize(ref, encode_rollouts("run", [make_rollout(spans=spans)]))
+            summarize([ref], encode_rollouts("run", [make_rollout(spans=spans)]))[0]
             for spans in ([(0, 0, length)], [(0, 0, cut), (1, cut, length)])
         )
         assert parts.lengths_by_version.keys() == {0, 1}

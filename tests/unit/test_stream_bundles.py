@@ -19,7 +19,7 @@ from pipelinerl_core.stream.bundles import (
     together,
     unbundled,
 )
-from pipelinerl_core.stream.checks import apart, check_group, check_rows
+from pipelinerl_core.stream.checks import apart, check_groups
 from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.stream.desk import Peer
 from pipelinerl_core.stream.door import parse
@@ -129,8 +129,7 @@ class Service:
             return error
 
     def _take(self, group, rows):
-        check_rows(rows)
-        check_group(group.ref, rows)
+        check_groups([group.ref], rows)
         if group.ref.group_id == 13:
             raise StaleLease("not in force")
         self.groups.append(group.ref.group_id)

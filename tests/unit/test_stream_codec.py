@@ -1,4 +1,4 @@
-"""Rollouts to Arrow and back, segments, schema refusals, and what the door lets in."""
+"""Rollouts to Arrow and back, segments, and schema refusals."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.checks import check_group, check_rows
+from pipelinerl_core.stream.checks import split_groups
 from pipelinerl_core.stream.codec import (
     decode_batch,
     decode_rollouts,
@@ -27,10 +27,8 @@ from pipelinerl_core.stream.schema import (
     check_schema,
     conform,
 )
-from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import (
     FinishReason,
-    GroupRef,
     Origin,
     Outcome,
     Rollout,
@@ -216,7 +214,7 @@ def test_the_golden_segment_of_every_version_still_reads(version, origins, turns
     path = GOLDEN / f"rollouts_{version}.arrow"
     (batch,) = from_segment(path.read_bytes(), path.name)
     batch = conform(batch)
-    check_rows(batch)
+    split_groups(batch)
     for found, expected in zip(decode_rollouts(batch), [by_hand(0), by_hand(1)], strict=True):
         assert_equal(found, replace(expected, origins=origins, turn_spans=turns))
 
@@ -231,25 +229,6 @@ def test_the_golden_batch_of_every_version_still_reads(version, origins, turns):
         assert np.flatnonzero(found.loss_mask).tolist() == live
     assert [first.loss_weight, second.loss_weight] == [0.125, float(np.float32(0.1))]
     assert [first.turn_advantages, second.turn_advantages] == [(-0.5, 0.25) if turns else (), ()]
-
-
-@pytest.mark.parametrize("counts", [(0,), (3, -1), (4, 2)])
-def test_origins_that_cannot_be_are_refused(counts):
-    origins = tuple(Origin("a", 1, count) for count in counts)
-    with pytest.raises(SchemaMismatch, match="row 1: origins"):
-        check_rows(encode_rollouts("run", [by_hand(0), replace(by_hand(1), origins=origins)]))
-
-
-def test_a_message_must_name_the_origins_of_its_rows():
-    rows = encode_rollouts("run", [replace(by_hand(0), origins=ORIGINS), replace(by_hand(1), origins=ORIGINS[:1])])
-    ref = GroupRef(
-        group_id=2**40, attempt=1, actor="actor-0", actor_epoch=5, num_rollouts=2, num_tokens=10,
-        origins=(Origin("actor-0", 1700000009, 1), Origin("actor-7", 1700000000, 4)),
-    )  # fmt: skip
-    check_group(ref, rows)
-    with pytest.raises(SchemaMismatch, match="rows have origins"):
-        check_group(replace(ref, origins=()), rows)
-    assert ref.shares() == {("actor-0", 5): 5, ("actor-0", 1700000009): 1, ("actor-7", 1700000000): 4}
 
 
 def test_a_torn_segment_is_refused_wherever_it_is_cut():
@@ -323,120 +302,3 @@ def test_a_batch_may_lack_the_advantages_of_turns_only_in_older_versions():
 def test_a_wrong_schema_is_refused_with_what_is_wrong(schema, says):
     with pytest.raises(SchemaMismatch, match=says):
         check_schema(schema)
-
-
-# ---- the door ----
-
-
-def test_a_good_group_passes_also_as_a_slice():
-    rollouts = build_group(0, group_id=3)
-    batch = encode_rollouts("run", rollouts)
-    check_rows(batch)
-    check_group(group_ref(rollouts), batch)
-    check_rows(batch.slice(2, 3))
-    check_rows(encode_rollouts("run", [by_hand(0), by_hand(1)]).slice(1))
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"rollout_logprobs": np.zeros(4, np.float32)}, "row 1: rollout_logprobs has 4 values for 5"),
-        ({"loss_mask": np.ones(6, np.bool_)}, "row 1: loss_mask has 6 values for 5"),
-        ({"weight_spans": (WeightSpan(7, 0, 3), WeightSpan(8, 4, 5))}, "without gaps"),
-        ({"weight_spans": (WeightSpan(8, 0, 3), WeightSpan(7, 3, 5))}, "not decreasing"),
-        ({"weight_spans": (WeightSpan(7, 0, 3),)}, "row 1: weight_spans cover 3 of 5"),
-        ({"weight_spans": ()}, "cover 0 of 5"),
-        ({"group_id": 1}, "'group_id' differs"),
-        ({"attempt": 2}, "'attempt' differs"),
-        ({"rollout_index": 0}, "rollout_index"),
-        ({"rollout_index": 2}, "rollout_index"),
-        ({"reward": 0.0}, "null exactly with error"),
-        ({"outcome": Outcome.SCORED}, "null exactly with error"),
-        ({"reward": float("nan"), "outcome": Outcome.SCORED}, "not a finite number"),
-        ({"rollout_logprobs": np.array([-1, -1, -1, -1, -1], np.float32)}, "0 where loss_mask is false"),
-        ({"rollout_logprobs": np.array([-1, -np.inf, -1, -1, 0], np.float32)}, "finite"),
-        ({"prompt_token_ids": np.zeros(0, np.int32)}, "prompt_token_ids is empty"),
-    ],
-)
-def test_rows_that_cannot_be_trained_are_refused_with_the_rule(change, says):
-    with pytest.raises(SchemaMismatch, match=says):
-        check_rows(encode_rollouts("run", [by_hand(0), replace(by_hand(1), **change)]))
-
-
-@pytest.mark.parametrize("turns", [[(0, 4)], [(0, 2), (2, 4)], [(0, 1), (3, 5)], [(1, 2), (2, 5)]])
-def test_turns_may_follow_each_other_or_leave_tokens_to_the_environment(turns):
-    mask = np.array([any(start <= token < end for start, end in turns) for token in range(5)])
-    logprobs = np.where(mask, -1.0, 0.0).astype(np.float32)
-    made = replace(
-        by_hand(1), loss_mask=mask, rollout_logprobs=logprobs, turn_spans=tuple(TurnSpan(*t) for t in turns)
-    )
-    check_rows(encode_rollouts("run", [by_hand(0), made]))
-    check_rows(encode_rollouts("run", [by_hand(0), made]).slice(1))
-
-
-@pytest.mark.parametrize(
-    ("turns", "says"),
-    [
-        ([(0, 2), (2, 6)], r"row 1: turn_spans has \[2, 6\) after 2 of 5 completion tokens"),
-        ([(0, 3), (2, 4)], r"row 1: turn_spans has \[2, 4\) after 3 of 5 completion tokens; .* do not overlap"),
-        ([(2, 4), (0, 2)], r"\[0, 2\) after 4 of 5 .* in order"),
-        ([(0, 2), (2, 2), (2, 4)], r"\[2, 2\) after 2 of 5 .* at least one token each"),
-        ([(0, 4), (4, 3)], r"\[4, 3\) after 4 of 5"),
-        ([(-1, 4)], r"\[-1, 4\) after 0 of 5"),
-        ([(0, 1)] * 6, r"\[0, 1\) after 1 of 5"),
-        ([(0, 3)], "row 1: loss_mask is true at token 3, in none of its turn_spans; .* was not sampled"),
-        ([(0, 1), (2, 4)], "loss_mask is true at token 1"),
-        ([(1, 4)], "loss_mask is true at token 0"),
-    ],
-)
-def test_turns_that_cannot_be_are_refused_with_the_rule(turns, says):
-    wrong = replace(by_hand(1), turn_spans=tuple(TurnSpan(*turn) for turn in turns))
-    with pytest.raises(SchemaMismatch, match=says):
-        check_rows(encode_rollouts("run", [by_hand(0), wrong]))
-
-
-def test_no_turns_are_null_and_not_an_empty_list():
-    batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
-    index = batch.schema.get_field_index("turn_spans")
-    empty = batch.set_column(index, batch.schema.field(index), pa.array([None, []], batch.schema.field(index).type))
-    with pytest.raises(SchemaMismatch, match="row 1: turn_spans is empty; null for one turn"):
-        check_rows(empty)
-
-
-@pytest.mark.parametrize("name", ["weight_spans", "turn_spans", "origins"])
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_nulls_inside_spans_and_origins_are_refused(name, is_whole):
-    whole = replace(by_hand(0), origins=ORIGINS, turn_spans=TURNS)
-    batch = encode_rollouts("run", [whole, replace(by_hand(1), origins=ORIGINS, turn_spans=TURNS)])
-    column = batch.column(name)
-    structs, (_, *others) = column.values, column.values.flatten()
-    nulls = pa.array([True] + [False] * (len(structs) - 1))
-    first = structs.field(0) if is_whole else pa.nulls(len(structs), structs.type[0].type)
-    fields = [structs.type[index] for index in range(structs.type.num_fields)]
-    holed = pa.StructArray.from_arrays([first, *others], fields=fields, mask=nulls if is_whole else None)
-    index = batch.schema.get_field_index(name)
-    wrong = batch.set_column(index, batch.schema.field(index), pa.ListArray.from_arrays(column.offsets, holed))
-    with pytest.raises(SchemaMismatch, match=f"'{name}' holds nulls inside its lists"):
-        check_rows(wrong)
-
-
-def test_limits_nulls_and_empty_messages_are_refused():
-    batch = encode_rollouts("run", [by_hand()])
-    with pytest.raises(SchemaMismatch, match="5 tokens, the limit is 4"):
-        check_rows(batch, max_tokens_per_row=4)
-    with pytest.raises(SchemaMismatch, match="no rows"):
-        check_rows(batch.slice(0, 0))
-    index = ROLLOUT_SCHEMA.get_field_index("seed")
-    columns = list(batch.columns)
-    columns[index] = pa.array([None], pa.int64())
-    with pytest.raises(SchemaMismatch, match="'seed' holds 1 nulls"):
-        check_rows(pa.RecordBatch.from_arrays(columns, schema=ROLLOUT_SCHEMA))
-
-
-@pytest.mark.parametrize(
-    "change", [{"group_id": 4}, {"attempt": 1}, {"actor": "x"}, {"num_rollouts": 7}, {"num_tokens": 1}]
-)
-def test_rows_that_are_not_those_of_their_message_are_refused(change):
-    rollouts = build_group(0, group_id=3)
-    with pytest.raises(SchemaMismatch, match="their message names"):
-        check_group(replace(group_ref(rollouts), **change), encode_rollouts("run", rollouts))

@@ -13,7 +13,7 @@ from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.stream.checks import check_rows
+from pipelinerl_core.stream.checks import split_groups
 from pipelinerl_core.stream.codec import (
     decode_batch,
     decode_rollouts,
@@ -56,7 +56,7 @@ def group():
     """The three rollouts as they come out of a segment."""
     made = [turned(*columns) for columns in zip(range(3), TURNS, REWARDS, (3, 5, 7), strict=True)]
     (rows,) = from_segment(to_segment([encode_rollouts("run", made)]))
-    check_rows(rows)
+    split_groups(rows)
     return decode_rollouts(rows)
 
 
