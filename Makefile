@@ -92,7 +92,7 @@ $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	@touch $@
 
 bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.roles.bench_gpu --out docs/results-gpu.md $(ARGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.bench.gpu --out docs/results-gpu.md $(ARGS)
 
 bench: install $(DEV) ## measure the engine against its peers (NAME=engine)
 	$(BIN)/pipelinerl bench $(or $(NAME),engine)

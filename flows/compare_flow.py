@@ -11,14 +11,9 @@ from pydantic import Field
 
 from flows.parameters import described
 from flows.train_flow import Overrides, Preset, Root, open_at, run_roles
-from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.arm import Arm
-from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.tracking.comparison import has_reached, rewards_of
-from pipelinerl_core.tracking.html import duration
-from pipelinerl_core.tracking.mlflow import PARENT_TAG
-from tasks.budget import Budget, dropped_lines
-from tasks.comparison import (
+from pipelinerl_core.comparison.analysis import has_reached, rewards_of
+from pipelinerl_core.comparison.budget import Budget, dropped_lines
+from pipelinerl_core.comparison.plan import (
     BUDGET_MINUTES,
     MARGIN,
     Plan,
@@ -27,12 +22,17 @@ from tasks.comparison import (
     plan_comparison,
     unsettled,
 )
-from tasks.comparison_results import Results, RunsFailed
+from pipelinerl_core.comparison.results import Results, RunsFailed
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.arm import Arm
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.report.html import duration
+from pipelinerl_core.run.locate import root_url, run_url
+from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 from tasks.mlflow_runs import closing, log_comparison, open_comparison
 from tasks.placement import Crew
 from tasks.report import write_comparison, write_reports
-from tasks.runs import root_url, run_url
-from tasks.tracking import RunWatch
+from tasks.run_watch import RunWatch
 
 Arms = Annotated[
     dict[str, list[str]],

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from flows.parameters import described
 from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.locate import locate_run
 from tasks.role_tasks import run_evaluation
-from tasks.runs import locate_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Version = Annotated[

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from flows.parameters import described
 from pipelinerl_core.run.context import open_run
-from tasks.replaying import replay_run
-from tasks.runs import locate_run
+from pipelinerl_core.run.locate import locate_run
+from pipelinerl_core.tools.replay_child import replay_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Step = Annotated[int, Field(description="First or last step to train again; 0: of the run.", ge=0)]

@@ -14,15 +14,10 @@ from pydantic import Field
 
 from flows.parameters import Settings, described
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.records import eval_key
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
-from tasks.jobs import Job, new_job, resume_job
-from tasks.mlflow_runs import RunTracker, open_tracker
-from tasks.placement import HUB, TRAINER, Crew, hub_token
-from tasks.preflight import preflight
-from tasks.report import write_reports
-from tasks.runs import (
+from pipelinerl_core.run.jobs import Job, new_job, resume_job
+from pipelinerl_core.run.locate import (
     create_run,
     find_run,
     new_run_id,
@@ -31,8 +26,13 @@ from tasks.runs import (
     remove_shared_memory,
     run_url,
 )
-from tasks.starts import count_start, forget_drain
-from tasks.tracking import RunWatch
+from pipelinerl_core.run.records import eval_key
+from tasks.mlflow_runs import RunTracker, open_tracker
+from tasks.placement import HUB, TRAINER, Crew, hub_token
+from tasks.preflight import preflight
+from tasks.report import write_reports
+from tasks.restart_limit import count_start, forget_drain
+from tasks.run_watch import RunWatch
 
 logger = logging.getLogger(__name__)
 

@@ -185,7 +185,7 @@ class Learner(Protocol):
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on exactly these rows, in this order; version grows by one. Returns metrics by name.
 
-        The names are those of tracking/metrics.py; what has no value is left out.
+        The names are those of telemetry/metrics.py; what has no value is left out.
         """
         ...
 

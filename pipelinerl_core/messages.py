@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from pipelinerl_core.continuation import Holder
 from pipelinerl_core.ranges import Attempt, Count, Finite, Number, Seconds, Step, StepOrNone, Total
-from pipelinerl_core.takeover import Holder
 from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
 
 

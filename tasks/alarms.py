@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prefect.events import emit_event
 
-from pipelinerl_core.records import Commit
+from pipelinerl_core.run.records import Commit
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@
 | pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
 
 A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
-One that does run counts its starts without a new commit itself (tasks/starts.py); one that dies before, for want of
+One that does run counts its starts without a new commit itself (tasks/restart_limit.py); one that dies before, for want of
 an image say, can count nothing, and its run count stands still: there the server counts.
 """
 

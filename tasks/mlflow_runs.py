@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import RunRecord
-from pipelinerl_core.tracking.datasets import run_datasets
-from pipelinerl_core.tracking.mlflow import MlflowTracker, Status, run_page, tracking_uri
-from pipelinerl_core.tracking.system import SystemSampler
-from tasks.comparison_results import HTML_KEY, JSON_KEY, SVG_KEY
-from tasks.runs import MlflowRef, code_version, git_commit
+from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit
+from pipelinerl_core.run.records import RunRecord
+from pipelinerl_core.telemetry.datasets import run_datasets
+from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, run_page, tracking_uri
+from pipelinerl_core.telemetry.system import SystemSampler
 
 
 class RunTracker(Protocol):

@@ -31,9 +31,9 @@ from prefect.states import Cancelled, Cancelling
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
+from pipelinerl_core.supervision.run_roles import is_over
+from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed, restart_rule
 from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
-from tasks.roles import is_over
-from tasks.supervise import SETTLED_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from prefect.states import Cancelled
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.locate import remove_shared_memory
 from tasks.placement import TRAINER, Crew, load_token
-from tasks.runs import remove_shared_memory
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pipelinerl_core.config import RunConfig
-from tasks.checks import check_all
+from pipelinerl_core.supervision.checks import check_all
 
 
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)

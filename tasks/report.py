@@ -5,12 +5,12 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from pipelinerl_core.comparison.plan import PlannedRun
+from pipelinerl_core.comparison.results import Results
 from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.report.html import write_report
+from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.tracking.html import write_report
-from pipelinerl_core.tracking.samples import token_decoder
-from tasks.comparison import PlannedRun
-from tasks.comparison_results import Results
 
 
 @task(name="report", task_run_name="report", persist_result=False, cache_policy=NO_CACHE)

@@ -5,10 +5,10 @@ from threading import Event
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from pipelinerl_core.records import EvalRecord
 from pipelinerl_core.run.context import RunContext
-from tasks.roles import evaluate, supervise
-from tasks.supervise import RoleReport
+from pipelinerl_core.run.records import EvalRecord
+from pipelinerl_core.supervision.run_roles import evaluate, supervise
+from pipelinerl_core.supervision.supervise import RoleReport
 
 NODE_PREFIX = "trainer-node-"
 """Roles that hold the trainer's ranks on one more host are called so, and their number: 1, 2, ..."""

@@ -129,7 +129,7 @@ def prepared_model() -> Path:
     from pipelinerl_core.config.model_path import resolve_model_path
 
     if resolve_model_path("builtin:sums") is None:
-        subprocess.run([sys.executable, "-m", "pipelinerl_core.roles.prepare"], check=True, timeout=400)
+        subprocess.run([sys.executable, "-m", "pipelinerl_core.tools.prepare"], check=True, timeout=400)
     path = resolve_model_path("builtin:sums")
     assert path is not None
     return path

@@ -39,7 +39,7 @@ class VLLMCores:
         return self._cores[key]
 
     async def _start(self, model, directory, settings):
-        from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
+        from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
 
         class SharedCore(VLLMCore):
             async def close(self):
@@ -65,7 +65,7 @@ class VLLMCores:
         return core, directory
 
     def close(self):
-        from pipelinerl_core.engine.vllm_core import VLLMCore
+        from pipelinerl_core.engine.vllm.core import VLLMCore
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of the ZeroMQ contexts
@@ -89,8 +89,8 @@ class VLLMBuilder:
         self._engines = []
 
     async def __call__(self, model, *, slots=4, max_len=96, eos_token_ids=(), kv="keep", weight_version=0):
-        from pipelinerl_core.engine.vllm import VLLMEngine
-        from pipelinerl_core.engine.vllm_weights import StagedWeights
+        from pipelinerl_core.engine.vllm.engine import VLLMEngine
+        from pipelinerl_core.engine.vllm.weights import StagedWeights
 
         core, directory = await self._cores.core(model, **self._settings)
         engine = VLLMEngine(
@@ -111,7 +111,7 @@ class VLLMBuilder:
 
     def run(self, coroutine):
         """Its result. A core on which something failed is not passed on to the next test."""
-        from pipelinerl_core.engine.vllm_core import VLLMCore
+        from pipelinerl_core.engine.vllm.core import VLLMCore
 
         async def main():
             try:

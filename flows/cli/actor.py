@@ -18,7 +18,7 @@ def actor(
     PIPELINERL_TOKEN must have the value that it had when the run was started. Ctrl-C or SIGTERM: its unfinished
     groups go to the other actors, with the tokens they have. Example: `PIPELINERL_TOKEN=... pipelinerl actor latest`
     """
-    from tasks.join import join_run
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.supervision.join import join_run
 
     raise take_over(join_run(locate_run(run, root), name))

@@ -9,6 +9,6 @@ def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
 
     Example: `pipelinerl audit latest`
     """
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
 
     run_role("audit", {"run": locate_run(run, root)}, ["--json"] if as_json else [])

@@ -7,16 +7,16 @@ from typing import Any
 
 from flows.cli.comparing import carry_out, parse_seeds
 from flows.cli.console import answer
+from pipelinerl_core.comparison.figure import figure_title
+from pipelinerl_core.comparison.learning_claims import claim_lines, claims
+from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted, plan_comparison
+from pipelinerl_core.comparison.results import SVG_KEY, Results
+from pipelinerl_core.comparison.run_peers import PEERS, parse_peers, peer_runs, run_peers
+from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm, shipped_arms
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.comparison_figure import figure_title
-from pipelinerl_core.tracking.comparison_table import markdown
-from pipelinerl_core.tracking.learning_claims import claim_lines, claims
-from tasks.comparison import BUDGET_MINUTES, Wanted, plan_comparison
-from tasks.comparison_results import SVG_KEY, Results
-from tasks.markdown import replace_section
-from tasks.peers import PEERS, parse_peers, peer_runs, run_peers
 
 TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5}
 """Held-out accuracy that the arms of a suite are timed to: where the curve is still steep."""

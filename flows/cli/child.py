@@ -10,8 +10,8 @@ from flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 
 def run_role(role: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
     """Run a role as a child that writes the result to our stdout, and take over its exit code."""
-    from tasks.commands import guarded, role_command, role_environment
-    from tasks.scratch import own_temporary
+    from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+    from pipelinerl_core.supervision.temporary_directories import own_temporary
 
     command = guarded([*role_command(role, arguments), *flags])
     with own_temporary(role_environment(1, "")) as environment:

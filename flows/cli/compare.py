@@ -34,7 +34,7 @@ def compare(
     Every arm runs with every seed; runs that are done are found again. Ctrl-C stops; the same command goes on.
     """
     from flows.cli.comparing import arms_of, carry_out, parse_seeds, show, split_source
-    from tasks.comparison import Wanted, plan_comparison
+    from pipelinerl_core.comparison.plan import Wanted, plan_comparison
 
     preset, settings = split_source(source, overrides or ())
     wanted = Wanted(

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.cli.console import answer
+from pipelinerl_core.comparison.plan import Plan
+from pipelinerl_core.comparison.results import HTML_KEY
+from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.tracking.comparison_table import markdown
-from tasks.checks import check_all
-from tasks.comparison import Plan
-from tasks.comparison_results import HTML_KEY
-from tasks.runs import root_url
+from pipelinerl_core.run.locate import root_url
+from pipelinerl_core.supervision.checks import check_all
 
 
 def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:

@@ -20,8 +20,8 @@ from prefect.settings import get_current_settings
 from flows.cli.console import say
 from flows.source import installed
 from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.supervision.checks import check_http
 from tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
-from tasks.checks import check_http
 
 KINDS = ("process", "docker", "kubernetes")
 SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"

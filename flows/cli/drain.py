@@ -9,8 +9,8 @@ def drain(run: Run, root: Root = "", as_json: Json = False) -> None:
 
     Unlike Ctrl-C it waits for a step that takes longer than a few seconds. Example: `pipelinerl drain latest`
     """
-    from tasks.draining import drain as drain_run
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.drain_request import drain as drain_run
+    from pipelinerl_core.run.locate import locate_run
 
     document = drain_run(locate_run(run, root))
     line = f"{document['run_id']} stops after its next commit (the newest is {document['step']})"

@@ -22,8 +22,8 @@ def evaluate(
     Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
     """
     from pipelinerl_core.run.context import open_run
-    from tasks.roles import evaluate as evaluate_versions
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.supervision.run_roles import evaluate as evaluate_versions
 
     records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
     assert records is not None  # nothing sets the stop event

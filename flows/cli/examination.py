@@ -17,9 +17,9 @@ import psutil
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
-from tasks.checks import check_http, check_mlflow, check_root
-from tasks.commands import guarded, role_environment
-from tasks.runs import SHARED_MEMORY, local_directory, root_url
+from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
+from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_root
+from pipelinerl_core.supervision.role_commands import guarded, role_environment
 
 PACKAGES = ("torch", "transformers", "pyarrow", "prefect", "mlflow", "s3fs", "datasets", "vllm", "deepspeed")
 OPTIONAL = frozenset({"vllm", "deepspeed"})

@@ -20,8 +20,8 @@ def export(
 
     transformers, vLLM and `model.path` of a new run read it. Example: `pipelinerl export latest ./my-model`
     """
-    from tasks.exporting import export as export_version
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.tools.export import export as export_version
 
     document = export_version(locate_run(run, root), directory, version)
     lines = [

@@ -22,7 +22,7 @@ def gc(
 
     Example: `pipelinerl gc latest --rollouts --dry-run`
     """
-    from tasks.runs import locate_run, refuse_if_live
+    from pipelinerl_core.run.locate import locate_run, refuse_if_live
 
     url = locate_run(run, root)
     refuse_if_live(url)

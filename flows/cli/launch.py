@@ -18,19 +18,19 @@ from flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
 from flows.cli.local_server import local_server
 from flows.compare_flow import compare, compare_runs
 from flows.train_flow import train, train_run
+from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.run.jobs import Job
+from pipelinerl_core.run.locate import LATEST_KEY, root_url
 from pipelinerl_core.storage.object_store import open_store
-from tasks.checks import check_http
-from tasks.comparison import Plan
-from tasks.groups import await_groups
-from tasks.jobs import Job
-from tasks.runs import LATEST_KEY, root_url
+from pipelinerl_core.supervision.checks import check_http
+from pipelinerl_core.supervision.process_groups import await_groups
 
 DRAIN_SECONDS = 2.0
 """How long the last log lines and events may take to reach the local server."""
 END_SECONDS = 15.0
-"""Within it whoever was told to stop has ended or was killed: tasks/supervise.py."""
+"""Within it whoever was told to stop has ended or was killed: supervision/supervise.py."""
 
 
 def run_training(job: Job) -> dict[str, Any]:

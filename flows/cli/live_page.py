@@ -6,11 +6,11 @@ import time
 from flows.cli.console import say
 from pipelinerl_core.config import stored_config
 from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.report.samples import token_decoder
+from pipelinerl_core.report.web import LivePage, build_server
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import RunFollower
-from pipelinerl_core.tracking.samples import token_decoder
-from pipelinerl_core.tracking.web import LivePage, build_server
-from tasks.runs import locate_run
 
 LATEST_SECONDS = 10.0
 """How soon `latest` is seen to be another run."""

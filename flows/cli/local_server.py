@@ -17,9 +17,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
-from tasks.commands import guarded
-from tasks.runs import local_directory
-from tasks.scratch import scratch_directory
+from pipelinerl_core.run.locate import local_directory
+from pipelinerl_core.supervision.role_commands import guarded
+from pipelinerl_core.supervision.temporary_directories import scratch_directory
 
 START_SECONDS = 120.0
 """Deadline of the start; it takes seconds, more on a busy machine."""

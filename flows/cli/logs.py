@@ -21,7 +21,7 @@ def logs(
 
     Examples: `pipelinerl logs`, `pipelinerl logs latest --role actor --follow`
     """
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
 
     show(locate_run(run, root), role, lines, keeps_on=follow, as_json=as_json)
 
@@ -29,7 +29,7 @@ def logs(
 def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) -> None:
     """Print the last lines of each log, then, if it keeps on, those that follow until Ctrl-C. Raises ConfigError."""
     from pipelinerl_core.run.context import log_directory, open_run
-    from tasks.role_logs import digest_rows, follow, log_files, tail
+    from pipelinerl_core.supervision.role_logs import digest_rows, follow, log_files, tail
 
     if keeps_on and as_json:
         raise ConfigError(

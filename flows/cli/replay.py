@@ -24,7 +24,7 @@ def replay(
 
     Examples: `pipelinerl replay latest --from-step 10 --to-step 20`, `pipelinerl replay latest loss.ratio_max=2`
     """
-    from tasks.runs import locate_run
+    from pipelinerl_core.run.locate import locate_run
 
     arguments = {"run": locate_run(run, root)}
     arguments |= {

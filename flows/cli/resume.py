@@ -11,6 +11,6 @@ def resume(run: Run, overrides: Overrides = None, root: Root = "", as_json: Json
     Examples: `pipelinerl resume latest`, `pipelinerl resume latest trainer.ranks=1`. Refused while the run is live.
     """
     from flows.cli.training import carry_out
-    from tasks.jobs import resume_job
+    from pipelinerl_core.run.jobs import resume_job
 
     carry_out(resume_job(run, overrides or (), root), as_json=as_json)

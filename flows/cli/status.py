@@ -30,9 +30,9 @@ def status(
 
         serve(run, root, host, port)
         return
+    from pipelinerl_core.report.live_view import format_status, run_status
+    from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.storage.object_store import open_store
-    from pipelinerl_core.tracking.live import format_status, run_status
-    from tasks.runs import locate_run
 
     store = open_store(locate_run(run, root))
     document = {**run_status(store), "url": store.url}

@@ -24,6 +24,6 @@ def train(
     `pipelinerl config --keys` lists every setting. Ctrl-C stops everything; `resume` goes on.
     """
     from flows.cli.training import carry_out
-    from tasks.jobs import new_job
+    from pipelinerl_core.run.jobs import new_job
 
     carry_out(new_job(source, overrides or (), root), as_json=as_json)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.cli.console import answer
-from pipelinerl_core.records import REPORT_HTML_KEY
-from tasks.checks import check_all
-from tasks.jobs import Job
-from tasks.runs import root_url, run_url
+from pipelinerl_core.run.jobs import Job
+from pipelinerl_core.run.locate import root_url, run_url
+from pipelinerl_core.run.records import REPORT_HTML_KEY
+from pipelinerl_core.supervision.checks import check_all
 
 
 def carry_out(job: Job, *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipelinerl_core.records import Commit
+from pipelinerl_core.run.records import Commit
 
 # A wait of the trainer ends this late at most.
 _LATE_SECONDS = 0.002

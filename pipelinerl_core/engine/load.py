@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, EngineError
 from pipelinerl_core.interfaces import Engine
 
@@ -52,7 +52,7 @@ async def start_engine(
             "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
             "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
         )
-    from pipelinerl_core.engine.load_vllm import start_vllm_engine
+    from pipelinerl_core.engine.vllm.load import start_vllm_engine
 
     return await start_vllm_engine(path, config, max_prompt_tokens=max_prompt_tokens, name=name, staging=staging)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.messages import Sync
-from pipelinerl_core.records import ActorSample, SwapRecord
+from pipelinerl_core.run.records import ActorSample, SwapRecord
 
 SWAP_COUNTER = "swap_version"
 """Counter of an ActorSample: newest version whose swap had been heard of (and is in a commit up to this one)."""

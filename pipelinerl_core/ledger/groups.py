@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pipelinerl_core.records import SwapRecord
-from pipelinerl_core.takeover import Holder
+from pipelinerl_core.continuation import Holder
+from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupRef, LengthTotals
 
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipelinerl_core.continuation import Holder
 from pipelinerl_core.ledger.groups import ActorKey, Grant
 from pipelinerl_core.messages import LeaseRef
-from pipelinerl_core.takeover import Holder
 
 # The last one has nearly always all there is; an actor that died before its first write has nothing.
 _HOLDERS = 4

@@ -8,6 +8,7 @@ from itertools import islice
 
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorBook
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
@@ -19,8 +20,7 @@ from pipelinerl_core.ledger.tokens import SETTLED_COUNTER, TokenLedger
 from pipelinerl_core.ledger.view import LedgerView
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
-from pipelinerl_core.records import ActorSample, Commit, SwapRecord
-from pipelinerl_core.takeover import Holder
+from pipelinerl_core.run.records import ActorSample, Commit, SwapRecord
 from pipelinerl_core.types import GroupRef, WeightManifest
 
 # Actors find a restarted hub within a second or two; until then their leases are nobody else's.

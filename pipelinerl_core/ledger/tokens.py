@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pipelinerl_core.ledger.groups import ActorKey, GroupSummary
 from pipelinerl_core.ledger.lengths import LengthMeter
 from pipelinerl_core.ledger.order import split_lengths, split_trained
-from pipelinerl_core.records import ActorSample
+from pipelinerl_core.run.records import ActorSample
 from pipelinerl_core.types import GroupRef, LengthTotals
 
 SETTLED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")

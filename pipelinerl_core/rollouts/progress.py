@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipelinerl_core.algo.spans import joined
-from pipelinerl_core.takeover import PartialRow
+from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.types import (
     Chunk,
     Completion,

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.progress import Progress
-from pipelinerl_core.takeover import PartialRow
 from pipelinerl_core.types import (
     BoolArray,
     Completion,

@@ -11,8 +11,8 @@ from pipelinerl_core.config import RunConfig, resume_config, stored_config
 from pipelinerl_core.config.dropped import overrides_without_dropped
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"

@@ -6,8 +6,8 @@ import time
 
 from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import CONTROL_KEY, ControlRecord
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import Commit, EpochRecord, epoch_key, parse_commit_key
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import Commit, EpochRecord, epoch_key, parse_commit_key
 
 # More starts of hub and trainer than any run has; a bound on the search for a free epoch number.
 _MAX_EPOCHS = 100_000

@@ -8,8 +8,8 @@ import psutil
 
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import HUB_KEY, HubRecord
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 
 BEAT_SECONDS = 5.0
 """A hub rewrites hub.json every second; a hub on another host that has not done so for this long is dead."""

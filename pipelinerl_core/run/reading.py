@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ranges import first_error
-from pipelinerl_core.records import FORMAT_VERSION, Record
+from pipelinerl_core.run.records import FORMAT_VERSION, Record
 
 R = TypeVar("R", bound=Record)
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.records import Commit
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.records import Commit
 
 ALL = "all"
 

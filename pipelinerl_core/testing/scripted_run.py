@@ -27,7 +27,7 @@ from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.messages import FateRecord, Reserved, Sync
 from pipelinerl_core.types import GroupRef, WeightManifest
 
-# As in roles/committer.py: one step in the making, one being committed.
+# As in roles/trainer/committer.py: one step in the making, one being committed.
 _MAX_UNCOMMITTED = 2
 
 

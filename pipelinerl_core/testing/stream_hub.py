@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.data.checks import apart
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.messages import (
@@ -27,8 +29,6 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
-from pipelinerl_core.stream.checks import apart
-from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.types import GroupKey, GroupRef
 
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.records import (
+from pipelinerl_core.run.records import (
     RUN_KEY,
     ActorSample,
     Commit,

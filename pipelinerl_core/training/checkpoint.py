@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.records import CheckpointManifest, checkpoint_prefix
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix
 from pipelinerl_core.types import FileEntry
 
 _MANIFEST = "manifest.json"

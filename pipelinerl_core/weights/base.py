@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipelinerl_core.algo.adapters import Adapters, merge
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
-from pipelinerl_core.records import WEIGHTS_FILE
+from pipelinerl_core.run.records import WEIGHTS_FILE
 
 _INDEX_FILE = "model.safetensors.index.json"
 _SHOWN_DIGITS = 12

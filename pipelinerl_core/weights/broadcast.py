@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.interfaces import BroadcastGroup, ObjectStore, TensorMeta
-from pipelinerl_core.records import broadcast_key
+from pipelinerl_core.run.records import broadcast_key
 
 logger = logging.getLogger(__name__)
 

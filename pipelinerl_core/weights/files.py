@@ -15,7 +15,7 @@ from safetensors import torch as safetensors
 
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, is_factor
 from pipelinerl_core.errors import ChecksumMismatch
-from pipelinerl_core.records import ADAPTERS_FILE, WEIGHTS_FILE
+from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.types import FileEntry, WeightManifest
 
 MANIFEST_FILE = "manifest.json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelinerl_core.roles.audit import Audit
+from pipelinerl_core.tools.audit import Audit
 from tests.chaos.faults import AWAY_SECONDS, catalogue
 from tests.chaos.world import RECOVERY_SECONDS, ROOT, StoreKind, World
 
@@ -125,7 +125,7 @@ def missing_metrics(world: World, num_steps: int) -> list[str]:
 def replay(url: str) -> list[str]:
     """The recorded batches give the recorded losses and weights, to the last bit."""
     printed = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_core.roles.replay", "--run", url, "--json"],
+        [sys.executable, "-m", "pipelinerl_core.tools.replay", "--run", url, "--json"],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, check=False,
         timeout=_AUDIT_SECONDS,
     )  # fmt: skip

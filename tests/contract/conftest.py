@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.emulation.accelerators import emulated_clock
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from tests.vllm_cores import DEADLINE_SECONDS, VLLMBuilder
 
 

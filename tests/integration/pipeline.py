@@ -11,12 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig, load_config
-from pipelinerl_core.records import RunRecord
-from pipelinerl_core.roles.audit import Audit
+from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.codec import from_segment
+from pipelinerl_core.tools.audit import Audit
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import load_config
-from pipelinerl_core.roles.learners import open_learners
+from pipelinerl_core.roles.trainer.learners import open_learners
 from pipelinerl_core.testing.rollout_rows import build_rollout
 
 GROUPS, GROUP_SIZE = 5, 4

@@ -18,7 +18,7 @@ import runpy, sys
 for name in ("pydantic", "pyarrow", "prefect", "mlflow", "typer", "s3fs", "fsspec", "vllm"):
     sys.modules[name] = None
 sys.argv = ["bench_gpu", *sys.argv[1:]]
-runpy.run_module("pipelinerl_core.roles.bench_gpu", run_name="__main__")
+runpy.run_module("pipelinerl_core.bench.gpu", run_name="__main__")
 """
 
 
@@ -51,7 +51,7 @@ def test_torch_and_transformers_are_enough_for_the_embedded_engine(tmp_path):
 
 
 def test_vllm_is_measured_beside_it_where_it_is_installed():
-    done = run(["-m", "pipelinerl_core.roles.bench_gpu"])
+    done = run(["-m", "pipelinerl_core.bench.gpu"])
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     rows = result["rows"]
@@ -66,7 +66,7 @@ def test_vllm_is_measured_beside_it_where_it_is_installed():
 
 def test_without_a_gpu_it_says_so():
     done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl_core.roles.bench_gpu"],
+        [sys.executable, "-m", "pipelinerl_core.bench.gpu"],
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1

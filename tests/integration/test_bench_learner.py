@@ -25,16 +25,16 @@ def test_trl_takes_the_step_of_our_learner():
 def compare():
     from pipelinerl_core.batching.assemble import assemble_rows
     from pipelinerl_core.batching.collate import PackBatcher
-    from pipelinerl_core.roles import bench_learner_trl
+    from pipelinerl_core.bench import learner_trl
     from pipelinerl_core.training.learner import TorchLearner
     from pipelinerl_core.training.model import prepare_model
     from tests.unit.test_bench_learner import MINI
 
-    bench_learner_trl.ROWS_PER_PASS = 4
+    learner_trl.ROWS_PER_PASS = 4
     rows = assemble_rows(1, MINI.groups(), MINI.config()).rows
     ours, theirs = prepare_model(MINI.random_model()), MINI.random_model()
     TorchLearner(ours, MINI.config(), batcher=PackBatcher(64)).step(rows)
-    step = bench_learner_trl.TRLStep(theirs, rows, MINI.config())
+    step = learner_trl.TRLStep(theirs, rows, MINI.config())
     step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.grad.norm() > 0

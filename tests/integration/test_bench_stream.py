@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from pipelinerl_core.bench import stream, stream_peers
+from pipelinerl_core.bench.stream_actors import Seal
+from pipelinerl_core.bench.stream_hub import Cell, HubUnderLoad, SimulatedTrainer
+from pipelinerl_core.bench.stream_table import markdown, table
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles import bench_stream, bench_stream_peers
-from pipelinerl_core.roles.bench_stream_actors import Seal
-from pipelinerl_core.roles.bench_stream_hub import Cell, HubUnderLoad, SimulatedTrainer
-from pipelinerl_core.roles.bench_stream_table import markdown, table
 
 BUDGET = 1 << 20
 
@@ -39,7 +39,7 @@ def test_every_group_arrives_once_within_the_memory_of_a_hub_whose_trainer_stood
 
 def test_throughput_is_counted_from_what_the_trainer_has_read():
     cell = Cell(num_actors=2, num_tokens=16, groups_per_step=8)
-    found = bench_stream.measure_throughput(cell, 0.2)
+    found = stream.measure_throughput(cell, 0.2)
     assert found["groups"] % 8 == 0
     assert found["groups"] > 0
     assert found["refused"] == 0
@@ -47,16 +47,16 @@ def test_throughput_is_counted_from_what_the_trainer_has_read():
 
 
 def test_json_lines_carry_every_group_in_order():
-    found = bench_stream_peers.measure_peer("jsonl", 16, 0.1)
+    found = stream_peers.measure_peer("jsonl", 16, 0.1)
     assert found["groups"] > 0
 
 
 def test_a_peer_that_is_not_there_is_said_in_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(bench_stream_peers, "_PACKAGES", tmp_path)
+    monkeypatch.setattr(stream_peers, "_PACKAGES", tmp_path)
     with pytest.raises(ConfigError, match="make bench-peers"):
-        bench_stream_peers.find_redis_server()
-    extent = bench_stream.Extent(
+        stream_peers.find_redis_server()
+    extent = stream.Extent(
         tokens=(16,),
         actors=(),
         seconds=0.1,
@@ -66,7 +66,7 @@ def test_a_peer_that_is_not_there_is_said_in_one_line(monkeypatch, tmp_path, cap
         minutes=0,
         segment_groups=0,
     )
-    result = bench_stream.measure(extent, ["peers"])
+    result = stream.measure(extent, ["peers"])
     assert [peer["peer"] for peer in result["peers"]] == ["jsonl"]
     assert len(result["missing"]) == 1
     assert "not measured: Redis: no redis-server on PATH" in table(result)
@@ -76,7 +76,7 @@ def test_a_peer_that_is_not_there_is_said_in_one_line(monkeypatch, tmp_path, cap
 def test_an_unknown_part_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench_stream", "--only", "latencies"])
     with pytest.raises(SystemExit) as caught:
-        bench_stream.main()
+        stream.main()
     assert caught.value.code == 2
     assert "no such part; there are throughput, latency" in capsys.readouterr().err
 

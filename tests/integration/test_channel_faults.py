@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.data.segments import SegmentWriter
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor_loop import Actor, ActorParts
-from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.inference import build_codec, build_engine
-from pipelinerl_core.roles.learners import build_alone
-from pipelinerl_core.roles.trainer import Trainer
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
+from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
-from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows, wait_for

@@ -16,11 +16,11 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from pipelinerl_core.records import HUB_KEY
+from pipelinerl_core.report.scrape_targets import live_roles
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.locate import SHARED_MEMORY
+from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import RunFollower
-from pipelinerl_core.tracking.targets import live_roles
-from tasks.runs import SHARED_MEMORY
 from tests.integration.pipeline import assert_closes
 
 # The first test may have to build the model.

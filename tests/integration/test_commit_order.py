@@ -18,16 +18,16 @@ import torch
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.messages import Committed, Reserve
-from pipelinerl_core.records import commit_key
-from pipelinerl_core.roles.hub_link import HubLink
-from pipelinerl_core.roles.learners import build_alone
-from pipelinerl_core.roles.replay import replay_run
-from pipelinerl_core.roles.trainer import RESERVE_DEADLINE_SECONDS, Trainer
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS, Trainer
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tools import replay_child
+from pipelinerl_core.tools.replay import replay_run
 from pipelinerl_core.weights.publish import shm_directory
-from tasks import replaying
 from tests.integration.pipeline import TOKEN, assert_closes, make_run, role, trained_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,7 +62,7 @@ OVERRIDES = (
 @pytest.fixture(autouse=True)
 def _checkpoints_are_cheap(monkeypatch):
     """One that takes long, on a busy machine, would put off the next, and with it the crash in the midst of that."""
-    monkeypatch.setattr("pipelinerl_core.roles.trainer._CHEAP_SECONDS", math.inf)
+    monkeypatch.setattr("pipelinerl_core.roles.trainer.main._CHEAP_SECONDS", math.inf)
 
 
 class Crash(BaseException):
@@ -276,10 +276,10 @@ def check_replays(url):
     assert all(step.metrics["train/loss"] != step.recorded_loss for step in studied[1:])
     with pytest.raises(ConfigError, match="a replay can change loss and learner only"):
         next(replay_run(url, 2, 4, ["rollouts.temperature=2"]))
-    document = replaying.replay_run(open_run(url), 5, 0, ())
+    document = replay_child.replay_run(open_run(url), 5, 0, ())
     assert (document["all_equal"], [step["step"] for step in document["steps"]]) == (True, list(range(5, STEPS + 1)))
     with pytest.raises(ConfigError, match="beyond the last step"):
-        replaying.replay_run(open_run(url), STEPS + 1, 0, ())
+        replay_child.replay_run(open_run(url), STEPS + 1, 0, ())
 
 
 def commits_of(url):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.follow import RunFollower
 from tests.integration.test_cli_processes import (
     START_SECONDS,
     STOP_SECONDS,

@@ -19,7 +19,10 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import (
     Ack,
@@ -38,11 +41,8 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
-from pipelinerl_core.records import HubRecord, RunRecord
+from pipelinerl_core.run.records import HubRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.client import HubClient
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import Rollout, WeightManifest, WeightSpan
 from tests.integration.test_stream_channel import leave, raw_exchange, refusal
@@ -60,7 +60,7 @@ VALUES = {
 HUB = """
 import functools, sys
 from pipelinerl_core.roles import hub
-from pipelinerl_core.roles.process import leave
+from pipelinerl_core.roles.runtime.process import leave
 hub._BEAT_SECONDS = 0.0
 hub.HubServer = functools.partial(hub.HubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)
 leave(hub.main())

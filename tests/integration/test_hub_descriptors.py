@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import HubUnavailable
 from pipelinerl_core.messages import Register, Registered, Sync, SyncReply
-from pipelinerl_core.records import HubRecord, RunRecord
+from pipelinerl_core.run.records import HubRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.client import HubClient
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,15 @@ class FewDescriptors:
         record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
         open_store(str(run)).put("run.json", record.model_dump_json().encode())
         self.run = run
-        hub = [sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", str(run), "--parent-pid", str(os.getpid())]
+        hub = [
+            sys.executable,
+            "-m",
+            "pipelinerl_core.roles.hub.main",
+            "--run",
+            str(run),
+            "--parent-pid",
+            str(os.getpid()),
+        ]
         with (run / "hub.log").open("w") as log:
             self.process = subprocess.Popen(
                 ["sh", "-c", f'ulimit -n {LIMIT}; exec "$@"', "sh", *hub],

@@ -17,7 +17,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.messages import (
     Ack,
     Committed,
@@ -33,12 +36,9 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
-from pipelinerl_core.records import Commit, HubRecord, RunRecord, commit_key
 from pipelinerl_core.run.history import take_epoch
+from pipelinerl_core.run.records import Commit, HubRecord, RunRecord, commit_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.client import HubClient
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ class HubProcess:
         command = [
             sys.executable,
             "-m",
-            "pipelinerl_core.roles.hub",
+            "pipelinerl_core.roles.hub.main",
             "--run",
             str(run),
             "--parent-pid",
@@ -283,7 +283,7 @@ def lives(pid: int) -> bool:
 def test_a_hub_dies_with_its_parent(run):
     script = textwrap.dedent(f"""
         import os, subprocess, sys, time
-        hub = subprocess.Popen([sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", {str(run)!r},
+        hub = subprocess.Popen([sys.executable, "-m", "pipelinerl_core.roles.hub.main", "--run", {str(run)!r},
                                 "--parent-pid", str(os.getpid())], stderr=subprocess.DEVNULL)
         print(hub.pid, flush=True)
         time.sleep(60)
@@ -303,7 +303,15 @@ def test_a_hub_dies_with_its_parent(run):
 
 
 def test_a_hub_without_a_token_says_what_to_set(run):
-    command = [sys.executable, "-m", "pipelinerl_core.roles.hub", "--run", str(run), "--parent-pid", str(os.getpid())]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelinerl_core.roles.hub.main",
+        "--run",
+        str(run),
+        "--parent-pid",
+        str(os.getpid()),
+    ]
     result = subprocess.run(
         command, env={**environment(), "PIPELINERL_TOKEN": ""}, capture_output=True, text=True, timeout=60
     )

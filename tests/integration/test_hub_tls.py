@@ -6,15 +6,15 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.channel.tls import make_credentials
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.errors import ConfigError, HubUnavailable
 from pipelinerl_core.messages import Group, Register, Reserve, Rows, Sync, SyncReply
-from pipelinerl_core.records import HubRecord
-from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.client import HubClient
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.server import HubServer
-from pipelinerl_core.stream.tls import make_credentials
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.integration.pipeline import (

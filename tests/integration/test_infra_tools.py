@@ -12,12 +12,12 @@ from urllib.request import urlopen
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.records import RunRecord
-from pipelinerl_core.roles.monitor import monitored
+from pipelinerl_core.report.web import LivePage, build_server
+from pipelinerl_core.roles.runtime.monitor import monitored
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from pipelinerl_core.tracking.web import LivePage, build_server
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

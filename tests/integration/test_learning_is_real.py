@@ -17,8 +17,8 @@ import pytest
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.evaluator import evaluate
-from pipelinerl_core.roles.inference import build_codec, build_engine
+from pipelinerl_core.roles.evaluator.main import evaluate
+from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.publish import shm_directory

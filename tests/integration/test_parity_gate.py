@@ -10,9 +10,9 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ParityError
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.inference import build_codec, build_engine, open_engine
-from pipelinerl_core.roles.learners import build_alone
-from pipelinerl_core.roles.trainer import check_parity
+from pipelinerl_core.roles.runtime.inference import build_codec, build_engine, open_engine
+from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.roles.trainer.main import check_parity
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.types import EngineRequest, Rollout, Sampler
 from pipelinerl_core.weights.files import serialize

@@ -13,7 +13,7 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.bench.peers import sequential
 from pipelinerl_core.bench.peers.record import read_points
 from pipelinerl_core.bench.peers.task import open_task, peer_parser
-from pipelinerl_core.roles.learners import build_alone
+from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, WeightSpan
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ TINY = SumsModel(steps=3, rows=8, hidden_size=16, intermediate_size=16, num_laye
 BUILD = """
 import sys
 from pipelinerl_core.config.model_path import SumsModel
-from pipelinerl_core.roles.prepare import build
+from pipelinerl_core.tools.prepare import build
 print(build(SumsModel.model_validate_json(sys.argv[1]), lambda line: print(line, file=sys.stderr)))
 """
 
@@ -38,7 +38,7 @@ def test_the_command_returns_at_once_when_the_model_is_there(tmp_path, monkeypat
     monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path))
     directory = model_directory(BUILTIN_MODELS["builtin:sums"])
     directory.mkdir(parents=True)
-    command = [sys.executable, "-m", "pipelinerl_core.roles.prepare", "--model", "builtin:sums", "--json"]
+    command = [sys.executable, "-m", "pipelinerl_core.tools.prepare", "--model", "builtin:sums", "--json"]
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert time.monotonic() - begun < 50

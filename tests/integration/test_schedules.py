@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.records import Commit
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
 from tests.integration.pipeline import (

@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
 from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync, encode
-from pipelinerl_core.records import HUB_KEY, HubRecord
-from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.client import HubClient
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.integration.pipeline import wait_for
@@ -570,7 +570,7 @@ def test_a_killed_hub_is_noticed_at_once_and_a_new_one_is_found(start_hub):
 CLIENT = """
 import os, sys
 from pipelinerl_core.messages import Register
-from pipelinerl_core.stream.client import HubClient
+from pipelinerl_core.channel.client import HubClient
 client = HubClient(sys.argv[1], token=os.environ["PIPELINERL_TOKEN"], role="actor", name="child")
 client.request(Register(role="actor", name="child", epoch=0))
 print("open", flush=True)

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
+from pipelinerl_core.channel.client import HubClient
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.errors import HubUnavailable
 from pipelinerl_core.messages import Group, Reserve, Rows
-from pipelinerl_core.stream.client import HubClient
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 

@@ -7,11 +7,11 @@ import time
 import pyarrow as pa
 import pytest
 
+from pipelinerl_core.continuation import Holder
+from pipelinerl_core.data.codec import from_segment, origins_of
+from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.codec import from_segment, origins_of
-from pipelinerl_core.stream.partials import PartialReader
-from pipelinerl_core.takeover import Holder
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

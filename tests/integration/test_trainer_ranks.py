@@ -51,7 +51,7 @@ def ranks_of(process: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "pipelinerl_core.roles.trainer_rank" in child.cmdline():
+            if "pipelinerl_core.roles.trainer.rank" in child.cmdline():
                 found.append(child)
     return found
 

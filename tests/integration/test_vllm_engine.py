@@ -61,9 +61,9 @@ async def finish(engine, request):
 @pytest.fixture
 def start(tmp_path):
     """Starts an engine on a core of its own; `await start(slots=..., ...)`. All are closed at the end."""
-    from pipelinerl_core.engine.vllm import VLLMEngine
-    from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
-    from pipelinerl_core.engine.vllm_weights import StagedWeights
+    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
+    from pipelinerl_core.engine.vllm.engine import VLLMEngine
+    from pipelinerl_core.engine.vllm.weights import StagedWeights
 
     model().save_pretrained(tmp_path / "model")
 
@@ -361,7 +361,7 @@ def test_a_cache_that_is_too_small_for_all_slots_takes_fewer_and_loses_nothing(s
 
 _ORPHAN = """
 import asyncio, sys
-from pipelinerl_core.engine.vllm_core import CoreSettings, VLLMCore
+from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
 
 async def main():
     settings = CoreSettings(

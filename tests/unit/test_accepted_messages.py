@@ -18,7 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.channel.bundles import unbundled
+from pipelinerl_core.channel.dispatcher import Desk
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import (
     ANSWER,
@@ -41,7 +44,15 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.ranges import MAX_COUNT, MAX_NUMBER, MAX_REWARD, MAX_SECONDS, MAX_STEP
-from pipelinerl_core.records import (
+from pipelinerl_core.report.html import write_report
+from pipelinerl_core.report.live_view import format_status, run_status
+from pipelinerl_core.roles.hub.beat import LiveRecord
+from pipelinerl_core.roles.hub.main import ATTEMPTS_PER_BOOT
+from pipelinerl_core.roles.hub.recovery import read_past
+from pipelinerl_core.roles.hub.service import Hub
+from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
+from pipelinerl_core.run.follow import RunFollower, forward
+from pipelinerl_core.run.records import (
     HUB_KEY,
     REPORT_JSON_KEY,
     RUN_KEY,
@@ -51,24 +62,13 @@ from pipelinerl_core.records import (
     batch_key,
     epoch_key,
 )
-from pipelinerl_core.roles.committer import Committer, ComputedStep
-from pipelinerl_core.roles.hub import ATTEMPTS_PER_BOOT
-from pipelinerl_core.roles.hub_live import LiveRecord
-from pipelinerl_core.roles.hub_service import Hub
-from pipelinerl_core.roles.hub_store import read_past
-from pipelinerl_core.stream.bundles import unbundled
-from pipelinerl_core.stream.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts, to_segment
-from pipelinerl_core.stream.desk import Desk
+from pipelinerl_core.telemetry.metrics import step_metrics
+from pipelinerl_core.telemetry.mlflow import MlflowTracker
+from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_group
-from pipelinerl_core.tracking.follow import RunFollower, forward
-from pipelinerl_core.tracking.html import write_report
-from pipelinerl_core.tracking.live import format_status, run_status
-from pipelinerl_core.tracking.metrics import step_metrics
-from pipelinerl_core.tracking.mlflow import MlflowTracker
-from pipelinerl_core.tracking.role_metrics import run_exposition
 from pipelinerl_core.weights.files import entry_of
-from tasks.tracking import version_rows
+from tasks.run_watch import version_rows
 
 CONFIG = build_config(
     {

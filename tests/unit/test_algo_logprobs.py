@@ -5,8 +5,8 @@ import torch
 
 from pipelinerl_core.algo import logprobs as logprobs_module
 from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.roles.bench_learner_memory import chunked, measure_way
-from pipelinerl_core.roles.bench_learner_memory import plain as plain_way
+from pipelinerl_core.bench.learner_memory import chunked, measure_way
+from pipelinerl_core.bench.learner_memory import plain as plain_way
 
 N, C, V = 13, 8, 21
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from pipelinerl_core.roles import bench_adapters
+from pipelinerl_core.bench import adapters
 from pipelinerl_core.testing.models import tiny_model
 
 
@@ -11,9 +11,9 @@ def test_both_contents_are_measured_and_nothing_is_left(tmp_path, monkeypatch, c
     tiny_model("qwen2", 0).save_pretrained(tmp_path / "model")
     (tmp_path / "shm").mkdir()
     monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
-    monkeypatch.setattr(bench_adapters, "limit_threads", lambda threads: None)
+    monkeypatch.setattr(adapters, "limit_threads", lambda threads: None)
     monkeypatch.setattr(sys, "argv", ["bench", "--model", str(tmp_path / "model"), "--rank", "2", "--versions", "2"])
-    assert bench_adapters.main() == 0
+    assert adapters.main() == 0
     _, _, _, _, merged, adapters = capsys.readouterr().out.splitlines()
     assert merged.startswith("| `merged` | 0.07 |")
     assert adapters.startswith("| `adapters` | 0.01 |")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipelinerl_core.roles import bench_gpu_attention, bench_gpu_learner
-from pipelinerl_core.roles.bench_gpu_learner import measure_learner, model_flops, peak_tflops, table
+from pipelinerl_core.bench import gpu_attention, gpu_learner
+from pipelinerl_core.bench.gpu_learner import measure_learner, model_flops, peak_tflops, table
 from pipelinerl_core.training.model import ModelDimensions
 
 DIMENSIONS = ModelDimensions(
@@ -33,7 +33,7 @@ def test_the_peak_is_that_of_the_device(name, peak):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_tiny_learner_is_measured_on_the_cpu(monkeypatch, dtype):
-    monkeypatch.setattr(bench_gpu_learner, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_learner, "ROUNDS", 1)
     row = measure_learner("tiny", device="cpu", dtype=dtype, pack_tokens=64)
     assert (row["num_tokens"], row["utilisation"], row["peak_bytes"]) == (256, None, None)  # 8 rollouts of 32 tokens
     assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["step_seconds"])
@@ -46,13 +46,13 @@ def test_a_tiny_learner_is_measured_on_the_cpu(monkeypatch, dtype):
 
 
 def test_the_ways_of_attention_are_compared_and_one_that_does_not_work_says_why(monkeypatch):
-    monkeypatch.setattr(bench_gpu_attention, "ROUNDS", 1)
-    rows = bench_gpu_attention.compare_attention("tiny", device="cpu", dtype="float32", pack_tokens=64)
+    monkeypatch.setattr(gpu_attention, "ROUNDS", 1)
+    rows = gpu_attention.compare_attention("tiny", device="cpu", dtype="float32", pack_tokens=64)
     padded, varlen, flex = rows
     assert padded["tokens_per_second"] > 0
     assert (padded["attention"], padded["difference_max"]) == ("padded", 0.0)
     assert "it needs a GPU" in varlen["problem"]
     assert "it needs a GPU" in flex["problem"]
-    lines = bench_gpu_attention.table(rows)
+    lines = gpu_attention.table(rows)
     assert lines[2].startswith("| tiny | padded | 0.")
     assert lines[3].startswith("| tiny | varlen | - |")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
-from pipelinerl_core.roles import bench_learner
-from pipelinerl_core.roles.bench_learner_memory import CONTESTANTS, measure
-from pipelinerl_core.roles.bench_learner_memory import table as memory_table
-from pipelinerl_core.roles.bench_learner_rounds import BareLoop, Workload, measure_fill, measure_workload
-from pipelinerl_core.roles.bench_load import SIZES
+from pipelinerl_core.bench import learner
+from pipelinerl_core.bench.engine_load import SIZES
+from pipelinerl_core.bench.learner_memory import CONTESTANTS, measure
+from pipelinerl_core.bench.learner_memory import table as memory_table
+from pipelinerl_core.bench.learner_rounds import BareLoop, Workload, measure_fill, measure_workload
 
 MINI = Workload(
     name="mini", num_groups=2, group_size=4, median_tokens=6, max_tokens=20, pack_tokens=64,
@@ -53,20 +53,20 @@ def test_the_memory_table_has_a_line_for_each_type():
 
 
 def test_what_is_not_there_is_said_in_the_table(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_learner, "_PACKAGES", tmp_path)
-    monkeypatch.setattr(bench_learner.sys, "path", list(bench_learner.sys.path))
-    monkeypatch.setattr(bench_learner.importlib.util, "find_spec", lambda name: None)
-    bench_learner.main(["--workloads"])
+    monkeypatch.setattr(learner, "_PACKAGES", tmp_path)
+    monkeypatch.setattr(learner.sys, "path", list(learner.sys.path))
+    monkeypatch.setattr(learner.importlib.util, "find_spec", lambda name: None)
+    learner.main(["--workloads"])
     assert "attention slots" in capsys.readouterr().out
-    bench_learner.main(["--workloads", "--json"])
+    learner.main(["--workloads", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["trl"] == "not installed: run `make bench-peers`"
     result["workloads"] = [measure_workload(MINI, 1, with_trl=False)]
-    assert "| TRL | not installed: run `make bench-peers` | | |" in bench_learner.table(result)
+    assert "| TRL | not installed: run `make bench-peers` | | |" in learner.table(result)
 
 
 def test_wrong_numbers_are_bad_input(capsys):
     with pytest.raises(SystemExit) as ended:
-        bench_learner.main(["--rounds", "0"])
+        learner.main(["--rounds", "0"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "bench learner: --rounds and --memory-tokens must be at least 1\n"

@@ -7,7 +7,7 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.errors import ConfigError
-from tasks import checks
+from pipelinerl_core.supervision import checks
 
 
 def config(*overrides):

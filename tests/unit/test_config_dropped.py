@@ -9,10 +9,10 @@ import pytest
 from pipelinerl_core.config import RunConfig, known_keys, load_config, resume_config, stored_config
 from pipelinerl_core.config.dropped import DROPPED
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
+from pipelinerl_core.report.advice import Evidence, advice
 from pipelinerl_core.run.context import change_for_resume, open_run
+from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.tracking.advice import Evidence, advice
 
 ROOT = Path(__file__).parents[2]
 

@@ -76,7 +76,7 @@ def test_the_cache_is_in_the_home_directory_by_default(monkeypatch, tmp_path):
 
 def test_looking_for_a_model_does_not_import_torch():
     code = (
-        "import sys, pipelinerl_core.config.model_path, pipelinerl_core.roles.prepare; print('torch' in sys.modules)"
+        "import sys, pipelinerl_core.config.model_path, pipelinerl_core.tools.prepare; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"

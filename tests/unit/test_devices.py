@@ -12,10 +12,10 @@ from pipelinerl_core.algo.losses import LOSSES, compute_loss, select
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.training import LearnerConfig
-from pipelinerl_core.engine.decoder import SlotDecoder
-from pipelinerl_core.engine.sampling import draw
+from pipelinerl_core.engine.embedded.decoder import SlotDecoder
+from pipelinerl_core.engine.embedded.sampling import draw
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.device import model_device
+from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.testing.models import tiny_model, weights_of
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.attention import PACKED_ATTENTION

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.engine.decoder import PREFILL_TOKENS, prefill_batches
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, prefill_batches
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.engine.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate

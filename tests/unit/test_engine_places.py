@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.engine.places import KVLoad, Places
+from pipelinerl_core.engine.concurrency_limit import KVLoad, Places
 
 
 def load(running, kv_usage, *, queued=0, num_preemptions=0):

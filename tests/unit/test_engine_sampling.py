@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from pipelinerl_core.engine.sampling import noise_key, sample, uniforms
+from pipelinerl_core.engine.embedded.sampling import noise_key, sample, uniforms
 
 
 def draw(logits, *, temperature=1.0, top_p=None, uniform=0.5):

@@ -11,12 +11,12 @@ import torch
 from torch import distributed as dist
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.engine.vllm import VLLMEngine
-from pipelinerl_core.engine.vllm_core import CoreLoad, CoreOutput
+from pipelinerl_core.engine.vllm.core import CoreLoad, CoreOutput
+from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
-from pipelinerl_core.roles.broadcasting import BroadcastPublisher
-from pipelinerl_core.roles.group_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER, gloo_member_key, read_group

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipelinerl_core.engine.vllm_weights import StagedWeights
+from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.storage.object_store import open_store

@@ -8,16 +8,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from pipelinerl_core.channel.admission import parse
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.load import override_config
+from pipelinerl_core.data.checks import split_groups
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
+from pipelinerl_core.data.partials import decode_partials, encode_partials
+from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, StoreError
 from pipelinerl_core.messages import Register, Request, Sync
 from pipelinerl_core.storage.keys import check_key
-from pipelinerl_core.stream.checks import split_groups
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
-from pipelinerl_core.stream.door import parse
-from pipelinerl_core.stream.partials import decode_partials, encode_partials
-from pipelinerl_core.stream.schema import conform
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import WeightManifest
 from tests.unit.test_stream_partials import row

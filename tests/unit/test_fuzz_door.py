@@ -13,6 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipelinerl_core.channel.dispatcher import Peer
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.data.checks import check_groups
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.messages import (
     ANSWER,
     REQUEST,
@@ -28,11 +33,6 @@ from pipelinerl_core.messages import (
     Sync,
     encode,
 )
-from pipelinerl_core.stream.checks import check_groups
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.desk import Peer
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import TurnSpan
 

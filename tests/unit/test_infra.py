@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelinerl_core.tracking.metrics import METRICS
+from pipelinerl_core.telemetry.metrics import METRICS
 
 INFRA = Path(__file__).parents[2] / "infra"
 DASHBOARDS = {

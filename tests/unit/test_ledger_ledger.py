@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
-from pipelinerl_core.records import Commit
-from pipelinerl_core.takeover import Holder
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.types import GroupRef, Origin, WeightManifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)

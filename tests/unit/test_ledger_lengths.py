@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.ledger import ActorKey, GroupSummary, Ledger, SealedGroup
 from pipelinerl_core.ledger.lengths import LengthMeter
 from pipelinerl_core.ledger.order import split_lengths
 from pipelinerl_core.ledger.tokens import TokenLedger
 from pipelinerl_core.messages import FateRecord, Sync
-from pipelinerl_core.records import Commit
-from pipelinerl_core.roles.hub_store import summarize
-from pipelinerl_core.stream.codec import encode_rollouts
+from pipelinerl_core.roles.hub.recovery import summarize
+from pipelinerl_core.run.records import Commit
 from pipelinerl_core.testing.synthetic_run import make_rollout
 from pipelinerl_core.types import GroupRef, LengthTotals
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
+from pipelinerl_core.channel.admission import parse
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.messages import Group, Introduction, LeaseRef, Register, Sealed, Sync
-from pipelinerl_core.stream.door import parse
 from pipelinerl_core.types import GroupRef
 
 REF = GroupRef(group_id=1, attempt=0, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=10)

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from pipelinerl_core.records import partial_key, rollout_key
-from pipelinerl_core.roles import actor
+from pipelinerl_core.roles.actor import main
+from pipelinerl_core.run.records import partial_key, rollout_key
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
@@ -13,11 +13,11 @@ from pipelinerl_core.testing.fakes import MemoryStore
 def test_an_actor_whose_clock_is_behind_its_predecessors_has_a_newer_epoch_all_the_same(monkeypatch, key):
     monkeypatch.setattr(time, "time", lambda: 1000.5)
     store = MemoryStore()
-    assert actor.next_epoch(store, "actor-1") == 1000
+    assert main.next_epoch(store, "actor-1") == 1000
     store.put(key("actor-1", 999, 0), b"x")
     store.put(key("actor-10", 5000, 0), b"x")
-    assert actor.next_epoch(store, "actor-1") == 1000
+    assert main.next_epoch(store, "actor-1") == 1000
     store.put(key("actor-1", 1000, 0), b"x")
-    assert actor.next_epoch(store, "actor-1") == 1001
+    assert main.next_epoch(store, "actor-1") == 1001
     store.put(key("actor-1", 3600, 7), b"x")
-    assert actor.next_epoch(store, "actor-1") == 3601
+    assert main.next_epoch(store, "actor-1") == 3601

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.data.segments import SealedSegment
 from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import Ack, Refused, SyncReply
-from pipelinerl_core.roles.actor_loop import Actor, ActorParts
-from pipelinerl_core.roles.actor_seal import Sealer
-from pipelinerl_core.roles.finished import FinishedGroup
-from pipelinerl_core.stream.segments import SealedSegment
+from pipelinerl_core.roles.actor.finished_group import FinishedGroup
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import GroupRef
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import StoreError
-from pipelinerl_core.roles.actor_log import GroupLog
-from pipelinerl_core.takeover import Holder
+from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.unit.test_stream_partials import row
 

@@ -9,8 +9,8 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.messages import Ack
-from pipelinerl_core.roles.actor_loop import Actor, ActorParts
-from pipelinerl_core.roles.finished import FinishedGroup
+from pipelinerl_core.roles.actor.finished_group import FinishedGroup
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import GroupRef, SwapReport, WeightManifest
 

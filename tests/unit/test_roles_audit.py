@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.records import CheckpointRef, Commit, EpochRecord, batch_key, commit_key, epoch_key, rollout_key
-from pipelinerl_core.roles.audit import Audit, lines
-from pipelinerl_core.stream.codec import encode_batch, encode_rollouts, to_segment
+from pipelinerl_core.run.records import (
+    CheckpointRef,
+    Commit,
+    EpochRecord,
+    batch_key,
+    commit_key,
+    epoch_key,
+    rollout_key,
+)
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow, TurnSpan, WeightSpan
 from pipelinerl_core.weights.publish import WeightPublisher

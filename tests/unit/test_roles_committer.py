@@ -11,8 +11,8 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
-from pipelinerl_core.records import ActorSample, EpochRecord
-from pipelinerl_core.roles.committer import Committer, ComputedStep
+from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
+from pipelinerl_core.run.records import ActorSample, EpochRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER

@@ -6,9 +6,9 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.messages import Ack
-from pipelinerl_core.records import EpochRecord, commit_key, epoch_key
-from pipelinerl_core.roles.committer import Committer, ComputedStep
+from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.run.records import EpochRecord, commit_key, epoch_key
 from pipelinerl_core.testing.fakes import MemoryStore
 
 WEIGHTS = {"w": torch.arange(4.0)}

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.continuation import PartialRow
+from pipelinerl_core.data.codec import to_segment
+from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.records import (
+from pipelinerl_core.run.records import (
     HUB_KEY,
     CheckpointRef,
     EpochRecord,
@@ -20,11 +23,8 @@ from pipelinerl_core.records import (
     partial_key,
     rollout_key,
 )
-from pipelinerl_core.roles.audit import Audit
-from pipelinerl_core.roles.gc import collect
-from pipelinerl_core.stream.codec import to_segment
-from pipelinerl_core.stream.partials import encode_partials
-from pipelinerl_core.takeover import PartialRow
+from pipelinerl_core.tools.audit import Audit
+from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.unit.test_roles_audit import CONFIG, EPOCH, STEPS, change, commit_of, store

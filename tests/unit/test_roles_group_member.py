@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import BroadcastReceiver
-from pipelinerl_core.roles.group_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_member import GroupMember
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group

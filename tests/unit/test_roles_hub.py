@@ -7,14 +7,14 @@ import pytest
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.records import HUB_KEY, HubRecord, RunRecord
-from pipelinerl_core.roles import hub
+from pipelinerl_core.roles.hub import main
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import HUB_KEY, HubRecord, RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
 def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_it(monkeypatch):
-    store, read_past = MemoryStore(), hub.read_past
+    store, read_past = MemoryStore(), main.read_past
     record = RunRecord(run_id="run", created_at=0.0, code_version="test", config={})
     context = RunContext(store=store, record=record, config=build_config({}), token="a-token-for-tests")
     other = HubRecord(
@@ -30,7 +30,7 @@ def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_i
         store.put(HUB_KEY, other.model_dump_json().encode())
         return read_past(*arguments)
 
-    monkeypatch.setattr(hub, "read_past", read_while_another_starts)
+    monkeypatch.setattr(main, "read_past", read_while_another_starts)
     with pytest.raises(PipelineRLError, match="this run is live"):
-        hub.start_hub(context)
+        main.start_hub(context)
     assert store.list("epochs") == []

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
 from pipelinerl_core.messages import Bye, Register
-from pipelinerl_core.records import HUB_KEY, HubRecord
-from pipelinerl_core.roles.hub_link import HubLink
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.server import HubServer
 from pipelinerl_core.testing.stream_hub import QueueHub
 
 TOKEN = "a-test-token"

@@ -6,16 +6,16 @@ import pyarrow as pa
 import pytest
 
 from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import encode_rollouts
+from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.hub_rows import GROUP_BYTES, SEALED_SHARE, Arrived, RowMemory
-from pipelinerl_core.roles.hub_service import Hub
-from pipelinerl_core.roles.hub_store import read_past
-from pipelinerl_core.roles.hub_trainer import MIN_RUN_BYTES, _runs
+from pipelinerl_core.roles.hub.recovery import read_past
+from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, Arrived, RowMemory
+from pipelinerl_core.roles.hub.service import Hub
+from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.codec import encode_rollouts
-from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import WeightManifest
 

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import Fenced, MissingObject, SchemaMismatch, StaleLease, WrongPeer
 from pipelinerl_core.ledger import ActorKey, Ledger
 from pipelinerl_core.messages import (
@@ -35,14 +37,12 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.records import Commit, EpochRecord, commit_key, epoch_key
-from pipelinerl_core.roles import hub_trainer
-from pipelinerl_core.roles.hub_live import LiveRecord
-from pipelinerl_core.roles.hub_service import Hub
-from pipelinerl_core.roles.hub_store import read_past, summarize
+from pipelinerl_core.roles.hub import trainer_side
+from pipelinerl_core.roles.hub.beat import LiveRecord
+from pipelinerl_core.roles.hub.recovery import read_past, summarize
+from pipelinerl_core.roles.hub.service import Hub
+from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.segments import SegmentWriter
 from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
 
 CONFIG = build_config(
@@ -308,7 +308,7 @@ def test_a_step_from_lease_to_announcement(talk):
 
 
 def test_reserve_waits_until_the_group_it_lacks_arrives(talk, monkeypatch):
-    monkeypatch.setattr(hub_trainer, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
     leases = talk.sync(want=2).leases
     talk.deliver(leases[0])
     threading.Timer(0.1, talk.deliver, [leases[1]]).start()
@@ -318,7 +318,7 @@ def test_reserve_waits_until_the_group_it_lacks_arrives(talk, monkeypatch):
 
 
 def test_reserve_says_after_its_wait_that_nothing_is_ready(talk, monkeypatch):
-    monkeypatch.setattr(hub_trainer, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
     begun = time.monotonic()
     assert not talk.reserve(1, wait_seconds=0.1).is_ready
     assert 0.1 <= time.monotonic() - begun < 30.0
@@ -442,7 +442,7 @@ def test_after_the_last_step_actors_are_told_to_leave(talk):
 
 
 def test_a_stopping_hub_drains_and_answers_a_waiting_reserve(talk, monkeypatch):
-    monkeypatch.setattr(hub_trainer, "_MAX_WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(trainer_side, "_MAX_WAIT_SECONDS", 60.0)
     threading.Timer(0.1, talk.hub.stop).start()
     begun = time.monotonic()
     assert not talk.reserve(1, wait_seconds=60.0).is_ready

@@ -14,16 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.messages import SyncReply
-from pipelinerl_core.records import RoleRecord, RunRecord, role_key
-from pipelinerl_core.roles import actor_watch, monitor
-from pipelinerl_core.roles.actor_watch import ActorWatch
-from pipelinerl_core.roles.monitor import RoleMonitor, monitored
-from pipelinerl_core.roles.trainer_watch import TrainerWatch
+from pipelinerl_core.report.scrape_targets import live_roles, targets
+from pipelinerl_core.roles.actor import watch
+from pipelinerl_core.roles.actor.watch import ActorWatch
+from pipelinerl_core.roles.runtime import monitor
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
+from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import RoleRecord, RunRecord, role_key
+from pipelinerl_core.telemetry.metrics import ALL_ROLES, METRICS
+from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.tracking.metrics import ALL_ROLES, METRICS
-from pipelinerl_core.tracking.role_metrics import RoleMetrics
-from pipelinerl_core.tracking.targets import live_roles, targets
 
 TOKEN = "the-token-of-the-run"
 
@@ -126,7 +127,7 @@ class Engine:
 
 
 def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
-    monkeypatch.setattr(actor_watch, "BEAT_SECONDS", 0.005)
+    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.005)
 
     async def main():
         engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 from pipelinerl_core.errors import ConfigError, Fenced, StoreError
-from pipelinerl_core.roles.process import RUN, exit_codes, run_main
+from pipelinerl_core.roles.runtime.process import RUN, exit_codes, run_main
 
 
 def run(code: str) -> str:
@@ -21,7 +21,7 @@ def run(code: str) -> str:
 def test_startup_objects_are_left_out_of_later_collections():
     code = """
         import gc
-        from pipelinerl_core.roles.process import freeze_startup_objects
+        from pipelinerl_core.roles.runtime.process import freeze_startup_objects
         kept = [[] for _ in range(10_000)]
         freeze_startup_objects()
         print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000)
@@ -32,7 +32,7 @@ def test_startup_objects_are_left_out_of_later_collections():
 def test_the_limit_of_descriptors_is_raised_to_what_the_system_allows():
     code = """
         import resource
-        from pipelinerl_core.roles.process import raise_descriptor_limit
+        from pipelinerl_core.roles.runtime.process import raise_descriptor_limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
         raise_descriptor_limit()
         print(resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -45,7 +45,7 @@ def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_n
         import os, resource
         from concurrent.futures import ThreadPoolExecutor
         from pathlib import Path
-        from pipelinerl_core.roles.process import own_descriptors
+        from pipelinerl_core.roles.runtime.process import own_descriptors
         with ThreadPoolExecutor(1, initializer=own_descriptors) as keeper:
             keeper.submit(int).result()
             resource.setrlimit(resource.RLIMIT_NOFILE, (50, 50))
@@ -110,7 +110,7 @@ def test_an_unexpected_error_beside_an_expected_one_keeps_its_traceback(capsys):
 def test_all_threads_of_a_process_and_its_children_keep_to_its_cores():
     code = """
         import os, subprocess, sys, threading
-        from pipelinerl_core.roles.process import keep_to_cores
+        from pipelinerl_core.roles.runtime.process import keep_to_cores
         done = threading.Event()
         old = threading.Thread(target=done.wait, daemon=True)
         old.start()

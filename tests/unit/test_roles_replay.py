@@ -8,11 +8,11 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError, MissingObject
-from pipelinerl_core.records import CheckpointRef, Commit, commit_key
-from pipelinerl_core.roles import replay
-from pipelinerl_core.roles.replay import foreign_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
+from pipelinerl_core.run.records import CheckpointRef, Commit, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.tools import replay
+from pipelinerl_core.tools.replay import foreign_steps, replay_steps, restore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 
 EPOCH = 2

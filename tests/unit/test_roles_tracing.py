@@ -16,18 +16,18 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.messages import Ack, Lease, SyncReply
-from pipelinerl_core.records import Commit, RunRecord
-from pipelinerl_core.roles.actor_watch import ActorWatch
-from pipelinerl_core.roles.monitor import RoleMonitor
-from pipelinerl_core.roles.tracing import build_tracer
-from pipelinerl_core.roles.trainer_watch import TrainerWatch
+from pipelinerl_core.roles.actor.watch import ActorWatch
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.runtime.tracing import build_tracer
+from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.telemetry import span_export
+from pipelinerl_core.telemetry.span_export import FileExporter
+from pipelinerl_core.telemetry.traces import Tracer
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import make_rollout, training_row
-from pipelinerl_core.tracking import span_export
-from pipelinerl_core.tracking.span_export import FileExporter
-from pipelinerl_core.tracking.traces import Tracer
 from pipelinerl_core.types import FileEntry, GroupRef, Prompt, SwapReport, WeightManifest
 
 STEP_METRICS = {"time/compute_seconds": 1.0, "time/reserve_wait_seconds": 0.5, "reward/mean": 0.25}
@@ -166,7 +166,7 @@ def test_without_traces_there_is_no_tracer_and_no_opentelemetry():
     assert monitor(context(MemoryStore()), "actor", "a").tracer is None
     assert build_tracer(context(MemoryStore(), "tracking.traces=file"), "hub", "hub") is None
     code = (
-        "import sys, pipelinerl_core.roles.actor_watch, pipelinerl_core.roles.trainer_watch;"
+        "import sys, pipelinerl_core.roles.actor.watch, pipelinerl_core.roles.trainer.watch;"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

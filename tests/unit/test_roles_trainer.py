@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.messages import Reserved
-from pipelinerl_core.records import EpochRecord
-from pipelinerl_core.roles.trainer import Trainer
+from pipelinerl_core.roles.trainer.main import Trainer
+from pipelinerl_core.run.records import EpochRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import GroupRef
 

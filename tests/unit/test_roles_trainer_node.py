@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.records import HUB_KEY, HubRecord, MeetingRecord, commit_key
-from pipelinerl_core.roles import trainer_node
-from pipelinerl_core.roles.meeting import announce_meeting
-from pipelinerl_core.roles.monitor import RoleMonitor
-from pipelinerl_core.roles.trainer_node import run_node
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.trainer import node
+from pipelinerl_core.roles.trainer.node import run_node
+from pipelinerl_core.roles.trainer.rendezvous import announce_meeting
 from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.records import HUB_KEY, HubRecord, MeetingRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 
 STEPS = 3
@@ -31,9 +31,9 @@ class World:
         self.turns = {}
         self.hub_beats = True
         self.stop.wait = self.wait
-        monkeypatch.setattr(trainer_node, "take_part", self.take_part)
+        monkeypatch.setattr(node, "take_part", self.take_part)
         clock = SimpleNamespace(monotonic=lambda: float(self.seconds))
-        monkeypatch.setattr(trainer_node, "time", clock, raising=False)
+        monkeypatch.setattr(node, "time", clock, raising=False)
 
     def wait(self, seconds):
         self.seconds += 1

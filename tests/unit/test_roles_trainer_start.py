@@ -6,16 +6,16 @@ import time
 
 import pytest
 
+from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced, RankLost
 from pipelinerl_core.messages import Register
-from pipelinerl_core.records import HUB_KEY, Commit, HubRecord, RunRecord, commit_key
-from pipelinerl_core.roles import last_word, trainer
-from pipelinerl_core.roles.monitor import RoleMonitor
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.trainer import already_done, main
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.history import read_epochs, take_epoch
-from pipelinerl_core.stream.server import HubServer
+from pipelinerl_core.run.records import HUB_KEY, Commit, HubRecord, RunRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.stream_hub import QueueHub
 
@@ -31,14 +31,14 @@ def context(monkeypatch) -> RunContext:
     def open_learners(*arguments):
         raise Opened
 
-    monkeypatch.setattr(trainer, "open_learners", open_learners)
+    monkeypatch.setattr(main, "open_learners", open_learners)
     record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
     config = load_config("quickstart", [f"trainer.steps={STEPS}"])
     return RunContext(store=MemoryStore(), record=record, config=config, token="token")
 
 
 def start(context: RunContext) -> None:
-    trainer.train(context, threading.Event(), RoleMonitor("trainer", "trainer"))
+    main.train(context, threading.Event(), RoleMonitor("trainer", "trainer"))
 
 
 def commit_through(context: RunContext, last: int) -> None:
@@ -58,7 +58,7 @@ def complete(context: RunContext, epoch: int) -> None:
 
 def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context, monkeypatch):
     complete(context, 1)
-    monkeypatch.setattr(last_word, "HUB_SECONDS", 0.0)
+    monkeypatch.setattr(already_done, "HUB_SECONDS", 0.0)
     start(context)
     assert read_epochs(context.store) == []
 
@@ -108,6 +108,6 @@ def test_ranks_that_have_gone_to_a_newer_trainer_are_not_taken_back(context, mon
             take_epoch(context.store, "trainer", -1)
         raise RankLost("step 1: a rank of the trainer is gone or silent")
 
-    monkeypatch.setattr(trainer, "open_learners", open_learners)
+    monkeypatch.setattr(main, "open_learners", open_learners)
     with pytest.raises(error):
         start(context)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.continuation import PartialRow
+from pipelinerl_core.data.partials import join_rows
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
-from pipelinerl_core.stream.partials import join_rows
-from pipelinerl_core.takeover import PartialRow
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.types import FinishReason, Origin, Outcome, Prompt, WeightSpan
 

@@ -5,7 +5,15 @@ import json
 import pytest
 
 from pipelinerl_core.errors import BrokenRecord
-from pipelinerl_core.records import (
+from pipelinerl_core.report.scrape_targets import live_roles
+from pipelinerl_core.roles.trainer.rendezvous import newest_meeting
+from pipelinerl_core.run.context import open_run, resume_overrides
+from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.history import read_commit, read_epochs
+from pipelinerl_core.run.hub_status import read_hub, refuse_second_hub
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import (
     CONTROL_KEY,
     HUB_KEY,
     RESUME_KEY,
@@ -29,18 +37,10 @@ from pipelinerl_core.records import (
     meeting_key,
     role_key,
 )
-from pipelinerl_core.roles.meeting import newest_meeting
-from pipelinerl_core.run.context import open_run, resume_overrides
-from pipelinerl_core.run.drain import wants_drain
-from pipelinerl_core.run.history import read_commit, read_epochs
-from pipelinerl_core.run.hub_status import read_hub, refuse_second_hub
-from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
-from pipelinerl_core.tracking.follow import RunFollower
-from pipelinerl_core.tracking.targets import live_roles
 from pipelinerl_core.training.checkpoint import load_checkpoint
-from tasks.starts import count_start
+from tasks.restart_limit import count_start
 
 HUB = HubRecord(url="grpc://h:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=1.0)
 ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)

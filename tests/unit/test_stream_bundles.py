@@ -8,9 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.errors import StaleLease
-from pipelinerl_core.messages import ANSWER, Ack, Group, Introduction, RowsBundle, RowsHeader, encode
-from pipelinerl_core.stream.bundles import (
+from pipelinerl_core.channel.admission import parse
+from pipelinerl_core.channel.bundles import (
     BUNDLE_BYTES,
     GROUPS_BYTES,
     Frame,
@@ -19,12 +18,13 @@ from pipelinerl_core.stream.bundles import (
     together,
     unbundled,
 )
-from pipelinerl_core.stream.checks import apart, check_groups
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts
-from pipelinerl_core.stream.desk import Peer
-from pipelinerl_core.stream.door import parse
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
-from pipelinerl_core.stream.server import HubServer
+from pipelinerl_core.channel.dispatcher import Peer
+from pipelinerl_core.channel.server import HubServer
+from pipelinerl_core.data.checks import apart, check_groups
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.errors import StaleLease
+from pipelinerl_core.messages import ANSWER, Ack, Group, Introduction, RowsBundle, RowsHeader, encode
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipelinerl_core.data.checks import check_groups, split_groups
+from pipelinerl_core.data.codec import encode_rollouts, origins_in
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.roles.hub_store import summarize
-from pipelinerl_core.stream.checks import check_groups, split_groups
-from pipelinerl_core.stream.codec import encode_rollouts, origins_in
-from pipelinerl_core.stream.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import FinishReason, GroupRef, Origin, Outcome, TurnSpan, WeightSpan
 from tests.unit.test_stream_codec import ORIGINS, TURNS, by_hand

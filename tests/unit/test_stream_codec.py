@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.stream.checks import split_groups
-from pipelinerl_core.stream.codec import (
+from pipelinerl_core.data.checks import split_groups
+from pipelinerl_core.data.codec import (
     decode_batch,
     decode_rollouts,
     encode_batch,
@@ -19,7 +18,7 @@ from pipelinerl_core.stream.codec import (
     from_segment,
     to_segment,
 )
-from pipelinerl_core.stream.schema import (
+from pipelinerl_core.data.schema import (
     BATCH_SCHEMA,
     PARTIAL_SCHEMA,
     ROLLOUT_COLUMNS,
@@ -27,6 +26,7 @@ from pipelinerl_core.stream.schema import (
     check_schema,
     conform,
 )
+from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.types import (
     FinishReason,
     Origin,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl_core.continuation import Holder, PartialRow
+from pipelinerl_core.data import partials
+from pipelinerl_core.data.codec import from_segment, to_segment
+from pipelinerl_core.data.partials import PartialLog, PartialReader, decode_partials, encode_partials, join_rows
 from pipelinerl_core.errors import SchemaMismatch, StoreError
-from pipelinerl_core.records import partial_key
 from pipelinerl_core.rollouts.progress import Progress
-from pipelinerl_core.stream import partials
-from pipelinerl_core.stream.codec import from_segment, to_segment
-from pipelinerl_core.stream.partials import PartialLog, PartialReader, decode_partials, encode_partials, join_rows
-from pipelinerl_core.takeover import Holder, PartialRow
+from pipelinerl_core.run.records import partial_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import Chunk, Completion, FinishReason, Origin, Outcome, WeightSpan
 

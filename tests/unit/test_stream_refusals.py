@@ -2,9 +2,9 @@
 
 import pytest
 
+from pipelinerl_core.channel.refusals import REFUSALS, Next, after, code_of, error_of
 from pipelinerl_core.errors import ParityError, StreamError
 from pipelinerl_core.messages import Refused
-from pipelinerl_core.stream.refusals import REFUSALS, Next, after, code_of, error_of
 
 
 @pytest.mark.parametrize("code", [code for code, refusal in REFUSALS.items() if refusal.error])

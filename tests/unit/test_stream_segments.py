@@ -2,10 +2,10 @@
 
 import pytest
 
+from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
+from pipelinerl_core.data.segments import RowReader, SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.stream.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
-from pipelinerl_core.stream.segments import RowReader, SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 
 
@@ -107,7 +107,7 @@ def test_a_group_reads_back_from_its_segment(store):
 
 
 def test_groups_share_record_batches_of_a_bounded_size(store, monkeypatch):
-    monkeypatch.setattr("pipelinerl_core.stream.segments._BATCH_BYTES", 10_000)
+    monkeypatch.setattr("pipelinerl_core.data.segments._BATCH_BYTES", 10_000)
     writer = make_writer(store)
     expected = [append(writer, group_id, num_tokens=num) for group_id, num in enumerate([12, 12, 12, 200, 12])]
     writer.seal()

@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.hub_status import is_live
+from pipelinerl_core.run.locate import refuse_if_live, root_url
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from tasks import checks
-from tasks.markdown import report_markdown
-from tasks.runs import refuse_if_live, root_url
+from pipelinerl_core.supervision import checks
 
 
 def config(*overrides: str):

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from pipelinerl_core.comparison.budget import Budget, dropped_lines
+from pipelinerl_core.comparison.plan import Wanted, is_settled, plan_comparison, unsettled
+from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY, Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
+from pipelinerl_core.report.markdown import replace_section
+from pipelinerl_core.run.locate import create_run, run_url
+from pipelinerl_core.run.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
-from tasks.budget import Budget, dropped_lines
-from tasks.comparison import Wanted, is_settled, plan_comparison, unsettled
-from tasks.comparison_results import HTML_KEY, JSON_KEY, SVG_KEY, Results
-from tasks.markdown import replace_section
-from tasks.runs import create_run, run_url
 
 ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
 

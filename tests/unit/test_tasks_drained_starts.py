@@ -11,7 +11,7 @@ from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 from tasks import automations
 from tasks.automations import RESUME_MESSAGE
-from tasks.starts import forget_drain
+from tasks.restart_limit import forget_drain
 
 FIRST = [Scheduled(), Pending(), Running()]
 RESUMED = [Crashed(message="no heartbeat"), AwaitingRetry(message=RESUME_MESSAGE), Pending(), Running()]

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError
-from pipelinerl_core.records import ADAPTERS_FILE, Commit, RunRecord, commit_key
 from pipelinerl_core.run.history import take_epoch
+from pipelinerl_core.run.records import ADAPTERS_FILE, Commit, RunRecord, commit_key
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.tools.export import export
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import entry_of, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
-from tasks.exporting import export
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.records import RESUME_KEY
 from pipelinerl_core.run.context import note_resume, open_run
+from pipelinerl_core.run.jobs import new_job, resume_job
+from pipelinerl_core.run.locate import create_run, run_url
+from pipelinerl_core.run.records import RESUME_KEY
 from pipelinerl_core.storage.object_store import open_store
-from tasks.jobs import new_job, resume_job
-from tasks.runs import create_run, run_url
 
 
 @pytest.fixture

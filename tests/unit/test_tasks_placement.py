@@ -14,10 +14,11 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
-from pipelinerl_core.records import EpochRecord
-from tasks import placement, roles
+from pipelinerl_core.run.records import EpochRecord
+from pipelinerl_core.supervision import run_roles
+from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed
+from tasks import placement
 from tasks.placement import Crew, DeployedMember, LocalMember
-from tasks.supervise import SETTLED_SECONDS, RoleFailed
 
 
 class Server:
@@ -170,11 +171,11 @@ class Runs:
 )
 def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states, has_left):
     runs = Runs(states)
-    monkeypatch.setattr(roles, "read_hub", runs.read)
-    monkeypatch.setattr(roles, "is_live", lambda hub: hub.live["state"] != "stopped")
-    monkeypatch.setattr(roles, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(run_roles, "read_hub", runs.read)
+    monkeypatch.setattr(run_roles, "is_live", lambda hub: hub.live["state"] != "stopped")
+    monkeypatch.setattr(run_roles, "_LOOK_SECONDS", 0.001)
     assert (
-        roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
+        run_roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
         is has_left
     )
 
@@ -182,8 +183,8 @@ def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states,
 def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):
     stop = threading.Event()
     stop.set()
-    monkeypatch.setattr(roles, "read_hub", lambda store: None)
-    assert roles.hub_has_left(SimpleNamespace(store=None), stop, seconds=60.0)
+    monkeypatch.setattr(run_roles, "read_hub", lambda store: None)
+    assert run_roles.hub_has_left(SimpleNamespace(store=None), stop, seconds=60.0)
 
 
 class Worker:
@@ -231,19 +232,19 @@ def test_a_ctrl_c_during_the_stop_leaves_nobody_untold(strikes):
 def test_a_fenced_actor_comes_back_if_the_run_lives_without_one_of_its_name(monkeypatch, states, actors, is_replaced):
     runs = Runs(states)
     runs.actors = actors
-    monkeypatch.setattr(roles, "read_hub", runs.read)
-    monkeypatch.setattr(roles, "is_live", lambda hub: True)
-    monkeypatch.setattr(roles, "is_over", lambda run: states == ["done"])
-    monkeypatch.setattr(roles, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(run_roles, "read_hub", runs.read)
+    monkeypatch.setattr(run_roles, "is_live", lambda hub: True)
+    monkeypatch.setattr(run_roles, "is_over", lambda run: states == ["done"])
+    monkeypatch.setattr(run_roles, "_LOOK_SECONDS", 0.001)
     run = SimpleNamespace(store=None, config=build_config({"placement": {"lease_seconds": 0.01}}))
     name = "actor-0" if is_replaced else "actor-1"
-    assert roles.is_replaced(run, name, threading.Event()) is is_replaced
+    assert run_roles.is_replaced(run, name, threading.Event()) is is_replaced
 
 
 def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
     stop = threading.Event()
     stop.set()
-    assert roles.is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
+    assert run_roles.is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
 
 
 def crew_of(kind: str) -> Crew:
@@ -304,14 +305,14 @@ def hub_epoch(epoch: int, pid: int, host: str) -> EpochRecord:
     ids=["our hub", "another's", "on another host"],
 )
 def test_a_fenced_trainer_comes_back_if_the_newest_hub_is_of_its_own_start(monkeypatch, pid, host, is_ours):
-    monkeypatch.setattr(roles, "_HUB_FENCED_SECONDS", 0.0)
+    monkeypatch.setattr(run_roles, "_HUB_FENCED_SECONDS", 0.0)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         newest = hub_epoch(7, child.pid if pid == "child" else pid, host)
-        monkeypatch.setattr(roles, "read_epochs", lambda store: [hub_epoch(5, 1, host), newest])
-        monkeypatch.setattr(roles, "is_over", lambda run: False)
+        monkeypatch.setattr(run_roles, "read_epochs", lambda store: [hub_epoch(5, 1, host), newest])
+        monkeypatch.setattr(run_roles, "is_over", lambda run: False)
         run = SimpleNamespace(store=None)
         if is_ours:
-            assert roles.trainer_is_replaced(run, threading.Event()) is False
+            assert run_roles.trainer_is_replaced(run, threading.Event()) is False
         else:
             with pytest.raises(Fenced, match="another process has taken over"):
-                roles.trainer_is_replaced(run, threading.Event())
+                run_roles.trainer_is_replaced(run, threading.Event())

@@ -9,8 +9,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.records import RunRecord
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from tasks import pooled
 

@@ -13,14 +13,15 @@ import pytest
 
 from flows.cli.logs import show
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.monitor import RoleMonitor, log_as
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor, log_as
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision import role_logs
+from pipelinerl_core.supervision.role_logs import RoleLog, digest_rows, follow, log_files, tail
+from pipelinerl_core.supervision.supervise import RoleFailed, supervise_role
+from pipelinerl_core.telemetry.log_lines import RoleFormatter, level_of
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from pipelinerl_core.tracking.log_lines import RoleFormatter, level_of
-from tasks import role_logs, tracking
-from tasks.role_logs import RoleLog, digest_rows, follow, log_files, tail
-from tasks.supervise import RoleFailed, supervise_role
+from tasks import run_watch
 
 SECRET = "S3cretTokenOfTheRun"
 
@@ -29,7 +30,7 @@ def logged(formatter, log):
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
-    logger = logging.Logger("pipelinerl_core.roles.trainer")
+    logger = logging.Logger("pipelinerl_core.roles.trainer.main")
     logger.addHandler(handler)
     log(logger)
     return stream.getvalue()
@@ -60,7 +61,7 @@ def test_a_json_line_says_who_when_where_and_no_secret():
 
 def test_a_text_line_is_as_it_was_without_secrets():
     text = logged(RoleFormatter(secrets=(SECRET,)), lambda log: log.warning("token %s, max_tokens 80", SECRET))
-    assert text.endswith(" WARNING pipelinerl_core.roles.trainer: token [redacted], max_tokens 80\n")
+    assert text.endswith(" WARNING pipelinerl_core.roles.trainer.main: token [redacted], max_tokens 80\n")
     assert level_of(text) == "WARNING"
 
 
@@ -233,10 +234,10 @@ def test_the_flow_run_keeps_a_table_of_what_the_roles_logged_however_it_ends(tmp
     (tmp_path / "r-1" / "logs").mkdir()
     write(tmp_path / "r-1" / "logs" / "trainer.log", 3, "ERROR")
     kept = {}
-    monkeypatch.setattr(tracking, "create_table_artifact", lambda rows, key, **_: kept.update({key: rows}))
+    monkeypatch.setattr(run_watch, "create_table_artifact", lambda rows, key, **_: kept.update({key: rows}))
     run = open_run(f"file://{tmp_path}/r-1")
     tracker = MagicMock()
-    with pytest.raises(RuntimeError), tracking.RunWatch(run, tracker):
+    with pytest.raises(RuntimeError), run_watch.RunWatch(run, tracker):
         raise RuntimeError("the trainer failed")
     assert [(row["role"], row["errors"]) for row in kept[f"{run.run_id}-logs"]] == [("trainer", 3)]
     tracker.close.assert_called_once_with("FAILED")

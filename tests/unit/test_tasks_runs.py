@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.records import EpochRecord, epoch_key
+from pipelinerl_core.run import locate
+from pipelinerl_core.run.records import EpochRecord, epoch_key
 from pipelinerl_core.testing.fakes import MemoryStore
-from tasks import runs
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(locate, "SHARED_MEMORY", tmp_path)
     run = SimpleNamespace(run_id="run", store=MemoryStore())
-    (runs.shared_memory_of("run") / "00000001.4").mkdir(parents=True)
+    (locate.shared_memory_of("run") / "00000001.4").mkdir(parents=True)
     return run
 
 
@@ -42,8 +42,8 @@ def dead_pid():
 
 
 def is_left(run):
-    runs.remove_shared_memory(run)
-    return runs.shared_memory_of("run").exists()
+    locate.remove_shared_memory(run)
+    return locate.shared_memory_of("run").exists()
 
 
 def test_weights_in_shared_memory_stay_while_the_trainer_of_another_start_is_on_this_host(run):

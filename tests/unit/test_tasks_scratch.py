@@ -12,8 +12,8 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory
-from tasks import scratch
-from tasks.scratch import compiler_cache, own_temporary, scratch_directory
+from pipelinerl_core.supervision import temporary_directories
+from pipelinerl_core.supervision.temporary_directories import compiler_cache, own_temporary, scratch_directory
 
 ROOT = Path(__file__).parents[2]
 # What vLLM calls its sockets.
@@ -58,7 +58,7 @@ for n in range(300):
 
 
 def test_it_goes_although_something_still_writes_into_it(outer, monkeypatch):
-    monkeypatch.setattr(scratch, "_REMOVE_SECONDS", 30.0)
+    monkeypatch.setattr(temporary_directories, "_REMOVE_SECONDS", 30.0)
     with scratch_directory() as directory:
         command = [sys.executable, "-I", "-S", "-c", STRAGGLER, str(directory)]
         straggler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -71,8 +71,8 @@ def test_it_goes_although_something_still_writes_into_it(outer, monkeypatch):
 
 
 OWNER = """
-import time, tasks.scratch
-with tasks.scratch.scratch_directory() as directory:
+import time, pipelinerl_core.supervision.temporary_directories
+with pipelinerl_core.supervision.temporary_directories.scratch_directory() as directory:
     print(directory, flush=True)
     time.sleep(60)
 """
@@ -103,7 +103,7 @@ def test_a_socket_fits_however_long_the_path_of_the_hosts_directory_is(tmp_path,
 
 
 def test_a_directory_that_is_taken_for_an_abandoned_one_while_it_is_made_is_made_again(outer, monkeypatch):
-    lock, taken = scratch.fcntl.flock, []
+    lock, taken = temporary_directories.fcntl.flock, []
 
     def late(descriptor: int, how: int) -> None:
         if not taken:
@@ -111,7 +111,7 @@ def test_a_directory_that_is_taken_for_an_abandoned_one_while_it_is_made_is_made
             taken[0].rmdir()
         lock(descriptor, how)
 
-    monkeypatch.setattr(scratch.fcntl, "flock", late)
+    monkeypatch.setattr(temporary_directories.fcntl, "flock", late)
     with scratch_directory() as directory:
         assert [directory] == list(outer.iterdir()) != taken
 
@@ -137,9 +137,9 @@ def test_compiled_code_is_there_for_the_next_process(outer, monkeypatch):
 
 
 MANY = """
-import tasks.scratch
+import pipelinerl_core.supervision.temporary_directories
 for _ in range(40):
-    with tasks.scratch.scratch_directory() as directory:
+    with pipelinerl_core.supervision.temporary_directories.scratch_directory() as directory:
         (directory / "x").touch()
 """
 

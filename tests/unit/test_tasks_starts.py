@@ -6,7 +6,7 @@ import pytest
 
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.storage.object_store import open_store
-from tasks.starts import count_start
+from tasks.restart_limit import count_start
 
 LIMIT = 2
 

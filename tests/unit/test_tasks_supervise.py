@@ -12,10 +12,10 @@ import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, Fenced
-from pipelinerl_core.roles.trainer import RESERVE_DEADLINE_SECONDS
-from tasks import groups, roles, supervise
-from tasks.commands import role_command, role_environment
-from tasks.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
+from pipelinerl_core.supervision import process_groups, run_roles, supervise
+from pipelinerl_core.supervision.role_commands import role_command, role_environment
+from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
 
 
 @pytest.fixture(autouse=True)
@@ -101,10 +101,10 @@ def test_failures_before_a_long_life_are_not_counted(tmp_path):
 def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, monkeypatch):
     """Groups never come, or ranks: the trainer gives up after its deadline, and has done so in every life."""
     given = {}
-    monkeypatch.setattr(roles, "supervise_role", lambda command, **options: given.update(options))
+    monkeypatch.setattr(run_roles, "supervise_role", lambda command, **options: given.update(options))
     config = load_config("quickstart", [f"trainer.collective_seconds={collective_seconds}"])
     run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
-    roles.supervise(run, "trainer", "trainer", {}, threading.Event())
+    run_roles.supervise(run, "trainer", "trainer", {}, threading.Event())
     start_seconds = 300.0
     assert given["settled_seconds"] > start_seconds + max(RESERVE_DEADLINE_SECONDS, collective_seconds)
 
@@ -247,7 +247,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(groups, "TRACKER_SECONDS", 20.0)
+    monkeypatch.setattr(process_groups, "TRACKER_SECONDS", 20.0)
     with pytest.raises(RoleFailed, match="killed by SIGKILL"):
         run(tmp_path, COUNT + LEAVES_MEMORY, max_restarts=0)
     name, *pids = (tmp_path / "left").read_text().split()
@@ -271,5 +271,5 @@ def test_every_child_waits_passively_and_has_its_thread_limits():
 
 def test_a_role_is_told_whose_child_it_is_and_never_given_the_token_on_its_command_line():
     command = role_command("actor", {"run": "file:///runs/a", "name": "actor-0"})
-    expected = ["-m", "pipelinerl_core.roles.actor", "--run", "file:///runs/a", "--name", "actor-0"]
+    expected = ["-m", "pipelinerl_core.roles.actor.main", "--run", "file:///runs/a", "--name", "actor-0"]
     assert command[1:] == [*expected, "--parent-pid", str(os.getpid())]

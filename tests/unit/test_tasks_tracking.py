@@ -7,12 +7,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
-from pipelinerl_core.records import RoleRecord, role_key
 from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from tasks import tracking
-from tasks.tracking import STALL_SECONDS, RunWatch
+from tasks import run_watch
+from tasks.run_watch import STALL_SECONDS, RunWatch
 
 STEP_SECONDS = STALL_SECONDS / 3
 
@@ -33,9 +33,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(tracking, "time", clock)
-    monkeypatch.setattr(tracking, "Alarms", MagicMock())
-    monkeypatch.setattr(tracking, "create_progress_artifact", lambda *_, **__: None)
+    monkeypatch.setattr(run_watch, "time", clock)
+    monkeypatch.setattr(run_watch, "Alarms", MagicMock())
+    monkeypatch.setattr(run_watch, "create_progress_artifact", lambda *_, **__: None)
     return clock
 
 

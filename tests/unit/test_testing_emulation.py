@@ -11,7 +11,7 @@ import pytest
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.emulation import accelerators as emulation
 from pipelinerl_core.emulation.accelerators import EmulatedClock, EmulatedLearner, EmulatedSpeeds
-from pipelinerl_core.engine.embedded import EmbeddedEngine
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.types import EngineRequest, Sampler
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from pipelinerl_core.report import utilization
+from pipelinerl_core.report.advice import Evidence, advice, bottleneck
+from pipelinerl_core.report.document import build_report
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, write_run
-from pipelinerl_core.tracking import utilization
-from pipelinerl_core.tracking.advice import Evidence, advice, bottleneck
-from pipelinerl_core.tracking.report import build_report
 from pipelinerl_core.types import LengthTotals
 
 

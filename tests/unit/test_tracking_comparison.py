@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from pipelinerl_core.records import ActorSample
-from pipelinerl_core.testing.synthetic_run import START, make_commit
-from pipelinerl_core.tracking import comparison_table
-from pipelinerl_core.tracking.comparison import (
+from pipelinerl_core.comparison import table
+from pipelinerl_core.comparison.analysis import (
     ComparedRun,
     active_seconds,
     compare,
@@ -21,9 +19,11 @@ from pipelinerl_core.tracking.comparison import (
     spread,
     step_costs,
 )
-from pipelinerl_core.tracking.comparison_figure import figure
-from pipelinerl_core.tracking.comparison_page import page
-from pipelinerl_core.tracking.learning_claims import best_conventional, claim_lines, claims
+from pipelinerl_core.comparison.figure import figure
+from pipelinerl_core.comparison.learning_claims import best_conventional, claim_lines, claims
+from pipelinerl_core.comparison.page import page
+from pipelinerl_core.run.records import ActorSample
+from pipelinerl_core.testing.synthetic_run import START, make_commit
 
 
 def commits_at(*seconds, epochs=()):
@@ -151,7 +151,7 @@ def test_the_table_says_how_much_sooner_the_reference_was():
     assert document["seeds"] == [0, 1]
     over = document["arms"]["conventional-1"]["over_reference"]["time_to_target_seconds"]
     assert over["by_seed"] == {"0": 2.0, "1": 1.5}
-    text = comparison_table.markdown(document)
+    text = table.markdown(document)
     assert "| conventional-1 | 12 ± 0 | 1.75 (1.50 to 2.00) | 100 ± 0 |" in text
     assert "| pipeline | 7 ± 1 | 1.00 (1.00 to 1.00) |" in text
     assert "seed 2 dropped: budget." in text
@@ -162,7 +162,7 @@ def test_emulation_is_said_in_table_figure_and_page():
     document, runs = example()
     svg = figure(document, runs)
     assert document["emulated"]
-    assert "Emulated accelerators" in comparison_table.markdown(document)
+    assert "Emulated accelerators" in table.markdown(document)
     assert "seeds 0, 1, emulated accelerators</text>" in svg
     assert "<h1>example: target 0.5, seeds 0, 1, emulated accelerators</h1>" in page(document, svg)
 
@@ -191,7 +191,7 @@ def test_the_page_links_each_run_to_its_report():
 
 def test_a_comparison_of_nothing_has_a_table_and_a_page():
     document, _ = example(**compare([], ["a", "b"], "a", 0.5), runs=[])
-    assert "seeds none." in comparison_table.markdown(document).lower()
+    assert "seeds none." in table.markdown(document).lower()
     assert "No ratio yet" in page(document, figure(document, []))
 
 

@@ -3,7 +3,7 @@
 import json
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.tracking.datasets import run_datasets
+from pipelinerl_core.telemetry.datasets import run_datasets
 
 
 def digests(*overrides):

@@ -4,11 +4,11 @@ import pytest
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.emulation.report_lines import emulation
-from pipelinerl_core.records import RUN_KEY, ActorSample, RunRecord
+from pipelinerl_core.report.document import build_report
+from pipelinerl_core.report.html import render_report
+from pipelinerl_core.run.records import RUN_KEY, ActorSample, RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import START, Shape, make_commit, put_record, write_run
-from pipelinerl_core.tracking.html import render_report
-from pipelinerl_core.tracking.report import build_report
 
 
 def settings(kind="pipeline"):

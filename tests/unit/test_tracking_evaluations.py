@@ -1,7 +1,7 @@
 """Which versions are evaluated, and when there are enough."""
 
+from pipelinerl_core.run.evaluations import next_to_evaluate
 from pipelinerl_core.run.versions import names_several
-from pipelinerl_core.tracking.evaluations import next_to_evaluate
 
 
 def test_versions_are_evaluated_in_order_and_once():

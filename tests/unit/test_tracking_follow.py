@@ -7,13 +7,13 @@ import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.ranges import MAX_STEP
-from pipelinerl_core.records import RUN_KEY, ActorSample, EpochRecord, SwapRecord, commit_key, eval_key
+from pipelinerl_core.report.html import write_report
+from pipelinerl_core.run.follow import RunFollower, commit_metrics, forward
 from pipelinerl_core.run.history import counting, read_commit
+from pipelinerl_core.run.records import RUN_KEY, ActorSample, EpochRecord, SwapRecord, commit_key, eval_key
+from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
-from pipelinerl_core.tracking.follow import RunFollower, commit_metrics, forward
-from pipelinerl_core.tracking.html import write_report
-from pipelinerl_core.tracking.metrics import METRICS
 
 
 class Recorder:

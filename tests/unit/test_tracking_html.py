@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipelinerl_core.records import (
+from pipelinerl_core.report import charts, figures
+from pipelinerl_core.report.html import duration, render_report, write_report
+from pipelinerl_core.run.records import (
     REPORT_HTML_KEY,
     REPORT_JSON_KEY,
     RUN_KEY,
@@ -28,8 +30,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.tracking import charts, figures
-from pipelinerl_core.tracking.html import duration, render_report, write_report
 
 _VOID = {"meta", "br", "link"}
 

@@ -5,11 +5,11 @@ By step 2: 10 tokens of completions of 4 and 30 of completions of 12 have arrive
 
 import pytest
 
+from pipelinerl_core.run.follow import RunFollower, commit_metrics
+from pipelinerl_core.telemetry.length_bias import length_bias, length_line, length_metrics, length_report
+from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from pipelinerl_core.tracking.follow import RunFollower, commit_metrics
-from pipelinerl_core.tracking.lengths import length_bias, length_line, length_metrics, length_report
-from pipelinerl_core.tracking.metrics import METRICS
 from pipelinerl_core.types import LengthTotals
 
 

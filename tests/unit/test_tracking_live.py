@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from pipelinerl_core.records import HUB_KEY, HubRecord
+from pipelinerl_core.report import live_view
+from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import START, Shape, put_record, write_run
-from pipelinerl_core.tracking import live
-from pipelinerl_core.tracking.follow import RunFollower
-from pipelinerl_core.tracking.live import LiveView, format_status, run_status, sparkline, status_line, status_of
 
 LIVE = {
     "newest_version": 4,
@@ -75,7 +75,7 @@ def test_a_complete_run_is_finished_and_its_status_reads_well():
 
 def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monkeypatch):
     clock = {"now": 100.0}
-    monkeypatch.setattr(live.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(live_view.time, "monotonic", lambda: clock["now"])
     out = io.StringIO()
     console = Console(file=out, force_terminal=False, width=20)
     with LiveView(console, 10) as view:
@@ -96,7 +96,7 @@ def test_on_a_terminal_it_draws_progress_actors_and_history(follower):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with LiveView(console, 10) as view:
-        view.update(hub(beat=live.time.time()), follower)
+        view.update(hub(beat=live_view.time.time()), follower)
     text = out.getvalue()
     assert "step 3/10" in text
     assert "12/16 slots" in text

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.errors import StoreError
-from pipelinerl_core.records import commit_key
+from pipelinerl_core.report.live_view import run_status
+from pipelinerl_core.run.follow import RunFollower, forward
+from pipelinerl_core.run.records import commit_key
+from pipelinerl_core.telemetry import measures
+from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
+from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import (
     Shape,
@@ -17,11 +22,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.tracking import measures
-from pipelinerl_core.tracking.follow import RunFollower, forward
-from pipelinerl_core.tracking.live import run_status
-from pipelinerl_core.tracking.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
-from pipelinerl_core.tracking.role_metrics import run_exposition
 from pipelinerl_core.types import WeightSpan
 
 LEARNED = {
@@ -122,5 +122,5 @@ def test_quantile_of_counts_is_the_smallest_value_that_covers_the_share():
 
 def test_docs_list_the_declared_metrics():
     assert Path("docs/metrics.md").read_text(encoding="utf-8") == as_markdown(), (
-        "run python -m pipelinerl_core.tracking.metrics > docs/metrics.md"
+        "run python -m pipelinerl_core.telemetry.metrics > docs/metrics.md"
     )

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from pipelinerl_core.comparison.analysis import compare, run_figures
+from pipelinerl_core.comparison.peer_points import peer_key, peer_run, read_peer
+from pipelinerl_core.comparison.plan import Wanted
+from pipelinerl_core.comparison.run_peers import parse_peers, peer_runs
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.tracking.comparison import compare, run_figures
-from pipelinerl_core.tracking.peers import peer_key, peer_run, read_peer
-from tasks.comparison import Wanted
-from tasks.peers import parse_peers, peer_runs
 
 DOCUMENT = {
     "name": "trl",

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.tracking.redact import REDACTED, flatten, redact
+from pipelinerl_core.telemetry.redact import REDACTED, flatten, redact
 
 
 @pytest.mark.parametrize(

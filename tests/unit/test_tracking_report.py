@@ -7,7 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.records import (
+from pipelinerl_core.report import utilization
+from pipelinerl_core.report.document import build_report, write_weights_table
+from pipelinerl_core.run.records import (
     RUN_KEY,
     WEIGHTS_TABLE_KEY,
     ActorSample,
@@ -27,8 +29,6 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.tracking import utilization
-from pipelinerl_core.tracking.report import build_report, write_weights_table
 
 REQUIRED = {
     "run_id",
@@ -282,7 +282,7 @@ def test_a_batch_of_another_major_version_is_refused_by_name():
 
 
 def test_synthetic_batches_have_the_columns_of_the_batch_schema():
-    from pipelinerl_core.stream.schema import BATCH_SCHEMA
+    from pipelinerl_core.data.schema import BATCH_SCHEMA
 
     store = MemoryStore()
     write_run(store, Shape(steps=1))

@@ -2,11 +2,11 @@
 
 import json
 
+from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, ROWS_PER_STEP, RolloutTable
+from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from pipelinerl_core.tracking.follow import RunFollower
-from pipelinerl_core.tracking.rollout_table import COLUMNS, MAX_STEPS, ROWS_PER_STEP, RolloutTable
 
 
 def run_of(steps):

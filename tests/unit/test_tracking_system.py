@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from pipelinerl_core.tracking import system
-from pipelinerl_core.tracking.metrics import METRICS
-from pipelinerl_core.tracking.system import SystemSampler, gpu_reader, parse_gpus
+from pipelinerl_core.telemetry import system
+from pipelinerl_core.telemetry.metrics import METRICS
+from pipelinerl_core.telemetry.system import SystemSampler, gpu_reader, parse_gpus
 
 URL = "file:///runs/one"
 BUSY = """

@@ -10,16 +10,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flows.cli import live_page
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
-from pipelinerl_core.records import RUN_KEY
+from pipelinerl_core.report import facts, web
+from pipelinerl_core.report.live_view import run_status
+from pipelinerl_core.report.web import LivePage, build_server
+from pipelinerl_core.run.locate import remember_latest
+from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.telemetry.metrics import METRICS
+from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from pipelinerl_core.tracking import facts, web
-from pipelinerl_core.tracking.live import run_status
-from pipelinerl_core.tracking.metrics import METRICS
-from pipelinerl_core.tracking.role_metrics import run_exposition
-from pipelinerl_core.tracking.web import LivePage, build_server
-from tasks.runs import remember_latest
 
 
 class Run:

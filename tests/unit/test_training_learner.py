@@ -15,9 +15,9 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RolloutsConfig, RunConfig
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
+from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.tracking.metrics import METRICS
 from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import (

@@ -8,9 +8,9 @@ import torch
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
-from pipelinerl_core.roles.adopt import _take_committed_weights
-from pipelinerl_core.roles.replay import _check_adapters
+from pipelinerl_core.roles.trainer.adopt import _take_committed_weights
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.tools.replay import _check_adapters
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (

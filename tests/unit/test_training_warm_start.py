@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl_core.config.model_path import SumsModel, model_directory
 from pipelinerl_core.prompts.sums import demonstrations
-from pipelinerl_core.roles.prepare import build, main
+from pipelinerl_core.tools.prepare import build, main
 from pipelinerl_core.training import warm_start
 from pipelinerl_core.training.attention import PACKED_ATTENTION
 

@@ -12,9 +12,8 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, collate
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import ReinforceLoss
-from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.stream.checks import split_groups
-from pipelinerl_core.stream.codec import (
+from pipelinerl_core.data.checks import split_groups
+from pipelinerl_core.data.codec import (
     decode_batch,
     decode_rollouts,
     encode_batch,
@@ -22,6 +21,7 @@ from pipelinerl_core.stream.codec import (
     from_segment,
     to_segment,
 )
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan

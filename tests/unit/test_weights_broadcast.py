@@ -13,8 +13,8 @@ from torch import distributed as dist
 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import BroadcastError
-from pipelinerl_core.records import broadcast_key
-from pipelinerl_core.roles.broadcasting import BroadcastPublisher, joined_groups
+from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher, joined_groups
+from pipelinerl_core.run.records import broadcast_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.broadcast import (
     GROUP_COUNTER,

@@ -18,9 +18,9 @@ from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.evaluator import evaluate
-from pipelinerl_core.roles.inference import build_codec, build_engine
-from pipelinerl_core.roles.process import configure_logging, limit_threads
+from pipelinerl_core.roles.evaluator.main import evaluate
+from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
+from pipelinerl_core.roles.runtime.process import configure_logging, limit_threads
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_core.comparison.analysis import has_reached
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.tracking.comparison import has_reached
 from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipelinerl_core.bench.peers.task import PeerTask, open_task, peer_parser
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.process import configure_logging
+from pipelinerl_core.roles.runtime.process import configure_logging
 from pipelinerl_core.types import Prompt
 
 LEARNING_RATE = 1e-4

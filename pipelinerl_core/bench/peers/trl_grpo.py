@@ -27,7 +27,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.roles.process import configure_logging
+from pipelinerl_core.roles.runtime.process import configure_logging
 from pipelinerl_core.training.optimizer import learning_rate
 
 try:

@@ -1,0 +1,195 @@
+"""Measure the embedded engine against transformers' continuous batching.
+
+Run: `python -m pipelinerl_core.bench.engine [--model DIR] [--json]`. One process, one compute
+thread, the contestants take turns, the best of three rounds counts. Without --model it builds a random Qwen2 of 0.8 M
+parameters. Continuous batching gets a small KV cache and batch (its defaults size the cache by the free memory of the
+machine and build a dense mask over all of it) and no block sharing, which a swap of weights would break. Every
+request has 12 prompt tokens and 64 completion tokens, without end tokens.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.utils import logging as transformers_logging
+
+from pipelinerl_core.bench.engine_load import count_tokens, random_model, random_prompts
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.types import Int32Array
+
+SLOTS = (8, 64, 256)
+PROMPT_TOKENS = 12
+MAX_TOKENS = 64
+ROUNDS = 3
+# Requests per slot of one round: enough that all slots refill once, except where the peer would take minutes.
+REQUESTS_PER_SLOT = {8: 4, 64: 2, 256: 1}
+DEADLINE_SECONDS = 120.0
+
+Contestant = Callable[[Int32Array], int]
+
+
+def main() -> None:
+    """Print a table, or one JSON document with --json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="model directory (default: a random Qwen2 of 0.8 M parameters)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    options = parser.parse_args()
+    try:
+        result = measure(options.model)
+    except ConfigError as error:
+        sys.stderr.write(f"bench engine: {error}\n")
+        sys.exit(2)
+    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+
+
+def measure(model_directory: Path | None = None) -> dict[str, Any]:
+    """Tokens per second of both engines for each number of slots, and what they were measured on."""
+    if model_directory is not None and not model_directory.is_dir():
+        raise ConfigError(f"--model {model_directory}: no such directory")
+    torch.set_num_threads(1)
+    transformers: Any = transformers_logging  # untyped
+    transformers.set_verbosity_error()
+    transformers.disable_progress_bar()
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="transformers")
+    rows = [_measure_slots(model_directory, slots) for slots in SLOTS]
+    parameters = sum(parameter.numel() for parameter in _model(model_directory).parameters())
+    return {
+        "rows": rows,
+        "num_parameters": parameters,
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_tokens": MAX_TOKENS,
+        "rounds": ROUNDS,
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The measurement for people."""
+    lines = [
+        f"tokens/s, {result['num_parameters']:,} parameters, {result['max_tokens']} tokens each, 1 thread, "
+        f"best of {result['rounds']}; load average {result['load_average']} on {result['cores']} cores",
+        f"{'':>6} {'per second':>35} {'per CPU second':>33}",
+        f"{'slots':>6} {'embedded':>10} {'cont. batching':>15} {'ratio':>8} {'embedded':>15} {'cont. batching':>17}",
+    ]
+    lines += [
+        f"{row['slots']:>6} {row['embedded']:>10,} {row['continuous_batching']:>15,} {row['ratio']:>7.1f}x "
+        f"{row['embedded_per_cpu_second']:>15,} {row['continuous_batching_per_cpu_second']:>17,}"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
+    embedded_model = _model(model_directory)
+    vocab_size = embedded_model.get_output_embeddings().weight.shape[0]
+    num_requests = slots * REQUESTS_PER_SLOT[slots]
+    prompts = random_prompts(num_requests, PROMPT_TOKENS, vocab_size)
+    embedded = _Embedded(embedded_model, slots)
+    peer = _ContinuousBatching(_model(model_directory), slots)
+    contestants: dict[str, Contestant] = {"embedded": embedded, "continuous_batching": peer}
+    best = dict.fromkeys(contestants, (0.0, 0.0))
+    try:
+        for contestant in contestants.values():
+            contestant(prompts[: min(8, num_requests)])  # warm up: caches, threads, first-touch memory
+        for _ in range(ROUNDS):
+            for name, contestant in contestants.items():
+                best[name] = max(best[name], _tokens_per_second(contestant, prompts))
+    finally:
+        peer.close()
+    row: dict[str, Any] = {"slots": slots}
+    for name, (per_second, per_cpu_second) in best.items():
+        row |= {name: round(per_second), f"{name}_per_cpu_second": round(per_cpu_second)}
+    row["ratio"] = round(best["embedded"][0] / best["continuous_batching"][0], 2)
+    return row
+
+
+def _tokens_per_second(contestant: Contestant, prompts: Int32Array) -> tuple[float, float]:
+    """Tokens per second of wall time, and of the process's CPU time, which a busy machine disturbs less."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    num_tokens = contestant(prompts)
+    return num_tokens / (time.perf_counter() - start), num_tokens / (time.process_time() - cpu_start)
+
+
+def _model(model_directory: Path | None) -> Any:
+    model: Any
+    if model_directory is not None:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+        return model.eval()
+    return random_model("tiny")
+
+
+class _Embedded:
+    """Our engine; a call generates for all prompts and returns the number of tokens."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        self._engine = EmbeddedEngine(model, slots=slots, max_len=PROMPT_TOKENS + MAX_TOKENS, eos_token_ids=())
+
+    def __call__(self, prompts: Int32Array) -> int:
+        generated = count_tokens(self._engine, prompts, max_tokens=MAX_TOKENS)
+        return asyncio.run(asyncio.wait_for(generated, DEADLINE_SECONDS))
+
+
+class _ContinuousBatching:
+    """transformers' manager; its loop has a thread of its own, which is the only one that computes meanwhile."""
+
+    def __init__(self, model: Any, slots: int) -> None:
+        page_size = 16
+        generation: Any = GenerationConfig
+        pages_per_request = -(-(PROMPT_TOKENS + MAX_TOKENS) // page_size)
+        self._manager = model.init_continuous_batching(
+            generation_config=generation(
+                max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                return_logprobs=True,
+                num_blocks=slots * (pages_per_request + 1),
+                page_size=page_size,
+                max_batch_tokens=512,
+                max_requests_per_batch=slots,
+                allow_block_sharing=False,
+            ),
+        )
+        self._manager.start()
+
+    def __call__(self, prompts: Int32Array) -> int:
+        self._manager.add_requests(prompts.tolist(), max_new_tokens=MAX_TOKENS)
+        num_tokens, num_finished, deadline = 0, 0, time.monotonic() + DEADLINE_SECONDS
+        while num_finished < len(prompts):
+            result = self._manager.get_result(timeout=5)
+            if result is not None and result.is_finished():
+                num_finished += 1
+                num_tokens += len(result.generated_tokens)
+            if time.monotonic() > deadline or not self._manager.is_running():
+                raise DeadlineExceeded(
+                    f"continuous batching finished {num_finished} of {len(prompts)} requests in {DEADLINE_SECONDS} s "
+                    "or stopped; nothing can be compared"
+                )
+        return num_tokens
+
+    def close(self) -> None:
+        """End its thread."""
+        self._manager.stop(block=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The hub's wire: dispatcher, admission, server, client, TLS."""

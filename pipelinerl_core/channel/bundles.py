@@ -1,0 +1,121 @@
+"""Several groups in one write: a write costs both sides about as much as copying a megabyte.
+
+Actors send one message per group, and the hub's service answers it; for the trainer it has one header and one batch
+per group. In between they travel together.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pipelinerl_core.data.codec import row_bytes
+from pipelinerl_core.messages import Answer, Answers, RowsBundle, RowsHeader
+
+BUNDLE_BYTES = 1 << 20
+"""Rows are joined up to this size; a larger group travels alone, and is not copied."""
+
+
+GROUPS_BYTES = 1 << 20
+"""The same on the way to the hub, where the rows of a write stay in memory as long as one group of it is needed."""
+
+
+class Received(NamedTuple):
+    """An answer, with its rows if it has any."""
+
+    answer: Answer
+    rows: pa.RecordBatch | None
+
+
+def bundled(
+    answers: Iterable[tuple[Answer, pa.RecordBatch | None]],
+) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    """The same answers, neighbouring groups joined."""
+    waiting: list[tuple[RowsHeader, pa.RecordBatch]] = []
+    num_bytes = 0
+    for answer, rows in answers:
+        if not isinstance(answer, RowsHeader) or rows is None:
+            yield from _joined(waiting)
+            waiting, num_bytes = [], 0
+            yield answer, rows
+            continue
+        size = row_bytes(rows)
+        if num_bytes + size > BUNDLE_BYTES:
+            yield from _joined(waiting)
+            waiting, num_bytes = [], 0
+        waiting.append((answer, rows))
+        num_bytes += size
+    yield from _joined(waiting)
+
+
+def _joined(waiting: list[tuple[RowsHeader, pa.RecordBatch]]) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+    if len(waiting) < 2:
+        yield from waiting
+        return
+    last = waiting[-1][0]
+    groups = tuple((header.group_id, header.attempt, rows.num_rows) for header, rows in waiting)
+    yield (
+        RowsBundle(re=last.re, groups=groups, remaining=last.remaining),
+        pa.concat_batches([rows for _, rows in waiting]),
+    )
+
+
+def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:
+    """What was joined, group by group; the batches are views. Every other answer is left as it is."""
+    if isinstance(answer, Answers):
+        return [Received(part, None) for part in answer.answers]
+    if not isinstance(answer, RowsBundle) or rows is None:
+        return [Received(answer, rows)]
+    ends = list(itertools.accumulate(num_rows for _, _, num_rows in answer.groups))
+    return [
+        Received(
+            RowsHeader(
+                re=answer.re,
+                group_id=group_id,
+                attempt=attempt,
+                remaining=answer.remaining + len(ends) - 1 - index,
+            ),
+            rows.slice(ends[index] - num_rows, num_rows),
+        )
+        for index, (group_id, attempt, num_rows) in enumerate(answer.groups)
+    ]
+
+
+class Frame(NamedTuple):
+    """One request to be written; `written` is set once Flight has taken it."""
+
+    metadata: bytes
+    rows: pa.RecordBatch | None
+    is_group: bool
+    written: threading.Event
+
+
+def together(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+    """The same frames in their order, groups that go into one write side by side."""
+    part: list[Frame] = []
+    num_bytes = 0
+    for frame in frames:
+        size = frame.rows.get_total_buffer_size() if frame.rows is not None else 0
+        if part and not (_are_alike(part[-1], frame) and num_bytes + size <= GROUPS_BYTES):
+            yield part
+            part, num_bytes = [], 0
+        part.append(frame)
+        num_bytes += size
+    if part:
+        yield part
+
+
+def _are_alike(one: Frame, other: Frame) -> bool:
+    if not (one.is_group and other.is_group) or one.rows is None or other.rows is None:
+        return False
+    return bool(one.rows.schema.equals(other.rows.schema, check_metadata=True))
+
+
+def as_one(frames: Sequence[Frame]) -> tuple[bytes, pa.RecordBatch | None]:
+    """Metadata and rows of one write: those of the frame, or one message `groups` for several."""
+    if len(frames) == 1:
+        return frames[0].metadata, frames[0].rows
+    messages = b",".join(frame.metadata for frame in frames)
+    return b'{"kind":"groups","groups":[' + messages + b"]}", pa.concat_batches([frame.rows for frame in frames])

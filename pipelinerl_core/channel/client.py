@@ -1,0 +1,281 @@
+"""A role's side of the channel to the hub: requests that are repeated until they are answered.
+
+Synchronous and safe between threads; every wait has a deadline. A client that nobody closed does not hold up the
+exit of the interpreter.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import ValidationError
+
+from pipelinerl_core.channel.bundles import Frame, Received
+from pipelinerl_core.channel.connection import Connection, Lost, lost_text
+from pipelinerl_core.channel.refusals import error_of
+from pipelinerl_core.errors import ConfigError, HubUnavailable, StreamError
+from pipelinerl_core.messages import (
+    Answer,
+    Bye,
+    Credit,
+    Goodbye,
+    Group,
+    Introduction,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+    Rows,
+    RowsHeader,
+    encode,
+)
+
+CLOSE_SECONDS = 2.0
+"""Longest time `close` waits for the hub's farewell."""
+
+_log = logging.getLogger(__name__)
+
+RowsAnswer = tuple[RowsHeader, pa.RecordBatch]
+
+
+class HubClient:
+    """One peer of the hub. Opens its exchange at once: HubUnavailable without a hub, ConfigError with a wrong token.
+
+    `on_credit` is called on the reading thread with each number of groups the trainer has taken. `faults` is for
+    tests: asked "send" or "receive" before each message that is repeated until answered, True loses the message.
+    Credit is never lost: it lives and dies with its connection, and registering again grants it anew. `certificate`
+    is the PEM by which a hub behind grpc+tls:// is known; no other is trusted.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str,
+        role: Literal["actor", "trainer"],
+        name: str,
+        on_credit: Callable[[int], None] | None = None,
+        retry_seconds: float = 2.0,
+        deadline_seconds: float = 120.0,
+        faults: Callable[[str], bool] | None = None,
+        certificate: str = "",
+    ) -> None:
+        self._token = token
+        self._certificate = certificate
+        self._command = _introduction(role, name)
+        self._on_credit = on_credit
+        self._retry_seconds = retry_seconds
+        self._deadline_seconds = deadline_seconds
+        self._faults = faults
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._connection = self._open(url)
+
+    @property
+    def url(self) -> str:
+        """Where the hub was found."""
+        return self._connection.url
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the exchange is open and the hub has not said goodbye."""
+        return self._connection.lost is None
+
+    def reconnect(self, url: str | None = None, *, certificate: str | None = None) -> None:
+        """Leave the old exchange and open a new one, at `url` if given. The role must register again."""
+        with self._lock:
+            self._certificate = self._certificate if certificate is None else certificate
+            self._connection.cut("reconnecting")
+            self._connection = self._open(url or self._connection.url)
+
+    def request(
+        self, message: Request, rows: pa.RecordBatch | None = None, *, timeout: float | None = None
+    ) -> Answer:
+        """The hub's answer (Refused included). The same message is sent again until it comes.
+
+        Raises HubUnavailable as soon as the connection is lost, or after `timeout` (default: deadline_seconds).
+        """
+        return self.request_all([(message, rows)], timeout=timeout)[0]
+
+    def request_all(
+        self, messages: Sequence[tuple[Request, pa.RecordBatch | None]], *, timeout: float | None = None
+    ) -> list[Answer]:
+        """The answers to several requests, in their order; none waits for the answer to another.
+
+        Raises like `request`; `timeout` holds for all of them together.
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        calls = [_Call(self._identified(message), rows, self._faults) for message, rows in messages]
+        answers: dict[int, Answer] = {}
+        with _Exchange(self._connection, [call.message.id for call in calls]) as exchange:
+            while open_calls := [call for call in calls if call.message.id not in answers]:
+                exchange.send(open_calls)
+                patience = max(self._patience(call.message) for call in open_calls)
+                exchange.collect(answers, min(deadline, time.monotonic() + patience))
+                if len(answers) < len(calls) and time.monotonic() >= deadline:
+                    late = next(call for call in open_calls if call.message.id not in answers)
+                    raise HubUnavailable(_late_text(late.message.kind, exchange.url, limit_seconds))
+        return [answers[call.message.id] for call in calls]
+
+    def reserve(self, message: Reserve, *, timeout: float | None = None) -> tuple[Answer, list[RowsAnswer]]:
+        """The hub's answer, and the rows that followed it; those of the other groups are to be asked for.
+
+        Raises like `request`.
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        call = _Call(self._identified(message.model_copy(update={"with_rows": True})), None, self._faults)
+        with _Exchange(self._connection, [call.message.id]) as exchange:
+            while time.monotonic() < deadline:
+                exchange.send([call])
+                parts = exchange.next(min(deadline, time.monotonic() + self._patience(call.message)))
+                if parts is None or isinstance(parts[0].answer, RowsHeader):  # rows alone: the answer was lost
+                    continue
+                answer = parts[0].answer
+                if not isinstance(answer, Reserved) or not answer.num_following:
+                    return answer, []
+                return answer, exchange.following(answer.num_following, self._retry_seconds)
+        raise HubUnavailable(_late_text(call.message.kind, self.url, limit_seconds))
+
+    def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
+        """The rows of every group that `message` names, in its order; what was lost is asked for again.
+
+        Raises what a refusal means (MissingObject, Fenced, StreamError ...), or HubUnavailable like `request`.
+        """
+        limit_seconds = self._deadline_seconds if timeout is None else timeout
+        deadline = time.monotonic() + limit_seconds
+        found: dict[tuple[int, int], RowsAnswer] = {}
+        while missing := tuple(group for group in message.groups if group not in found):
+            if time.monotonic() >= deadline:
+                raise HubUnavailable(
+                    f"rows of {len(missing)} of {len(message.groups)} groups of step {message.step} did not come "
+                    f"from {self.url} within {limit_seconds:g} s. Look at hub.json for a newer hub, then reconnect"
+                )
+            part = self._identified(message.model_copy(update={"groups": missing}))
+            with _Exchange(self._connection, [part.id]) as exchange:
+                exchange.send([_Call(part, None, self._faults)])
+                for header, rows in exchange.stream(self._retry_seconds, deadline):
+                    found[header.group_id, header.attempt] = (header, rows)
+        return [found[group] for group in message.groups]
+
+    def close(self, *, bye: bool = True) -> None:
+        """Leave, after telling the hub if `bye`; takes a few seconds at most, whatever the hub does."""
+        if bye and self.is_connected:
+            try:
+                self.request(Bye(), timeout=CLOSE_SECONDS)
+            except HubUnavailable as error:
+                _log.debug("left without an answer: %s", error)
+        self._connection.finish(CLOSE_SECONDS)
+
+    def _identified(self, message: Request) -> Request:
+        return message.model_copy(update={"id": next(self._ids)})
+
+    def _patience(self, message: Request) -> float:
+        """Seconds before the message is sent again."""
+        return self._retry_seconds + (message.wait_seconds if isinstance(message, Reserve) else 0.0)
+
+    def _open(self, url: str) -> "Connection":
+        return Connection(url, self._token, self._command, self._on_credit, self._faults, self._certificate)
+
+
+def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
+    try:
+        return encode(Introduction(role=role, name=name))
+    except ValidationError:
+        raise ConfigError(
+            f"{name!r} cannot be the name of a peer: 1 to 100 printable characters, no slash, no dot in front"
+        ) from None
+
+
+def _late_text(kind: str, url: str, limit_seconds: float) -> str:
+    where = "Look at hub.json for a newer hub, then reconnect"
+    return f"no answer to {kind} from {url} within {limit_seconds:g} s. {where}"
+
+
+class _Call:
+    """One request, as it is sent and sent again."""
+
+    def __init__(self, message: Request, rows: pa.RecordBatch | None, faults: Callable[[str], bool] | None) -> None:
+        self.message = message
+        self._metadata = encode(message)
+        self._rows = rows
+        self._faults = faults
+        self._written: threading.Event | None = None
+
+    def frame(self) -> Frame | None:
+        """What is to be written now; None while the last writing is stuck, or when a test loses it."""
+        if self._written is not None and not self._written.is_set():
+            return None
+        self._written = threading.Event()
+        if self._faults is not None and self._faults("send"):
+            self._written.set()
+            return None
+        return Frame(self._metadata, self._rows, isinstance(self.message, Group), self._written)
+
+
+class _Exchange:
+    """Requests that are under way on one connection, and the mailbox for their answers."""
+
+    def __init__(self, connection: Connection, numbers: Sequence[int]) -> None:
+        self.url = connection.url
+        self._connection = connection
+        self._numbers = numbers
+
+    def __enter__(self) -> "_Exchange":
+        self._mailbox = self._connection.expect(self._numbers)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._connection.forget(self._numbers)
+
+    def send(self, calls: Sequence[_Call]) -> None:
+        """Send them, but for those whose last sending is not written yet."""
+        frames = [frame for call in calls if (frame := call.frame()) is not None]
+        if frames:
+            self._connection.send(frames)
+
+    def collect(self, answers: dict[int, Answer], until: float) -> None:
+        """Add answers by the number of their request, until there is one to each or it is `until`."""
+        while len(answers) < len(self._numbers) and (parts := self.next(until)) is not None:
+            for answer, _ in parts:
+                if not isinstance(answer, Credit | Goodbye):
+                    answers[answer.re] = answer
+
+    def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
+        """All groups that arrive until the last one, or until none comes for `patience_seconds`."""
+        found: list[RowsAnswer] = []
+        while (parts := self.next(min(deadline, time.monotonic() + patience_seconds))) is not None:
+            for answer, rows in parts:
+                if isinstance(answer, Refused):
+                    raise error_of(answer)
+                if not isinstance(answer, RowsHeader) or rows is None:
+                    raise StreamError(f"the hub answered a request for rows with {answer.kind} and no rows")
+                found.append((answer, rows))
+                if answer.remaining == 0:
+                    return found
+        return found
+
+    def following(self, num_groups: int, patience_seconds: float) -> "list[RowsAnswer]":
+        """The rows behind an answer, as many as come without a pause of `patience_seconds`."""
+        found: dict[tuple[int, int], RowsAnswer] = {}
+        while len(found) < num_groups and (parts := self.next(time.monotonic() + patience_seconds)) is not None:
+            for answer, rows in parts:
+                if isinstance(answer, RowsHeader) and rows is not None:  # else: the answer once more
+                    found[answer.group_id, answer.attempt] = (answer, rows)
+        return list(found.values())
+
+    def next(self, until: float) -> list[Received] | None:
+        """The next answers before `until`, or None. Raises HubUnavailable when none will come."""
+        try:
+            received = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return None
+        if isinstance(received, Lost):
+            raise HubUnavailable(lost_text(self.url, received.reason))
+        return received

@@ -1,0 +1,237 @@
+"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits for a write."""
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.flight as fl
+from pydantic import ValidationError
+
+from pipelinerl_core.channel.bundles import Frame, Received, as_one, together, unbundled
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, check_schema
+from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
+from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
+
+CERTIFIED_NAME = "pipelinerl-hub"
+"""The name in every hub's certificate, whatever its address: a client trusts one certificate, not a name."""
+CONNECT_SECONDS = 10.0
+"""For the hub's first word."""
+_WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)  # everything that a broken connection raises
+_WRITER_SECONDS = 1.0  # a cancelled write returns at once
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, and no back-off inherited from other clients
+    ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Lost(NamedTuple):
+    """In place of an answer: none will come on this connection."""
+
+    reason: str
+
+
+Mailbox = queue.SimpleQueue[list[Received] | Lost]
+"""Answers that came in one write lie in it together: whoever waits is woken once for them."""
+
+
+class Connection:
+    """One exchange with its two threads. `lost` says why it is over."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        command: bytes,
+        on_credit: Callable[[int], None] | None,
+        faults: Callable[[str], bool] | None,
+        certificate: str = "",
+    ) -> None:
+        self.url = url
+        self.lost: str | None = None
+        self.waiting: dict[int, Mailbox] = {}
+        self._lock = threading.Lock()
+        self._on_credit = on_credit
+        self._faults = faults
+        self._heard = threading.Event()
+        self._is_unauthenticated = False
+        self._frames: queue.SimpleQueue[Sequence[Frame] | None] = queue.SimpleQueue()
+        self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
+        # Before the interpreter exits: a thread that reads from Flight would hang it.
+        self._finalizer = weakref.finalize(self, _cancel, self._reader)
+        self._read_thread = threading.Thread(target=self._read, name="hub-reader", daemon=True)
+        self._write_thread = threading.Thread(target=self._write, name="hub-writer", daemon=True)
+        self._write_thread.start()
+        self._read_thread.start()  # second: when it ends it joins the other
+        self._await_hub()
+
+    def expect(self, numbers: Sequence[int]) -> Mailbox:
+        """The mailbox for answers to these requests."""
+        mailbox: Mailbox = queue.SimpleQueue()
+        with self._lock:
+            if self.lost is not None:
+                raise HubUnavailable(lost_text(self.url, self.lost))
+            self.waiting.update(dict.fromkeys(numbers, mailbox))
+        return mailbox
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Later answers to them are dropped."""
+        with self._lock:
+            for number in numbers:
+                self.waiting.pop(number, None)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Leave frames to the writing thread, groups among them together."""
+        for part in together(frames):
+            self._frames.put(part)
+
+    def cut(self, reason: str) -> None:
+        """End the exchange at once; waiting requests raise HubUnavailable."""
+        self._lose(reason)
+        self._frames.put(None)
+        self._finalizer()
+
+    def finish(self, seconds: float) -> None:
+        """End the exchange in order: close the writing side, wait for the hub to end its own, else cancel."""
+        self._frames.put(None)
+        self._read_thread.join(seconds)
+        self.cut("closed")
+        self._read_thread.join(seconds)
+        self._write_thread.join(seconds)
+
+    def _await_hub(self) -> None:
+        """The hub's first word (its schema) tells that it let us in; Flight itself may report a refusal only then."""
+        if not self._heard.wait(CONNECT_SECONDS):
+            self.cut(f"it did not answer within {CONNECT_SECONDS:g} s")
+        if self._is_unauthenticated:
+            raise ConfigError(_token_text(self.url))
+        if self.lost is not None:
+            raise HubUnavailable(_absent_text(self.url, self.lost))
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.lost is None:
+                self.lost = reason
+            mailboxes = set(self.waiting.values())
+        for mailbox in mailboxes:
+            mailbox.put(Lost(reason))
+
+    def _write(self) -> None:
+        try:
+            while (frames := self._frames.get()) is not None:
+                metadata, rows = as_one(frames)
+                if rows is None:
+                    self._writer.write_metadata(metadata)
+                else:
+                    self._writer.write_with_metadata(rows, metadata)
+                for frame in frames:  # they may be sent again
+                    frame.written.set()
+            self._writer.done_writing()
+        except _WIRE_ERRORS as error:
+            self._lose(_reason_of(error))
+
+    def _read(self) -> None:
+        reason = "the hub ended the exchange"
+        try:
+            check_schema(self._reader.schema)
+            self._heard.set()
+            while True:
+                chunk = self._reader.read_chunk()
+                answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
+                if isinstance(answer, Goodbye):
+                    reason = "the hub said goodbye"
+                    break
+                self._deliver(answer, chunk.data)
+        except StopIteration:
+            pass
+        except fl.FlightUnauthenticatedError:
+            self._is_unauthenticated = True
+            reason = "the hub refuses the token"
+        except SchemaMismatch as error:
+            reason = str(error)
+        except ValidationError:
+            reason = "the hub sent a message that this release does not know"
+        except _WIRE_ERRORS as error:
+            reason = _reason_of(error)
+        except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
+            _log.exception("the reading thread failed")
+            reason = f"the reading thread failed: {type(error).__name__}"
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """The reading thread has nothing more to read."""
+        self.cut(reason)
+        self._heard.set()
+        self._write_thread.join(_WRITER_SECONDS)
+        if self._write_thread.is_alive():  # it may be in a call on what would be closed
+            return
+        try:
+            self._writer.close()
+            self._client.close()
+        except _WIRE_ERRORS as error:
+            _log.debug("close: %s", _reason_of(error))
+
+    def _deliver(self, answer: Answer, rows: pa.RecordBatch | None) -> None:
+        if isinstance(answer, Credit):
+            if self._on_credit is not None:
+                self._on_credit(answer.num_groups)
+            return
+        parts: dict[Mailbox, list[Received]] = {}
+        for part in unbundled(answer, rows):
+            if isinstance(part.answer, Credit | Goodbye) or (self._faults is not None and self._faults("receive")):
+                continue
+            mailbox = self.waiting.get(part.answer.re)
+            if mailbox is not None:
+                parts.setdefault(mailbox, []).append(part)
+        for mailbox, found in parts.items():
+            mailbox.put(found)
+
+
+def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
+    """Client, writer and reader. HubUnavailable without a hub, ConfigError with a wrong token; Flight may report
+    both only when the hub's first word is read.
+    """
+    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
+    trust = {"tls_root_certs": certificate, "override_hostname": CERTIFIED_NAME} if certificate else {}
+    try:
+        client = fl.FlightClient(url, generic_options=list(_CHANNEL_OPTIONS), **trust)
+        writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
+        writer.begin(ROLLOUT_SCHEMA)
+    except fl.FlightUnauthenticatedError:
+        raise ConfigError(_token_text(url)) from None
+    except _WIRE_ERRORS as error:
+        raise HubUnavailable(_absent_text(url, _reason_of(error))) from None
+    return client, writer, reader
+
+
+def _cancel(reader: Any) -> None:
+    """End the exchange at once, whatever thread reads or writes."""
+    try:
+        reader.cancel()
+    except _WIRE_ERRORS as error:
+        _log.debug("cancel: %s", error)
+
+
+def _token_text(url: str) -> str:
+    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
+
+
+def _absent_text(url: str, reason: str) -> str:
+    return f"no hub at {url}: {reason}. Start the hub, or look at hub.json"
+
+
+def lost_text(url: str, reason: str) -> str:
+    """What the caller reads when a connection is gone."""
+    return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
+
+
+def _reason_of(error: BaseException) -> str:
+    """Why there is no exchange, or no more; one line."""
+    if "certificate verify failed" in str(error):
+        return "it shows another certificate than the one in hub.json"
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,274 @@
+"""What the hub does with a message: the door, the service behind it, and the answer.
+
+It knows nothing of ledgers, and of Flight only how to write to a peer. Requests and answers are JSON; rows are the
+record batch of the same write. Both directions use ROLLOUT_SCHEMA.
+
+A peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock: writing to an
+exchange whose handler has returned crashes the process. Messages of actors, which wait for nothing, are worked
+on in turn: a hundred threads, each of which lets go of the interpreter a dozen times per message, spend most of their
+time on handing it to each other.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.flight as fl
+
+from pipelinerl_core.channel.admission import check_sender, id_of, parse
+from pipelinerl_core.channel.bundles import bundled
+from pipelinerl_core.channel.refusals import code_of
+from pipelinerl_core.data.checks import apart, check_groups, check_places
+from pipelinerl_core.data.schema import conform
+from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
+from pipelinerl_core.interfaces import HubService
+from pipelinerl_core.messages import (
+    Answer,
+    Answers,
+    Credit,
+    Goodbye,
+    Group,
+    Groups,
+    Introduction,
+    Refused,
+    Request,
+    encode,
+)
+from pipelinerl_core.types import GroupRef
+
+_MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
+
+_log = logging.getLogger(__name__)
+
+
+class PeerWriter(Protocol):
+    """Flight's way to one peer. Errors of the wire may be raised."""
+
+    def write_metadata(self, metadata: bytes) -> None:
+        """A message without rows."""
+        ...
+
+    def write_with_metadata(self, rows: pa.RecordBatch, metadata: bytes) -> None:
+        """A message with its rows."""
+        ...
+
+
+class Peer:
+    """One exchange with a peer. Its methods may be called from any thread at any time.
+
+    A writer waits for as long as its peer does not read. That is the trouble of the thread that answers the peer, and
+    of no other: what nobody has asked for goes out on a thread of the peer's own (`tell_on`).
+    """
+
+    def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
+        self.name = name
+        self.who = who
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._is_dead = False
+        self._num_faults = 0
+        self._unasked: list[Credit | Goodbye | None] = []  # None: nothing follows
+        self._has_unasked = threading.Condition()
+
+    def note_fault(self, error: PipelineRLError) -> None:
+        """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:
+            _log.warning("%s: refused (%d so far): %s", self.name, self._num_faults, str(error)[:_MAX_DETAIL])
+
+    def write(self, answer: Answer, rows: pa.RecordBatch | None = None) -> None:
+        """Send, or do nothing if the peer has gone."""
+        with self._lock:
+            if self._is_dead:
+                return
+            try:
+                if rows is None:
+                    self._writer.write_metadata(encode(answer))
+                else:
+                    self._writer.write_with_metadata(conform(rows), encode(answer))
+            except (pa.ArrowException, fl.FlightError, OSError) as error:
+                _log.debug("%s: write failed, its reader will end: %s", self.name, error)
+
+    def end(self) -> None:
+        """Forbid every later write. Must precede the return of the exchange's handler."""
+        with self._lock:
+            self._is_dead = True
+        self._tell(None)
+
+    def return_credit(self, num_groups: int) -> None:
+        """CreditSink of this peer."""
+        self._tell(Credit(num_groups=num_groups))
+
+    def say_goodbye(self) -> None:
+        """The hub is shutting down."""
+        self._tell(Goodbye())
+
+    def _tell(self, news: Credit | Goodbye | None) -> None:
+        with self._has_unasked:
+            before = self._unasked[-1] if self._unasked else None
+            if isinstance(before, Credit) and isinstance(news, Credit):  # the peer has not heard of that one yet
+                self._unasked[-1] = Credit(num_groups=before.num_groups + news.num_groups)
+            else:
+                self._unasked.append(news)
+            self._has_unasked.notify()
+
+    def tell_on(self) -> None:
+        """Send what nobody has asked for, until `end`."""
+        while True:
+            with self._has_unasked:
+                self._has_unasked.wait_for(lambda: self._unasked)
+                news = self._unasked.pop(0)
+            if news is None:
+                return
+            self.write(news)
+
+
+class Desk:
+    """Answers peers for a HubService. Thread-safe."""
+
+    def __init__(self, service: HubService, *, max_row_bytes: int, max_tokens_per_row: int) -> None:
+        self.is_open = False
+        """Whether peers are let in: not before the start, and not once goodbye is said."""
+        self._service = service
+        self._max_row_bytes = max_row_bytes
+        self._max_tokens_per_row = max_tokens_per_row
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+        self._serials = itertools.count(1)
+        self._turn = threading.Lock()
+
+    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
+        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
+        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
+        threading.Thread(target=peer.tell_on, name=f"tell-{peer.name}", daemon=True).start()
+        with self._lock:
+            self._peers[peer.name] = peer
+        if not self.is_open:  # it came while goodbye was said to the others
+            peer.say_goodbye()
+        try:
+            self._service.connected(peer.name, peer.return_credit)
+        except BaseException:
+            self.part(peer)
+            raise
+        return peer
+
+    def part(self, peer: Peer) -> None:
+        """A peer has gone; nothing is written to it when this has returned."""
+        peer.end()
+        with self._lock:
+            self._peers.pop(peer.name, None)
+        self._service.disconnected(peer.name)
+
+    def say_goodbye(self) -> None:
+        """Tell every peer that the hub is shutting down, and let nobody in any more."""
+        self.is_open = False
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.say_goodbye()
+
+    def answer(self, peer: Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        """Answer one message, whatever is wrong with it."""
+        try:
+            request = parse(metadata)
+        except SchemaMismatch as error:
+            peer.note_fault(error)
+            peer.write(Refused(re=id_of(metadata), code="schema", detail=str(error)[:_MAX_DETAIL]))
+            return
+        if isinstance(request, Groups):
+            peer.write(self._answer_groups(peer, request, rows))
+            return
+        for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
+            peer.write(answer, answer_rows)
+
+    def _answer_groups(self, peer: Peer, request: Groups, rows: pa.RecordBatch | None) -> Answers:
+        """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
+        refs = [group.ref for group in request.groups]
+        with self._turn:
+            try:
+                whole = self._sized(rows)
+                check_places(refs, whole)
+                is_checked = self._are_sound(refs, whole)
+            except SchemaMismatch as error:
+                refusals = tuple(_refusal(peer, group, error) for group in request.groups)
+                return Answers(re=request.id, answers=refusals)
+            if is_checked and peer.who.role == "actor":
+                answers = self._take_together(peer, request.groups, whole)
+            else:
+                answers = [
+                    self._answer_group(peer, group, part, is_checked)
+                    for group, part in zip(request.groups, apart(refs, whole), strict=True)
+                ]
+        return Answers.model_validate({"re": request.id, "answers": answers})
+
+    def _take_together(self, peer: Peer, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
+        try:
+            found = self._service.handle_groups(peer.name, groups, rows)
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            return [_refusal(peer, group, error) for group in groups]
+        return [
+            _refusal(peer, group, answer) if isinstance(answer, Exception) else answer
+            for group, answer in zip(groups, found, strict=True)
+        ]
+
+    def _answer_group(self, peer: Peer, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
+        try:
+            check_sender(peer.who, group)
+            [(answer, _)] = self._service.handle(peer.name, group, rows if is_checked else self._admit(group, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            return _refusal(peer, group, error)
+        return answer
+
+    def _are_sound(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
+        try:
+            check_groups(refs, rows, max_tokens_per_row=self._max_tokens_per_row)
+        except SchemaMismatch:
+            return False
+        return True
+
+    def _answers_to(
+        self, peer: Peer, request: Request, rows: pa.RecordBatch | None
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """What the service says, or why it was not asked."""
+        try:
+            check_sender(peer.who, request)
+            if peer.who.role == "actor":
+                with self._turn:
+                    answers = list(self._service.handle(peer.name, request, self._admit(request, rows)))
+                yield from answers
+            else:  # a trainer's reserve waits, its rows are read from the store
+                yield from self._service.handle(peer.name, request, self._admit(request, rows))
+        except Exception as error:  # noqa: BLE001 - answered, see _refusal
+            yield _refusal(peer, request, error), None
+
+    def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
+        """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
+        if not isinstance(request, Group):
+            if rows is not None:
+                raise SchemaMismatch(f"a {request.kind} message carries no rows")
+            return None
+        rows = self._sized(rows)
+        check_groups([request.ref], rows, max_tokens_per_row=self._max_tokens_per_row)
+        return rows
+
+    def _sized(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
+        if rows is None:
+            raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
+        num_bytes = rows.get_total_buffer_size()
+        if num_bytes > self._max_row_bytes:
+            raise SchemaMismatch(f"{num_bytes} bytes of rows in one message, the limit is {self._max_row_bytes}")
+        return conform(rows)
+
+
+def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
+    """One bad request must not end the hub, nor show its insides."""
+    if not isinstance(error, PipelineRLError):
+        _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
+        return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")
+    code = code_of(error)
+    if code in ("schema", "wrong_peer"):
+        peer.note_fault(error)
+    return Refused(re=request.id, code=code, detail=str(error)[:_MAX_DETAIL])

@@ -1,0 +1,1 @@
+"""Comparisons: arms over seeds, their plan, their results and the pages about them."""

@@ -1,0 +1,257 @@
+"""Arms over seeds: when each run reached the target, what it cost, ratios between arms and their spread.
+
+Pure: commits, evaluations and reports in, JSON values out. Ratios are taken seed by seed, where both arms began with
+the same weights and prompts, and then averaged. Time counts from commit 0, when the first actor could start.
+"""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelinerl_core.run.records import Commit
+
+REWARD_STEPS = 10
+"""Steps over which the training reward is averaged before a run is stopped for being past the target."""
+
+HONEST_SHARE = 0.02
+"""Of a run's time, by which real work may exceed the emulated work it stands for without being mentioned."""
+
+RATIOS = ("time_to_target_seconds", "samples_to_target", "rollouts_per_second")
+"""Figures of which each arm's ratio to the reference arm is taken."""
+
+# key of a figure -> where report.json has it
+_FROM_REPORT = {
+    "tokens_per_second": ("tokens_per_second",),
+    "ess_mean": ("ess_mean",),
+    "lag_mean": ("lag", "mean"),
+    "lag_max": ("lag", "max"),
+    "trainer_idle_fraction": ("trainer_idle_fraction",),
+    "actor_idle_fraction": ("actor_idle_fraction",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComparedRun:
+    """One arm with one seed, as far as it went."""
+
+    arm: str
+    seed: int
+    run_id: str
+    code_version: str
+    """Empty for a peer."""
+    is_emulated: bool
+    commits: Mapping[int, Commit]
+    accuracies: Mapping[int, float]
+    """Version -> held-out accuracy."""
+    report: Mapping[str, Any]
+    """report.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedVersion:
+    """A point of the learning curve."""
+
+    version: int
+    seconds: float
+    samples: int
+    accuracy: float
+
+
+def has_reached(rewards: Sequence[float], level: float) -> bool:
+    """Whether the mean of any REWARD_STEPS successive rewards is at or above a level."""
+    windows = (rewards[end - REWARD_STEPS : end] for end in range(REWARD_STEPS, len(rewards) + 1))
+    return any(statistics.fmean(window) >= level for window in windows)
+
+
+def rewards_of(commits: Mapping[int, Commit]) -> list[float]:
+    """Training reward of every step that has one, in order."""
+    return [
+        commits[step].metrics["reward/mean"] for step in sorted(commits) if "reward/mean" in commits[step].metrics
+    ]
+
+
+def active_seconds(commits: Mapping[int, Commit]) -> dict[int, float]:
+    """Step -> seconds of running from commit 0 to its commit; time between a stop and a resume does not count.
+
+    The step after a resume counts with the mean time of the others, or from when the trainer began to wait for groups
+    if it is the first. Example: committed at 0, 10, 12, 500 (after a resume), 502 is 0, 10, 12, 14, 16.
+    """
+    ordered = [commits[step] for step in sorted(commits)]
+    pairs = list(itertools.pairwise(ordered))
+    steady = [after.committed_at - before.committed_at for before, after in pairs if before.epoch == after.epoch]
+    usual = statistics.fmean(steady[1:] or steady) if steady else 0.0
+    seconds = {ordered[0].step: 0.0} if ordered else {}
+    for before, after in pairs:
+        if before.epoch == after.epoch:
+            passed = after.committed_at - before.committed_at
+        elif before.step == 0:
+            waited = after.metrics.get("time/reserve_wait_seconds", 0.0)
+            passed = after.committed_at - after.reserved_at + waited
+        else:
+            passed = usual
+        seconds[after.step] = seconds[before.step] + passed
+    return seconds
+
+
+def num_resumes(commits: Mapping[int, Commit]) -> int:
+    """How often the trainer started again between two commits."""
+    epochs = [commits[step].epoch for step in sorted(commits)]
+    return sum(before != after for before, after in itertools.pairwise(epochs))
+
+
+def overrun_share(run: ComparedRun) -> float:
+    """Time that real work took beyond what it emulated, as a share of the run's; 0 for a run at real speed."""
+    emulation = run.report.get("emulation") or {}
+    seconds = max(active_seconds(run.commits).values(), default=0.0)
+    overrun = emulation.get("decode_overrun_seconds", 0.0) + emulation.get("train_overrun_seconds", 0.0)
+    return float(overrun / seconds) if seconds else 0.0
+
+
+def samples_by_step(commits: Mapping[int, Commit]) -> dict[int, int]:
+    """Step -> rollouts trained until then."""
+    return {step: int(commits[step].metrics.get("progress/samples", 0)) for step in sorted(commits)}
+
+
+def learning_curve(run: ComparedRun) -> list[EvaluatedVersion]:
+    """The evaluated versions of a run, in order."""
+    seconds, samples = active_seconds(run.commits), samples_by_step(run.commits)
+    return [
+        EvaluatedVersion(
+            version=version,
+            seconds=seconds[version],
+            samples=samples[version],
+            accuracy=run.accuracies[version],
+        )
+        for version in sorted(run.accuracies)
+        if version in seconds
+    ]
+
+
+def first_crossing(points: Sequence[tuple[float, float]], level: float) -> float | None:
+    """x at which y first reaches a level, linear between the points; None if it never does.
+
+    Example: (0, 0.2), (10, 0.4), (20, 0.6) reach 0.5 at 15.
+    """
+    before: tuple[float, float] | None = None
+    for x, y in points:
+        if y >= level:
+            return x if before is None else before[0] + (x - before[0]) * (level - before[1]) / (y - before[1])
+        before = (x, y)
+    return None
+
+
+def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
+    """Every figure of one run; None where it has none."""
+    curve = learning_curve(run)
+    seconds = active_seconds(run.commits)
+    last = max(run.commits, default=0)
+    samples = samples_by_step(run.commits)
+    kl = [commit.metrics["importance/kl"] for commit in run.commits.values() if "importance/kl" in commit.metrics]
+    return {
+        "time_to_target_seconds": first_crossing([(one.seconds, one.accuracy) for one in curve], target),
+        "samples_to_target": first_crossing([(float(one.samples), one.accuracy) for one in curve], target),
+        "samples_per_second": samples[last] / seconds[last] if seconds.get(last) else None,
+        "rollouts_per_second": _steady_rate(samples, seconds),
+        **step_costs(run.commits, seconds),
+        **{key: _nested(run.report, path) for key, path in _FROM_REPORT.items()},
+        "kl_mean": statistics.fmean(kl) if kl else None,
+        "best_accuracy": max((one.accuracy for one in curve), default=None),
+        "steps": float(last),
+        "seconds": seconds.get(last),
+    }
+
+
+def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> dict[str, float | None]:
+    """Per step after the first: seconds on the clock, and CPU seconds of all engines and of the trainer.
+
+    CPU seconds are None where a role has started again in between: its counter began anew.
+    """
+    last = max(commits, default=0)
+    keys = ("step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds")
+    if last < 2 or 1 not in commits:
+        return dict.fromkeys(keys)
+    first, end, num_steps = commits[1], commits[last], last - 1
+    engines = None
+    if first.actors and first.actors.keys() == end.actors.keys():
+        engines = sum(
+            end.actors[key].counters.get("cpu_seconds", 0.0) - first.actors[key].counters.get("cpu_seconds", 0.0)
+            for key in end.actors
+        )
+    trainer = None
+    if first.epoch == end.epoch and "time/cpu_seconds" in first.metrics and "time/cpu_seconds" in end.metrics:
+        trainer = end.metrics["time/cpu_seconds"] - first.metrics["time/cpu_seconds"]
+    totals = (seconds[last] - seconds[1], engines, trainer)
+    return {key: None if total is None else total / num_steps for key, total in zip(keys, totals, strict=True)}
+
+
+def spread(by_seed: Mapping[int, float | None]) -> dict[str, Any]:
+    """Mean, sample standard deviation and range over the seeds that have a value; std needs two of them."""
+    values = [value for value in by_seed.values() if value is not None]
+    return {
+        "mean": statistics.fmean(values) if values else None,
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "low": min(values, default=None),
+        "high": max(values, default=None),
+        "by_seed": {str(seed): value for seed, value in by_seed.items()},
+    }
+
+
+def ratio(arm: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> dict[str, Any]:
+    """Spread of arm / other, seed by seed, of two entries of a table; seeds that lack either have no ratio."""
+    values = {}
+    for seed, value in arm[figure]["by_seed"].items():
+        base = other[figure]["by_seed"].get(seed)
+        values[int(seed)] = value / base if value is not None and base else None
+    return spread(values)
+
+
+def counted_seeds(runs: Sequence[ComparedRun], arms: Sequence[str]) -> list[int]:
+    """Seeds that every arm has run, so that all means are over the same seeds; failing that, the first seed."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    present = {(run.arm, run.seed) for run in runs}
+    return [seed for seed in seeds if all((arm, seed) in present for arm in arms)] or seeds[:1]
+
+
+def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, target: float) -> dict[str, Any]:
+    """{"seeds", "emulated", "arms": {name: figures over seeds, over_reference, ...}, ...}, arms in their order.
+
+    over_reference: an arm's figure over the reference arm's, for RATIOS. For times that is how many times sooner the
+    reference reached the target.
+    """
+    seeds = counted_seeds(runs, arms)
+    table: dict[str, dict[str, Any]] = {}
+    for name in arms:
+        own = {run.seed: run for run in runs if run.arm == name and run.seed in seeds}
+        figures = {seed: run_figures(run, target) for seed, run in own.items()}
+        if figures:
+            keys = next(iter(figures.values()))
+            table[name] = {key: spread({seed: one[key] for seed, one in figures.items()}) for key in keys}
+            table[name]["emulated"] = any(run.is_emulated for run in own.values())
+    if reference in table:
+        for entry in table.values():
+            entry["over_reference"] = {key: ratio(entry, table[reference], key) for key in RATIOS}
+    return {
+        "seeds": seeds,
+        "emulated": any(run.is_emulated for run in runs),
+        "overrun": {run.run_id: share for run in runs if (share := overrun_share(run)) > HONEST_SHARE},
+        "resumed": sum(num_resumes(run.commits) for run in runs),
+        "code_versions": sorted({run.code_version for run in runs if run.code_version}),
+        "arms": table,
+    }
+
+
+def _steady_rate(samples: Mapping[int, int], seconds: Mapping[int, float]) -> float | None:
+    """Rollouts trained after the first step, per second since its commit; None for fewer than two steps."""
+    first, last = 1, max(samples, default=0)
+    if first not in samples or seconds[last] <= seconds[first]:
+        return None
+    return (samples[last] - samples[first]) / (seconds[last] - seconds[first])
+
+
+def _nested(report: Mapping[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = report
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return None if value is None else float(value)

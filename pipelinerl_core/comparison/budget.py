@@ -1,0 +1,78 @@
+"""How much of a comparison fits into its time: estimates from earlier runs, whole later seeds left out first."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from pipelinerl_core.comparison.plan import PlannedRun, names_of
+
+
+class Budget:
+    """The time of one command, from when this is made. Runs it has left out are in `dropped`."""
+
+    def __init__(
+        self,
+        seconds: float,
+        spent: Iterable[tuple[str, float]] = (),
+        *,
+        begun: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """spent: (arm, seconds) of runs of earlier commands; begun: the first seed, and those with a finished run."""
+        self._clock = clock
+        self._ends_at = clock() + seconds
+        self._spent: dict[str, list[float]] = {}
+        for arm, one in spent:
+            self.note(arm, one)
+        self._begun = set(begun)
+        self.dropped: list[PlannedRun] = []
+
+    @property
+    def left_seconds(self) -> float:
+        """What is left; negative when it is overdrawn."""
+        return self._ends_at - self._clock()
+
+    def note(self, arm: str, seconds: float) -> None:
+        """A run of an arm took so long."""
+        self._spent.setdefault(arm, []).append(seconds)
+
+    def expected_seconds(self, runs: Sequence[PlannedRun]) -> float | None:
+        """What runs will take: the mean of their arm's runs, else of all runs; None before the first of all."""
+        known = [seconds for spent in self._spent.values() for seconds in spent]
+        if not known:
+            return None
+        usual = statistics.fmean(known)
+        return sum(statistics.fmean(self._spent[run.arm]) if run.arm in self._spent else usual for run in runs)
+
+    def trim(self, pending: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """What of the pending runs fits: first whole seeds that are not begun are left out, the last one first.
+
+        A seed that is begun goes on while its next run fits; the first run of all is never left out.
+        """
+        kept = list(pending)
+        while kept and not self._fits(kept) and kept[-1].seed not in self._begun:
+            self._drop([run for run in kept if run.seed == kept[-1].seed])
+            kept = [run for run in kept if run.seed != kept[-1].seed]
+        if kept and not self._fits(kept[:1]):
+            self._drop(kept)
+            return []
+        self._begun.update(run.seed for run in kept[:1])
+        return kept
+
+    def _fits(self, runs: Sequence[PlannedRun]) -> bool:
+        expected = self.expected_seconds(runs)
+        return expected is None or expected <= self.left_seconds
+
+    def _drop(self, runs: Sequence[PlannedRun]) -> None:
+        self.dropped = sorted([*runs, *self.dropped], key=lambda run: run.seed)
+
+
+def dropped_lines(dropped: Sequence[PlannedRun], num_arms: int) -> list[str]:
+    """What was left out, for people. Example: ["seeds 1, 2 dropped: budget"]."""
+    by_seed: dict[int, list[PlannedRun]] = {}
+    for run in dropped:
+        by_seed.setdefault(run.seed, []).append(run)
+    whole = [str(seed) for seed, runs in by_seed.items() if len(runs) == num_arms]
+    lines = [f"seed {seed}: {', '.join(names_of(runs))} dropped: budget" for seed, runs in by_seed.items()]
+    parts = [line for line, runs in zip(lines, by_seed.values(), strict=True) if len(runs) < num_arms]
+    return [*([f"seed{'s' * (len(whole) > 1)} {', '.join(whole)} dropped: budget"] if whole else []), *parts]

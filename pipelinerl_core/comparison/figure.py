@@ -1,0 +1,151 @@
+"""The one figure of a comparison: panels over wall clock, samples and steps, as a standalone SVG.
+
+Thin lines are runs, thick lines the mean over seeds. Colours belong to arms, in their order.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from pipelinerl_core.comparison.analysis import ComparedRun, EvaluatedVersion, learning_curve
+from pipelinerl_core.comparison.table import EMULATED, seeds_text
+from pipelinerl_core.report import charts
+from pipelinerl_core.report.charts import Axis, Point, Series
+from pipelinerl_core.run.records import Commit
+
+NUM_COLOURS = 10
+"""Classes arm0 to arm9 of templates/comparison.css."""
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 520.0, 230.0  # the view box of charts.line_chart
+_GAP, _TITLE, _CAPTION = 24.0, 34.0, 18.0
+_LEGEND_ROW, _LEGEND_COLUMN = 20.0, 266.0
+_COLUMNS = 2
+# Steps averaged on a line over steps: one step is noise.
+_SMOOTH_STEPS = 5
+
+
+def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
+    """comparison.svg."""
+    arms = list(document["arms"])
+    counted = [run for run in runs if run.seed in document["seeds"]]
+    panels = [
+        ("Accuracy against wall clock", _over_time(arms, counted, document["target"])),
+        ("Accuracy against samples", _over_samples(arms, counted, document["target"])),
+        ("Effective sample size per step", _per_step("ESS", "importance/ess", arms, counted)),
+        ("Mean lag per step", _per_step("lag", "lag/mean", arms, counted)),
+        ("KL between behaviour and current policy", _per_step("KL, nats", "importance/kl", arms, counted)),
+    ]
+    width = _COLUMNS * _PANEL_WIDTH + (_COLUMNS - 1) * _GAP
+    parts, legend_height = _legend(arms, width)
+    top = _TITLE + legend_height
+    for index, (caption, panel) in enumerate(panels):
+        row, column = divmod(index, _COLUMNS)
+        x = column * (_PANEL_WIDTH + _GAP)
+        y = top + row * (_PANEL_HEIGHT + _CAPTION + _GAP)
+        parts.append(f'<text class="caption" x="{x:g}" y="{y + 12:g}">{escape(caption)}</text>')
+        parts.append(
+            f'<svg x="{x:g}" y="{y + _CAPTION:g}" width="{_PANEL_WIDTH:g}" height="{_PANEL_HEIGHT:g}">{panel}</svg>'
+        )
+    height = top + -(-len(panels) // _COLUMNS) * (_PANEL_HEIGHT + _CAPTION + _GAP)
+    title = figure_title(document)
+    css = (resources.files("pipelinerl_core.report") / "templates" / "comparison.css").read_text(encoding="utf-8")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="comparison" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{escape(title, quote=True)}"><style>{css}</style>'
+        f'<text class="title" x="0" y="18">{escape(title)}</text>{"".join(parts)}</svg>'
+    )
+
+
+def figure_title(document: Mapping[str, Any]) -> str:
+    """Name, target and seeds; says when accelerators were emulated."""
+    emulated = f", {EMULATED}" if document["emulated"] else ""
+    return f"{document['name']}: target {document['target']:g}, {seeds_text(document)}{emulated}"
+
+
+def _legend(arms: Sequence[str], width: float) -> tuple[list[str], float]:
+    """Marks and names of the arms in rows, and the height of them."""
+    per_row = max(1, int(width // _LEGEND_COLUMN))
+    parts = []
+    for index, name in enumerate(arms):
+        row, column = divmod(index, per_row)
+        x, y = column * _LEGEND_COLUMN, _TITLE + row * _LEGEND_ROW
+        parts.append(f'<rect class="fill {_css(index)}" x="{x:g}" y="{y:g}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text class="legend" x="{x + 18:g}" y="{y + 10:g}">{escape(name)}</text>')
+    return parts, -(-len(arms) // per_row) * _LEGEND_ROW + 10.0
+
+
+def _css(index: int) -> str:
+    return f"arm{index % NUM_COLOURS}"
+
+
+def _over_time(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
+    axis = Axis("seconds since the first actor could start", text=_thousands, low=0.0)
+    return _accuracy("Accuracy against wall clock", arms, runs, target, axis, lambda one: one.seconds)
+
+
+def _over_samples(arms: Sequence[str], runs: Sequence[ComparedRun], target: float) -> str:
+    axis = Axis("rollouts trained", text=_thousands, low=0.0)
+    return _accuracy("Accuracy against samples", arms, runs, target, axis, lambda one: float(one.samples))
+
+
+def _accuracy(
+    title: str,
+    arms: Sequence[str],
+    runs: Sequence[ComparedRun],
+    target: float,
+    x_axis: Axis,
+    x_of: Callable[[EvaluatedVersion], float],
+) -> str:
+    series: list[Series] = []
+    for index, arm in enumerate(arms):
+        curves = [{one.version: (x_of(one), one.accuracy) for one in learning_curve(run)} for run in _own(arm, runs)]
+        if len(curves) > 1:
+            series += [Series(arm, list(curve.values()), _css(index), kind="faint") for curve in curves]
+        series.append(Series(arm, _mean_points(curves), _css(index)))
+    end = max((x for one in series for x, _ in one.points), default=1.0)
+    series.insert(0, Series("target", [(0.0, target), (end, target)], "target", kind="faint"))
+    return charts.line_chart(title, series, x_axis, Axis("accuracy"))
+
+
+def _mean_points(curves: Sequence[Mapping[int, Point]]) -> list[Point]:
+    """Mean point of the versions that every seed has evaluated."""
+    shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    return [
+        (statistics.fmean(curve[v][0] for curve in curves), statistics.fmean(curve[v][1] for curve in curves))
+        for v in shared
+    ]
+
+
+def _per_step(label: str, key: str, arms: Sequence[str], runs: Sequence[ComparedRun]) -> str:
+    series = []
+    for index, arm in enumerate(arms):
+        by_step: dict[int, list[float]] = {}
+        for run in _own(arm, runs):
+            for step, value in _metric(run.commits, key):
+                by_step.setdefault(step, []).append(value)
+        points = [(float(step), statistics.fmean(values)) for step, values in sorted(by_step.items())]
+        series.append(Series(arm, _smooth(points), _css(index)))
+    return charts.line_chart(f"{label} per step", series, Axis("optimizer step", is_whole=True), Axis(label))
+
+
+def _own(arm: str, runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    return [run for run in runs if run.arm == arm]
+
+
+def _metric(commits: Mapping[int, Commit], key: str) -> list[tuple[int, float]]:
+    return [(step, commit.metrics[key]) for step, commit in sorted(commits.items()) if key in commit.metrics]
+
+
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving mean, shorter at the ends."""
+    half = _SMOOTH_STEPS // 2
+    values = [y for _, y in points]
+    return [
+        (x, statistics.fmean(values[max(0, index - half) : index + half + 1])) for index, (x, _) in enumerate(points)
+    ]
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"

@@ -1,0 +1,62 @@
+"""comparison.html: one self-contained page with the table, the figure and the runs of a comparison."""
+
+import string
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from typing import Any
+
+from pipelinerl_core.comparison import table
+from pipelinerl_core.comparison.figure import figure_title
+
+_TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
+
+
+def page(document: Mapping[str, Any], figure: str) -> str:
+    """The page. `document` is comparison.json, `figure` comparison.svg."""
+    template = string.Template((_TEMPLATES / "comparison.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(figure_title(document)),
+        css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        lead=escape(lead(document)),
+        notes="".join(f"<li>{escape(line)}</li>" for line in table.notes(document)),
+        table=_table(table.headers(document), table.rows(document)),
+        figure=figure,
+        runs="".join(_run_row(run, document["arms_settings"]) for run in document["runs"]),
+    )
+
+
+def lead(document: Mapping[str, Any]) -> str:
+    """One sentence: how long every other arm took in relation to the reference."""
+    reference = document["reference"]
+    parts = []
+    for name, entry in document["arms"].items():
+        sooner = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")
+        if name != reference and sooner is not None:
+            parts.append(f"{name} {sooner:.2f}")
+    if not parts:
+        return f"No ratio yet: {reference} and another arm must both reach {document['target']:g}."
+    return f"Time to {document['target']:g} over that of {reference}: {', '.join(parts)}."
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+
+
+def _run_row(run: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> str:
+    figures = run["figures"]
+    cells = [
+        run["run_id"],
+        _number(figures["steps"], "{:.0f}"),
+        _number(figures["seconds"], "{:.0f}"),
+        _number(figures["best_accuracy"], "{:.3f}"),
+        " ".join(settings[run["arm"]]),
+    ]
+    link = f'<a href="../../{escape(run["run_id"], quote=True)}/report.html">{escape(cells[0])}</a>'
+    return f"<tr><td>{link}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells[1:])}</tr>"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

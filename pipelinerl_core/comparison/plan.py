@@ -1,0 +1,184 @@
+"""The plan of a comparison: which runs there are, how each is found again, and which of them are done.
+
+A run is named <arm>-s<seed>-<digest of its configuration and of the libraries that compute it>, so that the same
+command finds the same runs, and a changed setting makes new ones.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from pipelinerl_core import __version__
+from pipelinerl_core.comparison.analysis import has_reached, rewards_of
+from pipelinerl_core.config import RunConfig, load_config
+from pipelinerl_core.config.arm import Arm, distinct
+from pipelinerl_core.config.model_path import builtin_recipe, seeded_path
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.evaluations import has_passed, next_to_evaluate
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.locate import plain_name, run_url
+from pipelinerl_core.run.records import REPORT_JSON_KEY, RUN_KEY
+from pipelinerl_core.run.versions import durable_versions
+from pipelinerl_core.storage.object_store import open_store
+
+MARGIN = 0.07
+"""A run is stopped when its training reward is this far above the target: held-out accuracy lags behind it."""
+BUDGET_MINUTES = 50.0
+# Weights every few steps, so that accuracy can be measured afterwards; a setting of the user's own comes after it.
+_DEFAULTS = ("weights.durable_every=5",)
+_LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a comparison is asked to do."""
+
+    source: str
+    """Preset or TOML file."""
+    arms: tuple[Arm, ...]
+    overrides: tuple[str, ...] = ()
+    """Settings of all arms."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    target: float = 0.5
+    """Held-out accuracy that the arms are timed to."""
+    margin: float = MARGIN
+    budget_minutes: float = BUDGET_MINUTES
+    reference: str = ""
+    """Arm that the others are compared with; empty: the first."""
+    name: str = ""
+    """Of the comparison; empty: that of the preset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One arm with one seed."""
+
+    arm: str
+    seed: int
+    config: RunConfig
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A checked comparison."""
+
+    wanted: Wanted
+    name: str
+    reference: str
+    digest: str
+    """Of all that decides its result, seeds and budget apart: more seeds are the same comparison."""
+    runs: tuple[PlannedRun, ...]
+    """Seed by seed, so that a budget leaves out whole seeds."""
+
+    @property
+    def key(self) -> str:
+        """Where it is kept below the root."""
+        return f"comparisons/{self.name}-{self.digest}"
+
+    @property
+    def enough_reward(self) -> float:
+        """Training reward at which a run is stopped."""
+        return self.wanted.target + self.wanted.margin
+
+
+def plan_comparison(wanted: Wanted) -> Plan:
+    """Resolve every configuration; raises ConfigError for the first thing that cannot work."""
+    arms = distinct(wanted.arms)
+    reference = wanted.reference or arms[0].name
+    if reference not in [arm.name for arm in arms]:
+        raise ConfigError(f"--reference {reference}: no such arm; there are {', '.join(arm.name for arm in arms)}")
+    if not 0 < wanted.target <= 1:
+        raise ConfigError(f"--target {wanted.target:g}: accuracy lies between 0 and 1. Set --target 0.5")
+    if wanted.margin < 0:
+        raise ConfigError(f"--margin {wanted.margin:g}: a run must get to the target. Set it to 0 or more")
+    if not wanted.budget_minutes > 0:
+        raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
+    seeds = checked_seeds(wanted.seeds)
+    configs = {arm.name: _resolved(wanted, arm) for arm in arms}
+    runs = [_planned(arm, config, seed) for seed in seeds for arm, config in configs.items()]
+    resolved = {arm: _planned(arm, config, 0).run_id for arm, config in configs.items()}
+    return Plan(
+        wanted=wanted,
+        name=plain_name(wanted.name or wanted.source),
+        reference=reference,
+        digest=digest_of([resolved, wanted.target, wanted.margin, reference]),
+        runs=tuple(runs),
+    )
+
+
+def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
+    """The seeds; ConfigError unless there are some, different and not negative."""
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        given = ",".join(map(str, seeds))
+        raise ConfigError(f"--seeds {given}: give different whole numbers from 0, for example --seeds 0,1,2")
+    return seeds
+
+
+def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
+    """The configuration of an arm, whatever the seed."""
+    try:
+        config = load_config(wanted.source, [*_DEFAULTS, *wanted.overrides, *arm.overrides])
+        builtin_recipe(config.model.path)  # refuses a name that is none
+    except ConfigError as error:
+        raise ConfigError(f"arm {arm.name}: {error}") from None
+    if config.eval.num_prompts == 0:
+        raise ConfigError(f"arm {arm.name}: eval.num_prompts=0, but arms are compared by accuracy. Set it to 1000")
+    return config
+
+
+def _planned(arm: str, config: RunConfig, seed: int) -> PlannedRun:
+    """An arm with a seed: of prompts, sampling and, for a built-in model, starting weights."""
+    model = config.model.model_copy(update={"path": seeded_path(config.model.path, seed)})
+    config = config.model_copy(update={"model": model, "seed": seed})
+    return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{arm}-s{seed}-{run_digest(config)}")
+
+
+def run_digest(config: RunConfig) -> str:
+    """8 hex digits over the resolved configuration and the versions of what computes with it."""
+    versions = {"pipelinerl": __version__, **{name: version(name) for name in _LIBRARIES}}
+    return digest_of([config.model_dump(mode="json"), versions])
+
+
+def digest_of(values: Any) -> str:
+    """8 hex digits over JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def is_trained(follower: RunFollower, steps: int, enough_reward: float) -> bool:
+    """Whether a run has taken its last step, or was good enough before; from its commits alone."""
+    last = follower.last
+    return last is not None and (last.step >= steps or has_reached(rewards_of(follower.commits), enough_reward))
+
+
+def is_evaluated(follower: RunFollower, target: float) -> bool:
+    """Whether every durable version has its accuracy, up to those that are past the target."""
+    accuracies = {step: record.accuracy for step, record in follower.evals.items()}
+    return next_to_evaluate(durable_versions(follower.commits.values()), accuracies, target) is None
+
+
+def is_settled(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
+    """Whether nothing of a run is left to do: reported, and past the target or trained and evaluated to its end."""
+    if not store.exists(RUN_KEY) or not store.exists(REPORT_JSON_KEY):
+        return False
+    follower = RunFollower(store)
+    follower.refresh()
+    accuracies = {step: record.accuracy for step, record in follower.evals.items()}
+    if has_passed(accuracies, plan.wanted.target):
+        return True
+    is_done = is_trained(follower, run.config.trainer.steps, plan.enough_reward)
+    return is_done and is_evaluated(follower, plan.wanted.target)
+
+
+def unsettled(plan: Plan, root: str) -> list[PlannedRun]:
+    """Runs with something left to do, in order."""
+    return [run for run in plan.runs if not is_settled(open_store(run_url(root, run.run_id)), plan, run)]
+
+
+def names_of(runs: Iterable[PlannedRun]) -> list[str]:
+    """The arms of runs, each once, in order."""
+    return list(dict.fromkeys(run.arm for run in runs))

@@ -1,0 +1,88 @@
+"""Other libraries on the task of a comparison: each with each seed a child process, alone on the machine.
+
+Their results stay under <root>/peers/<name>-s<seed>-<digest of the settings>/, and are found again there
+(pipelinerl_core/comparison/peer_points.py).
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelinerl_core.comparison.peer_points import PEERS_PREFIX, peer_key, read_peer
+from pipelinerl_core.comparison.plan import PlannedRun, Wanted, digest_of
+from pipelinerl_core.config import load_config
+from pipelinerl_core.config.arm import Arm, shipped_arms
+from pipelinerl_core.config.model_path import seeded_path
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.run.locate import local_directory, root_url
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.role_commands import guarded
+from pipelinerl_core.supervision.temporary_directories import own_temporary
+
+logger = logging.getLogger(__name__)
+
+PEERS = ("trl", "sequential")
+"""trl: GRPOTrainer of TRL (`make bench-peers` installs it); sequential: plain generate, then a step."""
+MAX_SECONDS = 900.0
+"""A peer that has not reached the target within this time of training stops."""
+_START_SECONDS = 300.0
+_MODULE = "pipelinerl_core.bench.peers"
+
+
+def parse_peers(text: str, suite: Sequence[str], user: Sequence[str]) -> tuple[Arm, ...]:
+    """Example: "trl,sequential". Each with all its settings: the suite's, its own, the user's; the last one counts.
+
+    ConfigError for a name that is none.
+    """
+    own = {arm.name: arm.overrides for arm in shipped_arms("peers")}
+    names = tuple(name for name in text.split(",") if name)
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"--peers {name}: no such peer; there are {', '.join(PEERS)}")
+    return tuple(Arm(name, (*suite, *own.get(name, ()), *user)) for name in names)
+
+
+def peer_runs(peers: Sequence[Arm], wanted: Wanted) -> list[PlannedRun]:
+    """Seed by seed, what is to be run; a run is named after its settings and its target."""
+    return [_planned(peer, seed, wanted) for seed in wanted.seeds for peer in peers]
+
+
+def run_peers(peers: Sequence[Arm], wanted: Wanted, root: str) -> None:
+    """Run and evaluate what is not there yet. Raises PipelineRLError when a peer fails."""
+    store = open_store(root_url(root))
+    directory = local_directory(store.url)
+    if directory is None:
+        raise ConfigError(f"--peers writes to a local directory, --root is {store.url}. Give a path")
+    overrides = {peer.name: peer.overrides for peer in peers}
+    for run in peer_runs(peers, wanted):
+        if read_peer(store, run.run_id) is None:
+            _run_peer(run, overrides[run.arm], wanted, directory / PEERS_PREFIX / run.run_id)
+            assert store.exists(peer_key(run.run_id))
+
+
+def _planned(peer: Arm, seed: int, wanted: Wanted) -> PlannedRun:
+    config = load_config(wanted.source, [*peer.overrides, f"seed={seed}"])
+    digest = digest_of([config.model_dump(mode="json"), wanted.target])
+    return PlannedRun(arm=peer.name, seed=seed, config=config, run_id=f"{peer.name}-s{seed}-{digest}")
+
+
+def _run_peer(run: PlannedRun, overrides: Sequence[str], wanted: Wanted, out: Path) -> None:
+    model = seeded_path("builtin:sums", run.seed)
+    arguments = ["--out", str(out), "--seed", str(run.seed), "--model", model, "--target", str(wanted.target)]
+    _run(run.arm, [run.arm, "--preset", wanted.source, *arguments, "--max-seconds", str(MAX_SECONDS), *overrides])
+    _run(run.arm, ["evaluate", "--out", str(out)])
+
+
+def _run(name: str, arguments: Sequence[str]) -> None:
+    logger.info("%s: %s", name, " ".join(arguments))
+    command = guarded([sys.executable, "-m", _MODULE, *arguments])
+    try:
+        with own_temporary(os.environ) as own:
+            code = subprocess.run(command, env=own, check=False, timeout=MAX_SECONDS + _START_SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        raise PipelineRLError(f"{name}: not done after {MAX_SECONDS + _START_SECONDS:.0f} s") from None
+    if code:
+        raise PipelineRLError(f"{name} failed with exit code {code}; its lines above say why")

@@ -1,0 +1,1 @@
+"""Rows: Arrow schemas, codec, checks, segments of finished groups and the log of open ones."""

@@ -1,0 +1,219 @@
+"""The write-ahead log of open groups: what an actor knows of rollouts that are not in a segment yet.
+
+partials/<actor>/<epoch>/<seq>.arrow holds the growth of every open rollout since the flush before. Whoever takes a
+group over reads the log of its last holder, joins the rows by their offsets, and goes on from there. A segment of the
+log is removed by its writer once every group in it is sealed; what a dead actor leaves stays.
+"""
+
+import dataclasses
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from pipelinerl_core.algo.spans import clipped, joined
+from pipelinerl_core.continuation import Holder, PartialRow
+from pipelinerl_core.data.codec import (
+    from_segment,
+    list_column,
+    origin_column,
+    origins_of,
+    record_batch,
+    rows_of,
+    span_column,
+    spans_of,
+    to_segment,
+)
+from pipelinerl_core.data.schema import PARTIAL_SCHEMA, conform
+from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.records import partial_key, partial_prefix
+from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome
+
+logger = logging.getLogger(__name__)
+
+_CACHED_LOGS = 4
+# The groups of an actor that has gone are leased again within a few syncs; one that lives goes on writing.
+_CACHE_SECONDS = 2.0
+
+_Log = dict[GroupKey, list[PartialRow]]
+"""All rows of an actor epoch by group, in written order."""
+_SCALARS = ("group_id", "rollout_index", "attempt", "start", "finish_reason", "reward", "outcome")
+
+
+def encode_partials(rows: Sequence[PartialRow]) -> pa.RecordBatch:
+    """One record batch, PARTIAL_SCHEMA."""
+    columns = {name: [getattr(row, name) for row in rows] for name in _SCALARS}
+    columns["token_ids"] = list_column([row.token_ids for row in rows], np.int32)
+    columns["rollout_logprobs"] = list_column([row.rollout_logprobs for row in rows], np.float32)
+    columns["weight_spans"] = span_column([row.weight_spans for row in rows])
+    columns["origins"] = origin_column([row.origins for row in rows])
+    return record_batch(columns, PARTIAL_SCHEMA)
+
+
+def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
+    """The rows of a batch, in the order they were written. Raises SchemaMismatch for what cannot be."""
+    batch = conform(batch, PARTIAL_SCHEMA)
+    columns = {name: batch.column(name).to_pylist() for name in _SCALARS}
+    columns["token_ids"] = rows_of(batch.column("token_ids"))
+    columns["rollout_logprobs"] = rows_of(batch.column("rollout_logprobs"))
+    columns["weight_spans"] = spans_of(batch.column("weight_spans"))
+    columns["origins"] = origins_of(batch.column("origins"))
+    try:
+        return [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+    except ValueError as error:
+        raise SchemaMismatch(f"partial rows hold an unknown word or shape: {error}") from None
+
+
+def join_rows(rows: Iterable[PartialRow]) -> dict[int, PartialRow]:
+    """rollout_index -> everything known of it, as one row from offset 0, from rows of one attempt in written order.
+
+    A row replaces what was known from its start on. What follows a gap is dropped: its place is not known.
+    """
+    known: dict[int, PartialRow] = {}
+    for row in rows:
+        before = known.get(row.rollout_index)
+        have = 0 if before is None else len(before.token_ids)
+        if row.start > have:
+            continue
+        known[row.rollout_index] = row if before is None or row.start == 0 else _extended(before, row)
+    return known
+
+
+class PartialLog:
+    """The log of one actor epoch. One thread at a time."""
+
+    def __init__(self, store: ObjectStore, *, actor: str, epoch: int) -> None:
+        self._store = store
+        self._actor = actor
+        self._epoch = epoch
+        self._seq = 0
+        self._groups: dict[int, set[GroupKey]] = {}
+        self._unwritten: list[PartialRow] = []
+
+    @property
+    def num_segments(self) -> int:
+        """Segments in the store."""
+        return len(self._groups)
+
+    def write(self, rows: Sequence[PartialRow]) -> None:
+        """Write the growth since the last call as one segment. A store that fails is no loss: it is tried again."""
+        self._unwritten.extend(rows)
+        if not self._unwritten:
+            return
+        try:
+            data = to_segment([encode_partials(self._unwritten)])
+            self._store.put(partial_key(self._actor, self._epoch, self._seq), data)
+        except StoreError as error:
+            logger.warning("log of open groups not written, tried again with the next: %s", error)
+            return
+        self._groups[self._seq] = {(row.group_id, row.attempt) for row in self._unwritten}
+        self._unwritten = []
+        self._seq += 1
+
+    def forget(self, keys: Iterable[GroupKey]) -> None:
+        """These groups need no log any more; segments without any other are removed."""
+        closed = set(keys)
+        self._unwritten = [row for row in self._unwritten if (row.group_id, row.attempt) not in closed]
+        for groups in self._groups.values():
+            groups -= closed
+        empty = [seq for seq, groups in self._groups.items() if not groups]
+        if not empty:
+            return
+        try:
+            self._store.delete([partial_key(self._actor, self._epoch, seq) for seq in empty])
+        except StoreError as error:
+            logger.warning("old segments of the log not removed: %s", error)
+            return
+        for seq in empty:
+            del self._groups[seq]
+
+
+class PartialReader:
+    """Reads what the last holders of a group knew. Safe between threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._logs: OrderedDict[tuple[str, int], tuple[float, _Log]] = OrderedDict()
+
+    def take_over(self, group_id: int, holders: Sequence[Holder]) -> dict[int, PartialRow]:
+        """rollout_index -> what is known of it: from the newest of the holders that knew anything of this rollout."""
+        taken: dict[int, PartialRow] = {}
+        for holder in holders:
+            rows = self._log(holder.actor, holder.epoch).get((group_id, holder.attempt), [])
+            for index, row in join_rows(rows).items():
+                taken.setdefault(index, _with_origin(row, holder))
+        return taken
+
+    def holders(self) -> dict[int, list[Holder]]:
+        """group_id -> everyone whose log holds rows of it, newest attempt first. Reads every log."""
+        found: dict[int, list[Holder]] = {}
+        names = {tuple(key.split("/")[1:3]) for key in self._store.list("partials")}
+        for actor, epoch in sorted(names):
+            for group_id, attempt in self._log(actor, int(epoch)):
+                found.setdefault(group_id, []).append(Holder(actor, int(epoch), attempt))
+        return {group_id: sorted(holders, key=lambda h: -h.attempt) for group_id, holders in found.items()}
+
+    def _log(self, actor: str, epoch: int) -> _Log:
+        with self._lock:
+            read_at, log = self._logs.pop((actor, epoch), (-math.inf, {}))
+            if time.monotonic() - read_at > _CACHE_SECONDS:
+                read_at, log = time.monotonic(), self._read(actor, epoch)
+            self._logs[actor, epoch] = read_at, log
+            while len(self._logs) > _CACHED_LOGS:
+                self._logs.popitem(last=False)
+            return log
+
+    def _read(self, actor: str, epoch: int) -> _Log:
+        rows: _Log = {}
+        for key in self._store.list(partial_prefix(actor, epoch)):
+            try:
+                for batch in from_segment(self._store.get(key), key):
+                    for row in decode_partials(batch):
+                        rows.setdefault((row.group_id, row.attempt), []).append(row)
+            except (SchemaMismatch, MissingObject) as error:
+                logger.warning("a segment of the log is left out, what it held is sampled again: %s", error)
+        return rows
+
+
+def _row(values: dict[str, object]) -> PartialRow:
+    for name, kind in (("finish_reason", FinishReason), ("outcome", Outcome)):
+        if values[name] is not None:
+            values[name] = kind(str(values[name]))
+    row = PartialRow(**values)  # type: ignore[arg-type]
+    ends = [row.start, *(span.end for span in row.weight_spans)]
+    starts = [*(span.start for span in row.weight_spans), row.end]
+    if ends != starts or len(row.rollout_logprobs) != len(row.token_ids):
+        raise ValueError(f"tokens, log-probabilities and spans of group {row.group_id} do not cover one another")
+    return row
+
+
+def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
+    """`row` after the first `row.start` tokens of what was known."""
+    return PartialRow(
+        group_id=row.group_id,
+        rollout_index=row.rollout_index,
+        attempt=row.attempt,
+        start=0,
+        token_ids=np.concatenate([before.token_ids[: row.start], row.token_ids]),
+        rollout_logprobs=np.concatenate([before.rollout_logprobs[: row.start], row.rollout_logprobs]),
+        weight_spans=tuple(joined(clipped(before.weight_spans, row.start), row.weight_spans)),
+        finish_reason=row.finish_reason,
+        reward=row.reward,
+        outcome=row.outcome,
+        origins=row.origins,
+    )
+
+
+def _with_origin(row: PartialRow, holder: Holder) -> PartialRow:
+    """The same, with the holder named for the tokens that nobody before it had sampled."""
+    own = len(row.token_ids) - sum(origin.num_tokens for origin in row.origins)
+    if own <= 0:
+        return row
+    return dataclasses.replace(row, origins=(*row.origins, Origin(holder.actor, holder.epoch, own)))

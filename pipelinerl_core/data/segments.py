@@ -1,0 +1,225 @@
+"""The log of finished groups in the object store: who writes it, and how rows are read back from it.
+
+A segment is immutable and has one writer. A group lies in one segment, its rows side by side; many groups share a
+record batch, because buffers of a few kilobytes compress badly, and at a tenth of the speed.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from pipelinerl_core.data.checks import check_groups, split_groups
+from pipelinerl_core.data.codec import flat_list, from_segment, origins_in, to_segment
+from pipelinerl_core.errors import MissingObject, SchemaMismatch
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.records import rollout_key
+from pipelinerl_core.types import GroupKey, GroupRef
+
+CACHED_SEGMENTS = 8
+"""Segments a reader keeps in memory: the rows of a step come from a few neighbouring ones."""
+
+_BATCH_BYTES = 16 << 20  # of one record batch
+
+
+class SealedSegment(NamedTuple):
+    """A segment that can be read by everyone."""
+
+    seq: int
+    groups: tuple[GroupKey, ...]
+
+
+class SegmentName(NamedTuple):
+    """Where a segment lies."""
+
+    actor: str
+    epoch: int
+    seq: int
+
+
+class _Pending(NamedTuple):
+    data: bytes
+    groups: tuple[GroupKey, ...]
+
+
+def parse_rollout_key(key: str) -> SegmentName:
+    """The parts of a rollout key; ValueError for any other key."""
+    kind, actor, epoch, name = key.split("/")
+    if kind != "rollouts" or not name.endswith(".arrow"):
+        raise ValueError(f"{key!r} is no rollout segment")
+    return SegmentName(actor, int(epoch), int(name.removesuffix(".arrow")))
+
+
+class SegmentWriter:
+    """Collects finished groups of one actor epoch and seals them as segments 0, 1, 2, ... Safe between threads."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        actor: str,
+        epoch: int,
+        run_id: str,
+        *,
+        max_seconds: float,
+        max_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._actor = actor
+        self._epoch = epoch
+        self._run_id = run_id
+        self._max_seconds = max_seconds
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sealing = threading.Lock()
+        self._open: list[tuple[GroupKey, pa.RecordBatch]] = []
+        self._open_bytes = 0
+        self._opened_at = 0.0
+        self._pending: _Pending | None = None
+        self._seq = 0
+
+    def append(self, batch: pa.RecordBatch, ref: GroupRef) -> None:
+        """Take the rows of one finished group; SchemaMismatch if they are not those of `ref` in this run."""
+        check_groups([ref], batch)
+        run_id = batch.column("run_id")[0].as_py()
+        if (ref.actor, ref.actor_epoch, run_id) != (self._actor, self._epoch, self._run_id):
+            raise SchemaMismatch(
+                f"group {ref.group_id} is of run {run_id!r}, actor {ref.actor!r}, epoch {ref.actor_epoch}; this log "
+                f"is of run {self._run_id!r}, actor {self._actor!r}, epoch {self._epoch}"
+            )
+        with self._lock:
+            if not self._open:
+                self._opened_at = self._clock()
+            self._open.append(((ref.group_id, ref.attempt), batch))
+            self._open_bytes += batch.get_total_buffer_size()
+
+    def seal_due(self) -> SealedSegment | None:
+        """Seal if the oldest waiting group is `max_seconds` old or `max_bytes` wait; None if nothing was due."""
+        with self._lock:
+            age_seconds = self._clock() - self._opened_at if self._open else 0.0
+            is_due = bool(self._open) and (age_seconds >= self._max_seconds or self._open_bytes >= self._max_bytes)
+        return self.seal() if is_due or self._pending else None
+
+    def seal(self) -> SealedSegment | None:
+        """Write everything that waits as one segment; None if nothing waits.
+
+        A StoreError leaves the segment pending: the next call writes exactly the same bytes under the same key,
+        because the failed write may have arrived.
+        """
+        with self._sealing:
+            if self._pending is None:
+                with self._lock:
+                    taken, self._open, self._open_bytes = self._open, [], 0
+                if not taken:
+                    return None
+                data = to_segment(_joined([batch for _, batch in taken]))
+                self._pending = _Pending(data, tuple(group for group, _ in taken))
+            self._store.put(rollout_key(self._actor, self._epoch, self._seq), self._pending.data)
+            sealed = SealedSegment(self._seq, self._pending.groups)
+            self._pending = None
+            self._seq += 1
+            return sealed
+
+
+class SegmentReader:
+    """Reads groups back from segments. Safe between threads."""
+
+    def __init__(self, store: ObjectStore, *, cached_segments: int = CACHED_SEGMENTS) -> None:
+        self._store = store
+        self._cached_segments = cached_segments
+        self._cache: OrderedDict[str, dict[GroupKey, pa.RecordBatch]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def segments(self, low_water: Mapping[str, int] | None = None) -> list[SegmentName]:
+        """All segments in the store, oldest first in each actor epoch, by one listing.
+
+        `low_water` maps "<actor>/<epoch>" to the lowest seq that still matters; earlier ones are left out.
+        """
+        names = [parse_rollout_key(key) for key in self._store.list("rollouts")]
+        marks = low_water or {}
+        return sorted(name for name in names if name.seq >= marks.get(f"{name.actor}/{name.epoch}", 0))
+
+    def groups_in(self, key: str) -> list[GroupRef]:
+        """The groups of one segment, in the order they were finished."""
+        name = parse_rollout_key(key)
+        refs = []
+        for (group_id, attempt), batch in self._load(key).items():
+            offsets, _ = flat_list(batch.column("completion_token_ids"))
+            refs.append(
+                GroupRef(
+                    group_id=group_id,
+                    attempt=attempt,
+                    actor=name.actor,
+                    actor_epoch=name.epoch,
+                    num_rollouts=batch.num_rows,
+                    num_tokens=int(offsets[-1] - offsets[0]),
+                    origins=origins_in(batch),
+                )
+            )
+        return refs
+
+    def read_group(self, actor: str, epoch: int, seq: int, group_id: int, attempt: int) -> pa.RecordBatch:
+        """The rows of one group; MissingObject if the segment, or the group in it, does not exist."""
+        key = rollout_key(actor, epoch, seq)
+        groups = self._load(key)
+        if (group_id, attempt) not in groups:
+            raise MissingObject(f"{key} holds no group {group_id} attempt {attempt}, only {sorted(groups)[:8]}")
+        return groups[group_id, attempt]
+
+    def _load(self, key: str) -> dict[GroupKey, pa.RecordBatch]:
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        groups: dict[GroupKey, pa.RecordBatch] = {}
+        for raw in from_segment(self._store.get(key), key):
+            for batch in _groups(raw, key):
+                groups[batch.column("group_id")[0].as_py(), batch.column("attempt")[0].as_py()] = batch
+        with self._lock:
+            self._cache[key] = groups
+            while len(self._cache) > self._cached_segments:
+                self._cache.popitem(last=False)
+        return groups
+
+
+class RowReader:
+    """Rows of a group from memory where it still has them, else from its segment."""
+
+    def __init__(self, memory: Mapping[GroupKey, pa.RecordBatch], segments: SegmentReader) -> None:
+        self._memory = memory
+        self._segments = segments
+
+    def read(self, group_id: int, attempt: int, segment: SegmentName | None) -> pa.RecordBatch:
+        """The rows; MissingObject if they are neither in memory nor in `segment`."""
+        batch = self._memory.get((group_id, attempt))
+        if batch is not None:
+            return batch
+        if segment is None:
+            raise MissingObject(f"rows of group {group_id} attempt {attempt} are not in memory and were never sealed")
+        return self._segments.read_group(*segment, group_id, attempt)
+
+
+def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """The same rows in few record batches."""
+    parts: list[list[pa.RecordBatch]] = []
+    num_bytes = 0
+    for rows in groups:
+        size = rows.get_total_buffer_size()
+        if not parts or num_bytes + size > _BATCH_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(rows)
+        num_bytes += size
+    return [pa.concat_batches(part) for part in parts]
+
+
+def _groups(batch: pa.RecordBatch, key: str) -> list[pa.RecordBatch]:
+    """The checked rows of each group in a record batch. Earlier releases wrote a record batch for each."""
+    try:
+        return split_groups(batch)
+    except SchemaMismatch as error:
+        raise SchemaMismatch(f"{key}: {error}") from None

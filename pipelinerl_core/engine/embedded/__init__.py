@@ -1,0 +1,1 @@
+"""The embedded engine: a transformers decoder over a fixed number of slots."""

@@ -1,0 +1,34 @@
+"""Move sequences into low slots when many of the decoded rows are free: the tail of a phase.
+
+A step decodes all slots up to the highest running one, so one long sequence in a high slot would make every step as
+slow as a full one. A row of a step costs more than the move of its sequence does.
+"""
+
+import heapq
+
+import torch
+
+from pipelinerl_core.engine.embedded.attention import SlotMemory
+from pipelinerl_core.engine.embedded.slots import SlotTable
+from pipelinerl_core.engine.sequence import Sequence
+
+
+def compact(table: SlotTable, memory: SlotMemory, in_slot: dict[int, Sequence], free_slots: list[int]) -> None:
+    """Fill the lowest slots when over a quarter of those up to the highest running one are free.
+
+    in_slot: slot -> sequence; free_slots: a heap. Both are brought up to date, and every moved sequence's own slot.
+    """
+    num_running = len(in_slot)
+    if not in_slot or 4 * num_running > 3 * (max(in_slot) + 1):
+        return
+    sources = [slot for slot in in_slot if slot >= num_running]
+    targets = [heapq.heappop(free_slots) for _ in sources]
+    num_keys = int(table.num_fed[sources].max())
+    with torch.inference_mode():
+        memory.move(torch.tensor(sources), torch.tensor(targets), num_keys)
+    for source, target in zip(sources, targets, strict=True):
+        table.move(source, target)
+        sequence = in_slot.pop(source)
+        in_slot[target] = sequence
+        sequence.slot = target
+        heapq.heappush(free_slots, source)

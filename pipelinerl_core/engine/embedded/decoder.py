@@ -1,0 +1,221 @@
+"""A decoder model over slots: tokens in, float32 logits out, weights swapped between two passes.
+
+Shape suffixes: S slots, R decoded slots, P prefilled sequences, T padded prefill length, N tokens of a pass,
+K attended keys, C hidden size, V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from pipelinerl_core.engine.embedded.attention import Layout, SlotMemory
+from pipelinerl_core.errors import EngineError, SwapError
+
+IntArray = NDArray[np.int64]
+
+# Padded tokens of one prefill pass: bounds its activations and how long it can hold up decoding.
+PREFILL_TOKENS = 4096
+# A pass of its own costs about as much as this many tokens, so a batch may hold that much padding.
+PADDING_TOKENS = 32
+
+# Settings of transformers models that scale or bend the logits outside of the head.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+class SlotDecoder:
+    """The model's own forward over a fixed number of slots.
+
+    The model must be this engine's own object: its attention is replaced and its parameters are written by swaps.
+    Raises EngineError for models that are not decoders with full attention throughout.
+    """
+
+    def __init__(self, model: Any, *, slots: int, max_len: int) -> None:
+        _refuse_unsupported(model.config, max_len)
+        self.model = model.eval()
+        self.memory = SlotMemory(slots, max_len)
+        self.memory.attach(model)
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self._base = model.get_decoder()
+        self._head = model.get_output_embeddings()
+        weight = next(model.parameters())
+        self._dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
+        self._key_range_K = torch.arange(max_len, device=self.device)
+        self._slot_range_S = torch.arange(slots, device=self.device)
+        self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._refresh_head()
+        with torch.inference_mode():
+            # One pass allocates the memory and meets every unsupported argument before the first request does.
+            self.decode(np.zeros(slots, np.int64), np.zeros(slots, np.int64), num_keys=1)
+        if sorted(self.memory.keys) != list(range(model.config.num_hidden_layers)):
+            raise EngineError(
+                f"{len(self.memory.keys)} of {model.config.num_hidden_layers} layers of {type(model).__name__} go "
+                "through transformers' attention interface; the embedded engine needs all of them"
+            )
+
+    def decode(
+        self,
+        token_ids_R: IntArray,
+        positions_R: IntArray,
+        *,
+        num_keys: int,
+        prefill: "tuple[IntArray, IntArray] | None" = None,
+    ) -> Tensor:
+        """Feed one token to each of the slots 0 .. R-1; returns float32 logits [R, V].
+
+        num_keys (> every position) is how much of the memory is attended. `prefill` = (slots_P, token_ids_PT) stores
+        those sequences, from position 0, in the same pass.
+        """
+        tokens_R, positions = self._put(token_ids_R), self._put(positions_R)
+        is_hidden_RK = self._key_range_K[:num_keys] > positions[:, None]
+        mask_RK = is_hidden_RK.new_zeros(is_hidden_RK.shape, dtype=self._dtype).masked_fill_(is_hidden_RK, -math.inf)
+        layout = Layout(
+            slots_R=self._slot_range_S[: len(token_ids_R)],
+            positions_R=positions,
+            mask_RK=mask_RK,
+            prefill_slots_P=None if prefill is None else self._put(prefill[0]),
+            prefill_length=0 if prefill is None else prefill[1].shape[1],
+        )
+        hidden_RC = self._forward(tokens_R, layout, prefill)[: len(token_ids_R)]
+        return functional.linear(hidden_RC.float(), self._head_weight_VC, self._head_bias_V)
+
+    def prefill(self, slots_P: IntArray, token_ids_PT: IntArray) -> None:
+        """Store sequences from position 0 and sample nothing."""
+        layout = Layout(
+            slots_R=self._nothing,
+            positions_R=self._nothing,
+            mask_RK=self._nothing,
+            prefill_slots_P=self._put(slots_P),
+            prefill_length=token_ids_PT.shape[1],
+        )
+        self._forward(self._nothing, layout, (slots_P, token_ids_PT))
+
+    def check_rows_are_alike(self) -> None:
+        """Raise EngineError unless this machine computes every slot alike, to the last bit.
+
+        All slots are fed the same few tokens; matrix libraries may use other instructions for some rows of a matrix.
+        """
+        rows = self.memory.slots
+        with torch.inference_mode():
+            for position in range(min(4, self.memory.max_len)):
+                token_ids_R = np.full(rows, position % self.vocab_size, np.int64)
+                positions_R = np.full(rows, position, np.int64)
+                logits_RV = self.decode(token_ids_R, positions_R, num_keys=self.memory.max_len)
+                differing = int((logits_RV != logits_RV[0]).any(dim=1).sum())
+                if differing:
+                    raise EngineError(
+                        f"engine.deterministic=true: this machine computes {differing} of {rows} slots differently "
+                        "in the last bits, so results would depend on the slot. Try another engine.concurrency"
+                    )
+
+    def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
+        """Raise SwapError unless `tensors` are exactly the weights of this model, or some of them; touches nothing.
+
+        Of tied weights (an embedding that is also the head) one name is enough.
+        """
+        targets = self.model.state_dict()
+        unknown = sorted(set(tensors) - set(targets))
+        if unknown:
+            raise SwapError(
+                f"the update names {unknown[0]!r} ({len(unknown)} such), which is no weight of this model"
+            )
+        for name, tensor in tensors.items():
+            target = targets[name]
+            if tensor.shape != target.shape or tensor.dtype != target.dtype:
+                raise SwapError(
+                    f"{name}: the update is {tensor.dtype} {tuple(tensor.shape)}, the model has {target.dtype} "
+                    f"{tuple(target.shape)}"
+                )
+        for names in _aliases(targets):
+            given = [name for name in names if name in tensors]
+            if not given and not is_partial:
+                raise SwapError(f"the update lacks {names[0]!r}; it has {len(tensors)} of {len(targets)} weights")
+            for name in given[1:]:
+                if not torch.equal(tensors[given[0]], tensors[name]):
+                    raise SwapError(f"{given[0]!r} and {name!r} are tied in this model but differ in the update")
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The same weights where the model is, so that the pause holds a copy within its memory."""
+        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy checked weights into the model."""
+        with torch.inference_mode():
+            targets = self.model.state_dict()
+            for name, tensor in tensors.items():
+                targets[name].copy_(tensor)
+            self._refresh_head()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a pause that has not copied yet is no pause
+
+    def _put(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def _refresh_head(self) -> None:
+        """The head is computed in float32; for a float32 model this is the weight itself, not a copy."""
+        self._head_weight_VC = self._head.weight.detach().float()
+        bias = getattr(self._head, "bias", None)
+        self._head_bias_V = None if bias is None else bias.detach().float()
+
+    def _forward(self, tokens_R: Tensor, layout: Layout, prefill: "tuple[IntArray, IntArray] | None") -> Tensor:
+        tokens_N, positions_N = tokens_R, layout.positions_R
+        if prefill is not None:
+            tokens_PT = self._put(prefill[1])
+            tokens_N = torch.cat((tokens_N, tokens_PT.flatten()))
+            positions_N = torch.cat((positions_N, self._key_range_K[: tokens_PT.shape[1]].repeat(len(tokens_PT))))
+        self.memory.layout = layout
+        try:
+            output = self._base(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
+        finally:
+            self.memory.layout = None
+        hidden_NC: Tensor = output.last_hidden_state[0]
+        return hidden_NC
+
+
+def prefill_batches(sequences: list[tuple[int, NDArray[np.int32]]]) -> list[tuple[IntArray, IntArray]]:
+    """Pad (slot, token ids) pairs into batches (slots_P, token_ids_PT) of at most PREFILL_TOKENS padded tokens.
+
+    Longest first, so that sequences of like length share a batch, with at most PADDING_TOKENS of padding; a longer
+    single sequence is a batch of its own.
+    """
+    batches: list[tuple[IntArray, IntArray]] = []
+    pending = sorted((pair for pair in sequences if len(pair[1])), key=lambda pair: -len(pair[1]))
+    while pending:
+        lengths = np.array([len(token_ids) for _, token_ids in pending])
+        length = int(lengths[0])
+        num_fitting = int(np.count_nonzero(np.cumsum(length - lengths) <= PADDING_TOKENS))
+        count = max(1, min(PREFILL_TOKENS // length, num_fitting))
+        batch, pending = pending[:count], pending[count:]
+        tokens_PT = np.zeros((len(batch), length), np.int64)
+        for row, (_, token_ids) in enumerate(batch):
+            tokens_PT[row, : len(token_ids)] = token_ids
+        batches.append((np.array([slot for slot, _ in batch], np.int64), tokens_PT))
+    return batches
+
+
+def _aliases(targets: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names grouped by the memory they name."""
+    groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, tensor in targets.items():
+        groups.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)
+    return list(groups.values())
+
+
+def _refuse_unsupported(config: Any, max_len: int) -> None:
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type != "full_attention":
+            raise EngineError(f"the model has {layer_type!r} layers; the embedded engine has full attention only")
+    for name in _LOGIT_SETTINGS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise EngineError(
+                f"the model sets {name}={getattr(config, name)}, which the embedded engine does not apply"
+            )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and max_len > limit:
+        raise EngineError(f"max_len={max_len} is beyond the model's max_position_embeddings={limit}")

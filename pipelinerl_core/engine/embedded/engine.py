@@ -1,0 +1,324 @@
+"""The embedded engine: a transformers decoder over a fixed number of slots, on one thread of one event loop.
+
+One loop admits, decodes, samples, stamps and retires; between two of its steps it gives the event loop a turn. A step
+is a plain function, so every coroutine that runs is between two steps: a swap or an abort needs no lock and no pause
+protocol, it just happens. An engine with nothing to do has no task at all.
+"""
+
+import asyncio
+import heapq
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from pipelinerl_core.engine.embedded.compact import compact
+from pipelinerl_core.engine.embedded.decoder import SlotDecoder, prefill_batches
+from pipelinerl_core.engine.embedded.sampling import sample
+from pipelinerl_core.engine.embedded.slots import SlotTable
+from pipelinerl_core.engine.queued import QueuedEngine
+from pipelinerl_core.engine.sequence import Sequence
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import StepClock, WeightUpdate
+from pipelinerl_core.types import (
+    Completion,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    Int32Array,
+    SwapReport,
+)
+
+KVPolicy = Literal["keep", "recompute", "drain"]
+
+# Rows of a deterministic step come in multiples of this: vectorised loops take what is left at the end of a tensor
+# by other instructions, whose last bit may differ, so no row may be such a rest.
+_ROW_STEP = 32
+
+
+class EmbeddedEngine(QueuedEngine[Sequence]):
+    """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
+
+    model: a transformers causal LM, this engine's own object, on whatever device it is; full attention only.
+    eos_token_ids: tokens that end a completion and belong to it.
+    weight_version: version of the weights the model holds now.
+    kv: at a swap, keep the KV cache of running sequences (they go on at once, attending to keys of older weights);
+        recompute it under the new weights within the pause; or drain: admit nothing, swap when the slots are empty.
+    deterministic: every step has one shape (all slots, all max_len keys) and prompts are fed through decode steps,
+        so that tokens and log-probabilities depend on the request and the weights alone, bit for bit, in a
+        continuation too. Slower: attention is over max_len, and each prompt token takes a step. float32 weights and
+        a fixed thread count are up to the caller.
+    stream_interval: emit a chunk every so many tokens; 0: only at a swap and at the end, which is the fastest.
+
+    A continuation whose prior holds tokens of a newer version than the engine's waits until that version is swapped
+    in. Nothing is cut off: a request that could outgrow its slot is refused.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        slots: int,
+        max_len: int,
+        eos_token_ids: Iterable[int],
+        weight_version: int = 0,
+        kv: KVPolicy = "keep",
+        deterministic: bool = False,
+        stream_interval: int = 0,
+    ) -> None:
+        if slots < 1 or max_len < 2:
+            raise EngineError(f"slots={slots}, max_len={max_len}: at least one slot of two tokens is needed")
+        num_rows = -(-slots // _ROW_STEP) * _ROW_STEP if deterministic else slots
+        self._decoder = SlotDecoder(model, slots=num_rows, max_len=max_len)
+        if deterministic:
+            self._decoder.check_rows_are_alike()
+        super().__init__(max_len=max_len, vocab_size=self._decoder.vocab_size, eos_token_ids=eos_token_ids)
+        self._table = SlotTable(num_rows, max_len, self._is_eos_V, fixed_shape=deterministic)
+        self._num_slots = slots
+        self._num_places = slots * max_len
+        self._version = weight_version
+        self._kv = kv
+        self._deterministic = deterministic
+        self._stream_interval = stream_interval
+        self._in_slot: dict[int, Sequence] = {}
+        self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
+        self._task: asyncio.Task[None] | None = None
+        self._delay_seconds = 0.0
+        self._clock: StepClock | None = None
+        self._num_steps = 0
+
+    # ---- the contract --------------------------------------------------------------------------------------------
+
+    @property
+    def weight_version(self) -> int:
+        """Version that samples the next token."""
+        return self._version
+
+    async def swap(self, update: WeightUpdate) -> SwapReport:
+        """Make `update` the weights of the next token; see `interfaces.Engine`.
+
+        Names, shapes, types and the version are checked before anything is touched. Versions never decrease.
+        pause_seconds is the time the engine's thread is taken, checks and chunks included; of kv=drain it does not
+        include the wait for running sequences, which still sample.
+        """
+        async with self._swap_lock:
+            start = time.perf_counter()
+            self._check_version(update.version)
+            self._decoder.check(update.tensors, is_partial=update.is_partial)
+            checked_seconds = time.perf_counter() - start
+            tensors = update.tensors
+            if self._decoder.device.type != "cpu":
+                tensors = await asyncio.to_thread(self._decoder.stage, tensors)
+            try:
+                if self._kv == "drain":
+                    await self._drain()
+                start = time.perf_counter()
+                num_running = len(self._running)
+                self._replace_weights(update.version, tensors)
+            finally:
+                self._drained = None
+                self._wake()
+            pause_seconds = checked_seconds + time.perf_counter() - start
+            if self._clock is not None:
+                self._clock.extend(pause_seconds)
+        return SwapReport(
+            version=update.version,
+            pause_seconds=pause_seconds,
+            num_bytes=update.num_bytes,
+            num_running=num_running,
+        )
+
+    async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
+        """Take sequences back with what they have sampled; see `interfaces.Engine`."""
+        completions: dict[str, Completion] = {}
+        for request_id in list(request_ids):
+            sequence = self._running.get(request_id) or self._waiting.get(request_id)
+            if sequence is not None:
+                completions[request_id] = self._finish(sequence, FinishReason.ABORT)
+        return completions
+
+    def flush(self) -> None:
+        """A chunk for every running sequence with new tokens; see `interfaces.Engine`."""
+        for sequence in self._running.values():
+            self._emit(sequence)
+
+    def set_pace(self, delay_seconds: float) -> None:
+        """Pause this long after each decode step; swaps and aborts happen in it without waiting."""
+        self._delay_seconds = delay_seconds
+
+    def set_clock(self, clock: StepClock) -> None:
+        """Let a clock say when the next decode step is due, the pace included."""
+        self._clock = clock
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Stand still between two decode steps, every sequence and its KV kept, or go on; see `interfaces.Engine`."""
+        self._count_time()
+        self._is_paused = is_paused
+        self._wake()
+
+    def stats(self) -> EngineStats:
+        """A glance at the engine; kv_usage is the share of token places in the slots that hold a token."""
+        self._count_time()
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            slots=self._num_slots,
+            kv_usage=float(self._table.num_fed.sum()) / self._num_places,
+            num_tokens=self._num_tokens,
+            num_steps=self._num_steps,
+            running_seconds=self._running_seconds,
+            overrun_seconds=self._clock.overrun_seconds if self._clock is not None else 0.0,
+        )
+
+    async def close(self) -> None:
+        """Stop and release memory; running generators end with EngineError. Closing twice is harmless."""
+        self._fail("the engine was closed")
+        task, self._task = self._task, None
+        if task is not None and not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._decoder.memory.clear()
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: EngineRequest) -> Sequence:
+        sequence = self._waiting[request.request_id] = Sequence(request)
+        self._wake()
+        return sequence
+
+    def _wake(self) -> None:
+        """Make sure the loop runs if there is something to do."""
+        if (self._task is None or self._task.done()) and self._has_work():
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and bool(self._running or self._admissible(1))
+
+    async def _run(self) -> None:
+        try:
+            if self._clock is not None:
+                self._clock.start()
+            while self._has_work():
+                num_running = self._step()
+                rest_seconds = self._delay_seconds
+                if self._clock is not None:
+                    rest_seconds = self._clock.rest_seconds(num_running, self._delay_seconds)
+                await asyncio.sleep(rest_seconds)
+        except asyncio.CancelledError:
+            # Steps are whole, so the engine stays usable; only those that wait for it must hear of it.
+            self._end_all("the engine's task was cancelled")
+            raise
+        except Exception as error:  # noqa: BLE001 - every generator must hear why nothing comes any more
+            self._fail(f"the engine failed under weight version {self._version}: {type(error).__name__}: {error}")
+
+    def _step(self) -> int:
+        """Admit into free slots, feed one token to each sequence, sample, retire; returns how many were fed."""
+        if not self._waiting and not self._deterministic:
+            compact(self._table, self._decoder.memory, self._in_slot, self._free_slots)
+        batches = prefill_batches(self._admit())
+        num_running = len(self._running)
+        with torch.inference_mode():
+            for batch in batches[:-1]:
+                self._decoder.prefill(*batch)
+            step = self._table.step_input()
+            logits_RV = self._decoder.decode(
+                step.token_ids_R,
+                step.positions_R,
+                num_keys=step.num_keys,
+                prefill=batches[-1] if batches else None,
+            )
+            token_ids_R, logprobs_R = sample(logits_RV, *self._table.sampler_inputs(len(step.token_ids_R)))
+        outcome = self._table.advance(token_ids_R, logprobs_R)
+        self._num_steps += 1
+        self._num_tokens += outcome.num_sampled
+        for slots, reason in ((outcome.stopped, FinishReason.STOP), (outcome.exhausted, FinishReason.LENGTH)):
+            for slot in slots.tolist():
+                self._finish(self._in_slot[slot], reason)
+        if self._stream_interval:
+            for slot, sequence in self._in_slot.items():
+                if self._table.num_completion(slot) - sequence.num_sent >= self._stream_interval:
+                    self._emit(sequence)
+        return num_running
+
+    def _admissible(self, count: int) -> list[Sequence]:
+        """The first waiting sequences, at most `count`, that may start under the present weights."""
+        if self._drained is not None:
+            return []
+        found: list[Sequence] = []
+        for sequence in self._waiting.values():
+            if len(found) == count:
+                break
+            if sequence.oldest_weights <= self._version:
+                found.append(sequence)
+        return found
+
+    def _admit(self) -> list[tuple[int, Int32Array]]:
+        """Fill free slots in order of arrival; returns what is to be prefilled: all but the last token of each."""
+        if not self._free_slots or not self._waiting:
+            return []
+        self._count_time()
+        admitted: list[tuple[int, Int32Array]] = []
+        for sequence in self._admissible(len(self._free_slots)):
+            request = sequence.request
+            slot = heapq.heappop(self._free_slots)
+            del self._waiting[request.request_id]
+            self._running[request.request_id] = sequence
+            self._in_slot[slot] = sequence
+            sequence.slot = slot
+            # The last known token is always fed by a decode step, which samples what follows it.
+            num_prefilled = 0 if self._deterministic else len(request.prompt_token_ids) + sequence.num_prior - 1
+            self._table.admit(slot, request, num_fed=num_prefilled)
+            admitted.append((slot, self._table.fed_tokens(slot)))
+        return admitted
+
+    # ---- ends and swaps ------------------------------------------------------------------------------------------
+
+    def _emit(self, sequence: Sequence, reason: FinishReason | None = None) -> Completion | None:
+        whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)
+        return sequence.emit(*whole, self._version, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+        completion = self._emit(sequence, reason)
+        assert completion is not None
+        self._forget(sequence)
+        return completion
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Free what a sequence holds. Harmless when it has ended already."""
+        request_id = sequence.request.request_id
+        if self._waiting.get(request_id) is sequence:
+            del self._waiting[request_id]
+        if sequence.slot is None:
+            return
+        self._count_time()
+        self._table.release(sequence.slot)
+        self._in_slot.pop(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
+        del self._running[request_id]
+        sequence.slot = None
+        if self._drained is not None and not self._running:
+            self._drained.set()
+
+    def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        for sequence in self._running.values():
+            self._emit(sequence)  # tokens up to here are of the old version
+        try:
+            self._decoder.load(tensors)
+        except Exception as error:
+            self._fail(f"the swap to version {version} broke off half-way: {type(error).__name__}: {error}")
+            raise SwapError(self._failure) from error
+        self._version = version
+        if self._kv == "recompute":
+            self._recompute()
+
+    def _recompute(self) -> None:
+        """Store the keys and values of all running sequences again, under the present weights."""
+        with torch.inference_mode():
+            if self._deterministic:
+                for position in range(int(self._table.num_fed.max())):
+                    step = self._table.refeed_input(position)
+                    self._decoder.decode(step.token_ids_R, step.positions_R, num_keys=step.num_keys)
+                return
+            for batch in prefill_batches([(slot, self._table.fed_tokens(slot)) for slot in self._in_slot]):
+                self._decoder.prefill(*batch)

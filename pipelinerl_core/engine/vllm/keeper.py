@@ -1,0 +1,227 @@
+"""Keeps an engine core alive, paused or going on, under weights that are known at all times.
+
+An engine core that fails an update is of unknown weights, and one that died has none: both are started again on the
+last good version. Nothing is resumed after an error.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.engine.vllm.core import CoreDied, VLLMCore
+from pipelinerl_core.engine.vllm.weights import StagedWeights
+from pipelinerl_core.errors import EngineError, SwapError
+from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
+from pipelinerl_core.restart_budget import RestartBudget
+
+# More restarts than this within the window are no accident.
+_RESTARTS = 3
+_RESTART_WINDOW_SECONDS = 600.0
+# A reason to be closed: nobody has the weights that the core should have.
+_WEIGHTS = "weights"
+
+
+class CoreKeeper:
+    """One engine core and its weights.
+
+    on_open is called whenever requests may be sent again; on_failure once, with the reason, when it is given up.
+    """
+
+    def __init__(
+        self,
+        core: VLLMCore,
+        staged: StagedWeights,
+        *,
+        version: int,
+        on_open: Callable[[], None],
+        on_failure: Callable[[str], None],
+    ) -> None:
+        self.core = core
+        self.version = version
+        """Version that samples the next token."""
+        self.is_paused = False
+        self.num_deaths = 0
+        self.group: BroadcastGroup | None = None
+        """The broadcast group that the core's workers are in."""
+        self._num_received = 0
+        """Broadcasts of that group."""
+        self._is_on_disk = True
+        self._staged = staged
+        self._on_open = on_open
+        self._on_failure = on_failure
+        self._closed_for = {"start"}
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._revival: asyncio.Task[None] | None = None
+        self._restarts = RestartBudget(
+            _RESTARTS, f"at most {_RESTARTS} within {_RESTART_WINDOW_SECONDS:.0f} s", clock=time.monotonic,
+            window_seconds=_RESTART_WINDOW_SECONDS,
+        )  # fmt: skip
+        self._has_failed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be sent: no pause, no swap, and an engine core that is up."""
+        return not self._closed_for
+
+    @property
+    def needs_weights(self) -> bool:
+        """The core started again, but its weights had come by broadcast: it waits for a file of them, or newer."""
+        return _WEIGHTS in self._closed_for
+
+    async def join(self, group: BroadcastGroup, first_rank: int) -> None:
+        """Join a broadcast group, outside of swaps. Raises EngineError, and is in none then."""
+        async with self._lock:
+            self.group = None
+            try:
+                await self.core.join(group, first_rank)
+            except CoreDied as error:
+                self.revive(str(error))
+                raise
+            self.group, self._num_received = group, 0
+
+    async def open(self) -> None:
+        """Stamp the weights of a started core and begin."""
+        await self.core.set_version(self.version)
+        self._open("start")
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Stand still between two steps, or go on."""
+        if is_paused == self.is_paused:
+            return
+        self.is_paused = is_paused
+        if is_paused:
+            self._closed_for.add("pause")
+        self._spawn(self._follow_pause(), "vllm-pause")
+
+    async def swap(
+        self, update: WeightUpdate, *, clear_cache: bool, in_pause: Callable[[], Awaitable[None]]
+    ) -> float:
+        """Load a checked update; returns the seconds of the pause. SwapError: the core starts again, unchanged.
+
+        A broadcast whose turn it is not is refused before anything is touched: the core goes on.
+        in_pause is awaited in the pause, before the weights change.
+        """
+        path = None if update.group else await asyncio.to_thread(self._staged.stage, update)
+        if self._revival is not None:
+            await self._revival
+        self._closed_for.add("swap")
+        try:
+            async with self._lock:
+                if update.group:
+                    self._check_turn(update)
+                start = time.perf_counter()
+                await self.core.pause(clear_cache=clear_cache)
+                await in_pause()
+                await self._load(path, update.version)
+                self._closed_for.discard(_WEIGHTS)
+                if not self.is_paused:
+                    await self.core.resume()
+                return time.perf_counter() - start
+        except SwapError:  # nothing was touched
+            raise
+        except EngineError as error:
+            self.revive(str(error))
+            raise SwapError(f"no swap to version {update.version}, vLLM starts again: {error}") from error
+        finally:
+            self._open("swap")
+
+    def revive(self, cause: str) -> None:
+        """Start the engine core again, unless that is under way or has been tried too often."""
+        if self._has_failed or (self._revival is not None and not self._revival.done()):
+            return
+        self.num_deaths += 1
+        if not self._restarts.take():
+            self._fail(f"vLLM's engine core died, {self._restarts.spent_text}; last: {cause}")
+            return
+        self._closed_for.add("revival")
+        self.group = None
+        self._revival = self._spawn(self._start_again(), "vllm-revival")
+
+    async def close(self) -> None:
+        """End the engine core; closing twice is harmless."""
+        self._has_failed = True
+        tasks = [task for task in self._tasks if not task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.core.close()
+        self._staged.close()
+
+    def _check_turn(self, update: WeightUpdate) -> None:
+        """Raise SwapError unless what the workers would receive now is this update.
+
+        The trainer is done with a broadcast before the last member has it. One that stood still meanwhile, and hears
+        of the next, would be given the old weights in the new one's name: it leaves the group, and takes a file.
+        """
+        number = self.group.number if self.group is not None else 0
+        if update.group != number:
+            raise SwapError(
+                f"version {update.version} is broadcast to group {update.group}, the engine is in {number}"
+            )
+        if update.broadcast_index != self._num_received + 1:
+            self.group = None
+            raise SwapError(
+                f"version {update.version} is broadcast {update.broadcast_index} of group {number}, the engine has "
+                f"received {self._num_received}: it leaves the group"
+            )
+
+    async def _load(self, path: Path | None, version: int) -> None:
+        """From a file, or without one from the broadcast that is under way."""
+        if path is not None:
+            await self.core.load_weights(str(path), version)
+        elif self.group is not None:
+            await self.core.receive_weights(self.group.layout, version)
+            self._num_received += 1
+        else:
+            raise EngineError("it has left the broadcast group")
+        self.version = version
+        self._is_on_disk = path is not None
+        self._staged.take(path)
+
+    async def _follow_pause(self) -> None:
+        """Bring the core to the state that was last asked for."""
+        async with self._lock:
+            try:
+                if self.is_paused:
+                    await self.core.pause(clear_cache=False)
+                    return
+                await self.core.resume()
+            except EngineError as error:
+                self.revive(str(error))
+            if not self.is_paused:
+                self._open("pause")
+
+    async def _start_again(self) -> None:
+        try:
+            async with self._lock:
+                await self.core.start()
+                if not self._is_on_disk:
+                    self._closed_for.add(_WEIGHTS)
+                if self._staged.current is None:
+                    await self.core.set_version(self.version)
+                else:
+                    await self.core.load_weights(str(self._staged.current), self.version)
+                if self.is_paused:
+                    await self.core.pause(clear_cache=False)
+        except EngineError as error:
+            self._fail(f"vLLM's engine core could not be started again: {error}")
+            return
+        self._open("revival")
+
+    def _open(self, reason: str) -> None:
+        self._closed_for.discard(reason)
+        if self.is_open:
+            self._on_open()
+
+    def _fail(self, message: str) -> None:
+        self._has_failed = True
+        self._on_failure(message)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

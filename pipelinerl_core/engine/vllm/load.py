@@ -1,0 +1,89 @@
+"""vLLM as the engine of a run, from a model directory."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
+from pipelinerl_core.engine.vllm.engine import VLLMEngine
+from pipelinerl_core.engine.vllm.weights import StagedWeights
+from pipelinerl_core.errors import EngineError
+
+_GIB = 2**30
+
+
+async def start_vllm_engine(
+    path: str | Path,
+    config: RunConfig,
+    *,
+    max_prompt_tokens: int,
+    name: str,
+    staging: Path | None = None,
+    eos_token_ids: Iterable[int] | None = None,
+    weight_version: int = 0,
+) -> VLLMEngine:
+    """The engine of a run on vLLM, started (20 to 30 s); the counterpart of `load.load_engine`. Raises EngineError.
+
+    name: of the actor and its epoch: no two of a run may draw the same noise. staging: see `StagedWeights`.
+    """
+    directory = Path(path)
+    model = model_config(directory)
+    max_len = max_prompt_tokens + config.rollouts.max_tokens
+    core = VLLMCore(core_settings(directory, config, max_len=max_len, name=name))
+    await core.start()
+    engine = VLLMEngine(
+        core,
+        StagedWeights(str(directory), staging),
+        slots=config.engine.concurrency,
+        max_len=max_len,
+        vocab_size=int(model["vocab_size"]),
+        eos_token_ids=_eos_of(directory, model) if eos_token_ids is None else eos_token_ids,
+        weight_version=weight_version,
+        kv=config.engine.kv,
+    )
+    await engine.open()
+    return engine
+
+
+def model_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory; EngineError if it is none."""
+    try:
+        config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise EngineError(f"{directory}: no such model directory") from None
+    return config
+
+
+def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str) -> CoreSettings:
+    """What vLLM is started with; on a CPU nothing is compiled and the KV cache is small, unless the run says so."""
+    on_cpu = not torch.cuda.is_available()
+    kv_gigabytes = config.engine.kv_gigabytes or (1.0 if on_cpu else 0)
+    is_compiled = config.engine.compile == "always" or (config.engine.compile == "auto" and not on_cpu)
+    digest = hashlib.blake2b(f"{config.seed}/{name}".encode(), digest_size=4).digest()
+    return CoreSettings(
+        model=str(directory),
+        dtype=config.model.dtype,
+        max_len=max_len,
+        max_sequences=config.engine.concurrency,
+        seed=int.from_bytes(digest, "little") >> 1,
+        kv_bytes=int(kv_gigabytes * _GIB) or None,
+        tensor_parallel=config.engine.tensor_parallel,
+        data_parallel=config.engine.data_parallel,
+        is_eager=not is_compiled,
+        stream_interval=config.engine.stream_interval,
+    )
+
+
+def _eos_of(directory: Path, model: dict[str, Any]) -> list[int]:
+    """End tokens of the generation configuration, else of config.json."""
+    try:
+        eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    except OSError:
+        eos = model.get("eos_token_id")
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

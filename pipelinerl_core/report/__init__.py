@@ -1,0 +1,1 @@
+"""Pages and tables about one run: report.json, report.html, the live view."""

@@ -1,0 +1,261 @@
+"""Who waits for whom, and what to set: the bottleneck of a run, from what was measured in it.
+
+The side that nobody waits for is the one to make faster. Where the trainer waits, the hub has measured for what:
+
+    trainer waits   slots stand empty   bottleneck
+    little          yes, or paced       trainer
+    little          little              balanced
+    for engines     any                 engine
+    at the window   yes                 window      (W = (max_lag + 1) * groups_per_step groups are outstanding)
+    for old groups  any                 stale_wait
+    conventional and april              turns       (waiting is by design; the price is named)
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pipelinerl_core.config import RunConfig, stored_config
+from pipelinerl_core.config.rules import lag_of_full_engines
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry.length_bias import Lengths, length_bias
+
+Bottleneck = Literal["trainer", "engine", "window", "stale_wait", "turns", "balanced"]
+
+# A side that waits for less than this share of the time is busy.
+_BUSY = 0.15
+# Mean pause between decode steps from which an engine counts as held back by its pace.
+_PACED_SECONDS = 0.001
+# More engines are of no use while this share of the slots stands empty when the trainer waits.
+_WINDOW_PART = 1 / 3
+# Turns: a loss below this share of the time is not worth a change.
+_WORTH = 0.05
+# Trained tokens from completions shorter than this, relative to generated ones: long ones are lost.
+_BIASED = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a run's objects say; shares are of the time between the first and the last trained step."""
+
+    trainer_idle: float
+    """Share of the time that the trainer waited for groups."""
+    actor_idle: float
+    """Share of the slots that stood empty."""
+    delay_seconds: float = 0.0
+    """Mean pause that the engines put between two decode steps to keep the trainer's pace."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Cause -> share (utilization.wait_shares); empty where the hub did not measure it."""
+    spread: float | None = None
+    """Longest over mean completion length, mean over groups."""
+
+
+def mean_delay_seconds(commits: Sequence[Commit]) -> float:
+    """Mean pause that the actors put between two decode steps to keep the trainer's pace."""
+    delays = [
+        sample.counters.get("step_delay_seconds", 0.0) for commit in commits for sample in commit.actors.values()
+    ]
+    return sum(delays) / len(delays) if delays else 0.0
+
+
+def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """{"bottleneck", "advice"} for report.json.
+
+    Both are None where the run was too short to tell (evidence None), or its configuration cannot be read.
+    """
+    run = _read(config)
+    if evidence is None or run is None:
+        return {"bottleneck": None, "advice": None}
+    kind = bottleneck(evidence, takes_turns=run.takes_turns)
+    sentences = [_ADVICE[kind](evidence, run), _length_advice(lengths, run)]
+    return {"bottleneck": kind, "advice": " ".join(filter(None, sentences))}
+
+
+def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:
+    """The side to make faster."""
+    if takes_turns:
+        return "turns"
+    if evidence.trainer_idle <= _BUSY:
+        held_back = evidence.actor_idle > _BUSY or evidence.delay_seconds > _PACED_SECONDS
+        return "trainer" if held_back else "balanced"
+    causes = {cause: evidence.waits.get(cause, 0.0) for cause in ("engine", "window", "stale_wait")}
+    total = sum(causes.values())
+    if not total:  # not measured
+        return "window" if evidence.actor_idle > _BUSY else "engine"
+    if causes["stale_wait"] > total / 2:
+        return "stale_wait"
+    return "window" if causes["window"] >= _WINDOW_PART * (causes["engine"] + causes["window"]) else "engine"
+
+
+# ---- one text per bottleneck ---------------------------------------------------------------------------------------
+
+
+def _trainer(evidence: Evidence, run: RunConfig) -> str:
+    text = f"The trainer is the bottleneck: {_waited(evidence)}"
+    if evidence.delay_seconds > _PACED_SECONDS:
+        text += f", and engines paused {evidence.delay_seconds * 1e3:.1f} ms a token to keep its pace"
+    text += ". More actors give nothing; a faster trainer does"
+    if evidence.actor_idle > _BUSY:
+        text += f", up to {1 / max(0.01, 1 - evidence.actor_idle):.1f} times as fast"
+    actors = run.placement.actors
+    fewer = math.ceil(actors * (1 - evidence.actor_idle))
+    return f"{text}. {_set('placement.actors', fewer, actors)} would do." if 0 < fewer < actors else f"{text}."
+
+
+def _engine(evidence: Evidence, run: RunConfig) -> str:
+    actors, faster = run.placement.actors, 1 / max(0.01, 1 - evidence.trainer_idle)
+    more = max(actors + 1, math.ceil(actors * faster))
+    wider = run.model_copy(update={"placement": run.placement.model_copy(update={"actors": more})})
+    lag = lag_of_full_engines(wider, evidence.spread or 1.0)
+    window = f" with {_set('schedule.max_lag', lag, run.schedule.max_lag)}" if lag > run.schedule.max_lag else ""
+    return (
+        f"Generation is the bottleneck: {_waited(evidence)}. The trainer is busy all the time once it is "
+        f"{faster:.1f} times as fast: set {_set('placement.actors', more, actors)}{window} where there are cores for "
+        f"them, or engine.concurrency higher (now {run.engine.concurrency})."
+    )
+
+
+def _window(evidence: Evidence, run: RunConfig) -> str:
+    spread, rules = evidence.spread or 1.0, run.schedule
+    text = f"The admission window is the bottleneck: {_waited(evidence)}. "
+    lag = lag_of_full_engines(run, spread)
+    if lag > rules.max_lag:
+        return (
+            f"{text}Set {_set('schedule.max_lag', lag, rules.max_lag)}: {_lag_arithmetic(run, spread)}. Or set "
+            f"engine.concurrency lower (now {run.engine.concurrency})."
+        )
+    pace = "" if run.engine.pace else "engine.pace=true, or "
+    return (
+        f"{text}schedule.max_lag={rules.max_lag} has room for full engines ({_lag_arithmetic(run, spread)} = {lag}), "
+        f"so the places were taken by finished groups that came in bursts. Set {pace}"
+        f"{_set('schedule.max_lag', rules.max_lag + 1, rules.max_lag)}."
+    )
+
+
+def _stale_wait(evidence: Evidence, run: RunConfig) -> str:
+    lag = max(lag_of_full_engines(run, evidence.spread or 1.0), run.schedule.max_lag + 1)
+    return (
+        f"Waiting for old groups is the bottleneck: {_waited(evidence)}. Set "
+        f"{_set('schedule.max_lag', lag, run.schedule.max_lag)}, or schedule.stale=mask to train without their "
+        "oldest tokens."
+    )
+
+
+def _balanced(evidence: Evidence, run: RunConfig) -> str:
+    return f"Trainer and engines keep each other busy: {_waited(evidence)}."
+
+
+def _turns(evidence: Evidence, run: RunConfig) -> str:
+    tail = evidence.waits.get("window", 0.0)
+    # Per second of this run: what the engines need with full slots, and what the trainer needs.
+    bound = 1 / max(evidence.trainer_idle - tail, 1 - evidence.trainer_idle, 0.01)
+    help_ = ""
+    if tail > _WORTH:
+        help_ = _longer_phase(tail, run) if run.schedule.kind == "conventional" else _more_groups(tail, evidence, run)
+    return (
+        f"schedule.kind={run.schedule.kind} takes turns by design: {_waited(evidence)}.{help_} "
+        f"schedule.kind=pipeline keeps the slots full and overlaps the turns: at most {bound:.1f} times as fast, "
+        "where each side keeps the speed it has in its turn."
+    )
+
+
+def _longer_phase(tail: float, run: RunConfig) -> str:
+    steps, max_lag = run.schedule.steps_per_phase, run.schedule.max_lag
+    lag = f" with {_set('schedule.max_lag', 2 * steps - 1, max_lag)}" if 2 * steps - 1 > max_lag else ""
+    return (
+        f" {tail:.0%} of the time was lost to empty slots while the last rollouts of a phase ended; "
+        f"{_set('schedule.steps_per_phase', 2 * steps, steps)}{lag} about halves that."
+    )
+
+
+def _more_groups(tail: float, evidence: Evidence, run: RunConfig) -> str:
+    rules = run.schedule
+    groups = run.rollouts.group_size * run.trainer.groups_per_step
+    alpha = 1 + run.engine.concurrency * run.placement.actors * (evidence.spread or 1.0) / groups
+    alpha = math.ceil(alpha * 10 - 1e-9) / 10
+    text = f" {tail:.0%} of the time was lost to slots that stood empty before a step had its groups"
+    if alpha <= rules.alpha:
+        return f"{text}."
+    lag = math.ceil(alpha) - 1
+    window = f" with {_set('schedule.max_lag', lag, rules.max_lag)}" if lag > rules.max_lag else ""
+    return f"{text}; schedule.alpha={alpha:g} (now {rules.alpha:g}){window} keeps them full."
+
+
+# ---- length bias ---------------------------------------------------------------------------------------------------
+
+
+def _length_advice(lengths: Lengths, run: RunConfig) -> str:
+    """Where long completions are lost, and what keeps them; empty when trained ones are about as long."""
+    bias = length_bias(lengths)
+    if bias is None or bias >= _BIASED:
+        return ""
+    generated = lengths["generated"]
+    cures = {
+        "masked_stale": f"schedule.max_lag higher (now {run.schedule.max_lag})",
+        "dropped_stale": f"schedule.max_lag higher (now {run.schedule.max_lag}), or schedule.stale=mask",
+        "superseded": f"placement.lease_seconds higher (now {run.placement.lease_seconds:g})",
+        "failed": f"reward.timeout_seconds higher (now {run.reward.timeout_seconds:g}), and look at their errors",
+        "filtered": "rollouts.filter_zero_variance=false, or easier prompts",
+    }
+    text = (
+        "Trained tokens come from shorter completions than generated ones (mean "
+        f"{lengths['trained'].mean_length:.1f} against {generated.mean_length:.1f} tokens, {bias:.2f})"
+    )
+    mean = generated.mean_length or 0.0
+    lost = {name: one for name, one in lengths.items() if name in cures and (one.mean_length or 0.0) > mean}
+    if not lost:
+        return f"{text}: the long ones have not been trained yet."
+    worst = max(lost, key=lambda name: lost[name].num_tokens)
+    share = lost[worst].num_tokens / generated.num_tokens
+    return (
+        f"{text}: {share:.0%} of the tokens ended as {worst}, from completions of "
+        f"{lost[worst].mean_length:.1f}. Set {cures[worst]}."
+    )
+
+
+# ---- words ---------------------------------------------------------------------------------------------------------
+
+_ADVICE: dict[Bottleneck, Callable[[Evidence, RunConfig], str]] = {
+    "trainer": _trainer,
+    "engine": _engine,
+    "window": _window,
+    "stale_wait": _stale_wait,
+    "turns": _turns,
+    "balanced": _balanced,
+}
+_FOR_WHAT = {
+    "engine": "for the engines",
+    "window": "with slots empty for want of a place",
+    "stale_wait": "for groups that would grow stale",
+}
+
+
+def _waited(evidence: Evidence) -> str:
+    """Example: the trainer waited 31% of the time (28% for the engines, 3% with slots empty for want of a place),
+    2% of the slots stood empty."""
+    parts = [f"{evidence.waits.get(cause, 0.0):.0%} {text}" for cause, text in _FOR_WHAT.items()]
+    parts = [part for part in parts if not part.startswith("0%")]
+    causes = f" ({', '.join(parts)})" if parts else ""
+    return (
+        f"the trainer waited {evidence.trainer_idle:.0%} of the time{causes}, {evidence.actor_idle:.0%} of the slots "
+        "stood empty"
+    )
+
+
+def _lag_arithmetic(run: RunConfig, spread: float) -> str:
+    sequences = run.engine.concurrency * run.placement.actors
+    step = f"({run.rollouts.group_size} * {run.trainer.groups_per_step})"
+    return f"1 + ceil({sequences} sequences * {spread:.1f} longest over mean length / {step})"
+
+
+def _set(key: str, value: int, now: int) -> str:
+    return f"{key}={value} (now {now})"
+
+
+def _read(config: Mapping[str, Any]) -> RunConfig | None:
+    try:
+        return stored_config(config)
+    except ConfigError:
+        return None

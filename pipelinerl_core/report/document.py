@@ -1,0 +1,250 @@
+"""report.json and weights.parquet: the figures of a run, computed from its objects alone (docs/metrics.md)."""
+
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelinerl_core.emulation.report_lines import emulation
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report import utilization
+from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
+from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
+from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
+from pipelinerl_core.telemetry import measures
+from pipelinerl_core.telemetry.length_bias import length_report
+
+# First and last reward are means over a tenth of the steps, at most ten: one step is noise.
+_REWARD_WINDOW = 10
+
+WEIGHTS_SCHEMA = pa.schema(
+    [
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("actor", pa.string(), nullable=False),
+        pa.field("published", pa.timestamp("us", tz="UTC")),
+        pa.field("swapped", pa.timestamp("us", tz="UTC")),
+        pa.field("pause_seconds", pa.float64()),
+        pa.field("bytes", pa.int64()),
+        pa.field("tokens_sampled", pa.int64()),
+        pa.field("tokens_trained", pa.int64(), nullable=False),
+        pa.field("sha256", pa.string()),
+    ]
+)
+
+
+def build_report(store: ObjectStore) -> dict[str, Any]:
+    """report.json of a run, finished or not: JSON values; None where the run has no such figure yet."""
+    return report_of(collect(store))
+
+
+def report_of(facts: RunFacts) -> dict[str, Any]:
+    """The same, from facts already read."""
+    commits = list(facts.commits.values())
+    use = utilization.actor_use(commits)
+    trainer_idle = utilization.trainer_idle_fraction(commits)
+    actor_idle = use.idle_fraction if use else None
+    waits = utilization.wait_shares(commits)
+    spread = _group_spread(facts.steps)
+    evidence = None
+    if trainer_idle is not None and actor_idle is not None:
+        evidence = Evidence(
+            trainer_idle=trainer_idle,
+            actor_idle=actor_idle,
+            delay_seconds=mean_delay_seconds(commits),
+            waits=waits or {},
+            spread=spread,
+        )
+    lengths = commits[-1].lengths if commits else {}
+    return {
+        "run_id": facts.run.run_id,
+        "schedule": _kind(facts, "schedule"),
+        "engine": _kind(facts, "engine"),
+        "emulation": emulation(facts.run.config, commits),
+        "steps": commits[-1].step if commits else 0,
+        "versions": sum(commit.manifest is not None for commit in commits),
+        "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
+        **_learning(facts),
+        **_tokens(facts),
+        "tokens_per_second": use.tokens_per_second if use else None,
+        "rollouts_per_second": _rollouts_per_second(facts),
+        **_swaps(commits),
+        **_versions(facts.steps),
+        "ess_mean": _mean_metric(commits, "importance/ess"),
+        "trainer_idle_fraction": trainer_idle,
+        "actor_idle_fraction": actor_idle,
+        "wait_fractions": waits,
+        "group_spread": spread,
+        **advice(evidence, lengths, facts.run.config),
+        "ledger": dict(commits[-1].tokens) if commits else {},
+        "length_bias": length_report(lengths),
+    }
+
+
+def _kind(facts: RunFacts, section: str) -> str | None:
+    kind = facts.run.config.get(section, {}).get("kind")
+    return str(kind) if kind is not None else None
+
+
+def _group_spread(steps: tuple[StepFacts, ...]) -> float | None:
+    """Longest over mean completion length, mean over the trained groups."""
+    spreads = np.concatenate([step.spreads for step in steps]) if steps else np.empty(0)
+    return float(spreads.mean()) if len(spreads) else None
+
+
+def _learning(facts: RunFacts) -> dict[str, Any]:
+    steps, evals = facts.steps, list(facts.evals.values())
+    window = max(1, min(_REWARD_WINDOW, len(steps) // 10))
+    return {
+        "reward_first": _reward(steps[:window]),
+        "reward_last": _reward(steps[-window:]),
+        "reward_window_steps": window,
+        "eval_first": evals[0].accuracy if evals else None,
+        "eval_last": evals[-1].accuracy if evals else None,
+    }
+
+
+def _reward(steps: tuple[StepFacts, ...]) -> float | None:
+    rewards = np.concatenate([step.rewards for step in steps]) if steps else np.empty(0)
+    return float(rewards.mean()) if len(rewards) else None
+
+
+def _tokens(facts: RunFacts) -> dict[str, Any]:
+    lengths = np.concatenate([step.lengths for step in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
+    last = next(reversed(facts.commits.values()), None)
+    return {
+        "samples": len(lengths),
+        "tokens_generated": last.tokens.get("generated", 0) if last else 0,
+        "tokens_trained": sum(int(step.lags.sum()) for step in facts.steps),
+        "tokens_masked_stale": sum(step.num_masked for step in facts.steps),
+        "completion_length": {
+            "median": measures.percentile(lengths, 50),
+            "p99.5": measures.percentile(lengths, 99.5),
+            "max": int(lengths.max()) if len(lengths) else None,
+        },
+    }
+
+
+def _rollouts_per_second(facts: RunFacts) -> float | None:
+    """Rollouts trained after the first step, over the span between first and last commit."""
+    bounds = utilization.span(list(facts.commits.values()))
+    return sum(len(step.lengths) for step in facts.steps[1:]) / (bounds[1] - bounds[0]) if bounds else None
+
+
+def swaps_of(commits: list[Commit]) -> list[SwapRecord]:
+    """Every swap once, by time; a swap is reported again until it is acknowledged."""
+    unique = {(swap.actor, swap.actor_epoch, swap.version): swap for commit in commits for swap in commit.swaps}
+    return sorted(unique.values(), key=lambda swap: (swap.at, swap.actor))
+
+
+def _swaps(commits: list[Commit]) -> dict[str, Any]:
+    pauses = [swap.pause_seconds for swap in swaps_of(commits)]
+    return {
+        "num_swaps": len(pauses),
+        "swap_pause_seconds": {
+            "p50": measures.percentile(pauses, 50),
+            "p99": measures.percentile(pauses, 99),
+            "max": max(pauses, default=None),
+        },
+    }
+
+
+def total_lags(steps: tuple[StepFacts, ...]) -> measures.Int64Array:
+    """Trained tokens of the run per lag."""
+    total_L = np.zeros(0, dtype=np.int64)
+    for step in steps:
+        total_L = measures.add_counts(total_L, step.lags)
+    return total_L
+
+
+def _versions(steps: tuple[StepFacts, ...]) -> dict[str, Any]:
+    lags_L = total_lags(steps)
+    versions = np.concatenate([step.versions for step in steps]) if steps else np.empty(0, dtype=np.int64)
+    return {
+        "lag": {
+            "mean": measures.mean_of_counts(lags_L),
+            "p99": measures.quantile_of_counts(lags_L, 0.99),
+            "max": measures.max_of_counts(lags_L),
+        },
+        "multi_version_fraction": float((versions >= 2).mean()) if len(versions) else None,
+        "max_versions_in_a_rollout": int(versions.max()) if len(versions) else None,
+        "three_version_rollouts": int((versions >= 3).sum()),
+    }
+
+
+def _mean_metric(commits: list[Commit], key: str) -> float | None:
+    values = [commit.metrics[key] for commit in commits if key in commit.metrics]
+    return float(np.mean(values)) if values else None
+
+
+# ---- weights.parquet -----------------------------------------------------------------------------------------------
+
+
+def write_weights_table(store: ObjectStore) -> None:
+    """weights.parquet: one row per (version, actor), by version and actor."""
+    store.put(WEIGHTS_TABLE_KEY, weights_table(collect(store)))
+
+
+def weights_table(facts: RunFacts) -> bytes:
+    """The Parquet file."""
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(weight_rows(facts), schema=WEIGHTS_SCHEMA), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
+    """Rows of weights.parquet. An actor that swapped a version again after a restart keeps its first time and worst
+    pause. Tokens sampled after the last reservation are not in any commit and not counted."""
+    commits = list(facts.commits.values())
+    trained: dict[tuple[int, str], int] = {}
+    for step in facts.steps:
+        for key, num in step.trained.items():
+            trained[key] = trained.get(key, 0) + num
+    swaps: dict[tuple[int, str], list[SwapRecord]] = {}
+    for swap in swaps_of(commits):
+        swaps.setdefault((swap.version, swap.actor), []).append(swap)
+    sampled = _tokens_sampled(facts)
+    rows = []
+    for version, actor in sorted({*trained, *swaps, *sampled}):
+        commit = facts.commits.get(version)
+        manifest = commit.manifest if commit else None
+        own = swaps.get((version, actor), [])
+        rows.append(
+            {
+                "version": version,
+                "actor": actor,
+                "published": _microseconds(manifest.published_at) if manifest else None,
+                "swapped": _microseconds(own[0].at) if own else None,
+                "pause_seconds": max((swap.pause_seconds for swap in own), default=None),
+                "bytes": manifest.num_bytes if manifest else None,
+                "tokens_sampled": sampled.get((version, actor)),
+                "tokens_trained": trained.get((version, actor), 0),
+                "sha256": commit.weights_sha256 if commit else None,
+            }
+        )
+    return rows
+
+
+def _microseconds(unix_seconds: float) -> int:
+    return round(unix_seconds * 1e6)
+
+
+def _tokens_sampled(facts: RunFacts) -> dict[tuple[int, str], int]:
+    """(version, actor) -> tokens, from the token counters of each actor epoch at its swaps."""
+    counters: dict[tuple[str, int], list[tuple[int, int]]] = {}  # (actor, epoch) -> [(version, num_tokens)]
+    for commit in facts.commits.values():
+        for key, sample in commit.actors.items():
+            actor, _, epoch = key.rpartition("/")
+            counters.setdefault((actor, int(epoch)), []).append((sample.engine_version, sample.num_tokens))
+        for swap in commit.swaps:
+            counters.setdefault((swap.actor, swap.actor_epoch), []).append((swap.version, swap.num_tokens))
+    sampled: dict[tuple[int, str], int] = {}
+    for (actor, _), points in counters.items():
+        points.sort()
+        previous = 0  # what an epoch had sampled at its first sample or swap is counted for that version
+        for (version, _), (_, after) in itertools.pairwise([*points, points[-1]]):
+            sampled[version, actor] = sampled.get((version, actor), 0) + max(0, after - previous)
+            previous = max(previous, after)
+    return sampled

@@ -1,0 +1,232 @@
+"""The figures of report.html: what is drawn, from the facts of a run."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipelinerl_core.report import charts
+from pipelinerl_core.report.charts import Axis, Lane, Point, Series
+from pipelinerl_core.report.document import swaps_of, total_lags
+from pipelinerl_core.report.facts import RunFacts, StepFacts
+from pipelinerl_core.report.utilization import wait_seconds
+from pipelinerl_core.run.records import Commit
+
+# More points than this on a line only blacken it.
+_MAX_POINTS = 400
+# Optimizer steps on the timeline: enough to see the rhythm, few enough to see each pause.
+_TIMELINE_STEPS = 10
+_MAX_BARS = 30
+
+LEDGER_CSS = {
+    "trained": "train",
+    "masked_stale": "swap",
+    "dropped_stale": "held",
+    "filtered": "other",
+    "failed": "bad",
+    "superseded": "other",
+    "in_flight": "generate",
+    "ready": "wait",
+}
+"""Order and colour of the token classes; a class that is not named here is drawn after them."""
+
+
+def reward_over_time(facts: RunFacts) -> str:
+    """Reward and held-out accuracy against wall clock."""
+    times = {step: commit.committed_at - facts.run.created_at for step, commit in facts.commits.items()}
+    points = [(times[one.step], float(one.rewards.mean())) for one in _scored(facts)]
+    held_out = [(times[version], record.accuracy) for version, record in facts.evals.items() if version in times]
+    end = max((x for x, _ in [*points, *held_out]), default=1.0)
+    unit, name = (1.0, "seconds") if end < 300 else (60.0, "minutes") if end < 18_000 else (3600.0, "hours")
+    axis = Axis(f"wall clock, {name} since the run was created", low=0.0)
+    return _learning("Reward against wall clock", _scaled(points, unit), _scaled(held_out, unit), axis)
+
+
+def reward_over_samples(facts: RunFacts) -> str:
+    """Reward and held-out accuracy against rollouts trained."""
+    totals = {0: 0}
+    for one in facts.steps:
+        totals[one.step] = totals[max(totals)] + len(one.lengths)
+    points = [(float(totals[one.step]), float(one.rewards.mean())) for one in _scored(facts)]
+    held_out = [(float(totals[step]), record.accuracy) for step, record in facts.evals.items() if step in totals]
+    axis = Axis("rollouts trained", text=_count, low=0.0)
+    return _learning("Reward against rollouts trained", points, held_out, axis)
+
+
+def lag_histogram(facts: RunFacts) -> str:
+    """Share of the trained tokens per lag."""
+    lags_L = total_lags(facts.steps)
+    total = max(1, int(lags_L.sum()))
+    bars = [
+        (lag - 0.5, lag + 0.5, num / total, f"lag {lag}: {num:,} tokens ({num / total:.1%})")
+        for lag, num in enumerate(lags_L.tolist())
+    ]
+    axis = Axis("lag, optimizer steps", is_whole=True)
+    return charts.bar_chart("Lag of trained tokens", bars, axis, Axis("share", text=_percent), css="generate")
+
+
+def length_histogram(facts: RunFacts) -> str:
+    """Rollouts per completion length."""
+    lengths = np.concatenate([one.lengths for one in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
+    if not len(lengths):
+        return charts.bar_chart("Completion length", [], Axis(""), Axis(""), css="generate")
+    width = max(1, -(-int(lengths.max() - lengths.min() + 1) // _MAX_BARS))
+    counts, edges = np.histogram(lengths, bins=np.arange(lengths.min(), lengths.max() + width + 1, width))
+    bars = [
+        (left, right, num, f"{left:g} to {right - 1:g} tokens: {num:,} rollouts")
+        for left, right, num in zip(edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False)
+    ]
+    axis = Axis("completion tokens", text=_count, is_whole=True)
+    return charts.bar_chart("Completion length", bars, axis, Axis("rollouts", text=_count), css="generate")
+
+
+def swap_pauses(facts: RunFacts) -> str:
+    """Every swap: how long the engine sampled nothing."""
+    swaps = swaps_of(list(facts.commits.values()))
+    points = [(swap.at - facts.run.created_at, swap.pause_seconds * 1000) for swap in swaps]
+    axis = Axis("seconds since the run was created", text=_count)
+    series = [Series("pause, ms", _worst(points), "swap", kind="dots")]
+    return charts.line_chart("Swap pauses", series, axis, Axis("milliseconds", text=lambda y: f"{y:g} ms", low=0.0))
+
+
+def effective_sample_size(facts: RunFacts) -> str:
+    """ESS per step."""
+    points = [
+        (float(commit.step), commit.metrics["importance/ess"])
+        for commit in facts.trained_commits
+        if "importance/ess" in commit.metrics
+    ]
+    low = min(0.8, min((y for _, y in points), default=0.8))
+    series = [Series("ESS", _thinned(points), "train")]
+    return charts.line_chart(
+        "Effective sample size", series, Axis("optimizer step", is_whole=True), Axis("ess", low=low, high=1.0)
+    )
+
+
+def ledger_over_steps(facts: RunFacts) -> str:
+    """Share of the tokens generated so far per class, at the reservation of each step."""
+    commits = [commit for commit in facts.trained_commits if commit.tokens.get("generated")]
+    commits = [*commits[: -1 : max(1, -(-len(commits) // _MAX_POINTS))], *commits[-1:]]
+    names = {name for commit in commits for name, num in commit.tokens.items() if num} - {"generated"}
+    order = [name for name in LEDGER_CSS if name in names] + sorted(names - LEDGER_CSS.keys())
+    layers = [
+        (
+            name,
+            LEDGER_CSS.get(name, "other"),
+            [commit.tokens.get(name, 0) / commit.tokens["generated"] for commit in commits],
+        )
+        for name in order
+    ]
+    axis = Axis("optimizer step", is_whole=True)
+    share = Axis("share", text=lambda value: f"{value:.0%}")
+    return charts.area_chart("Token ledger over steps", [float(one.step) for one in commits], layers, axis, share)
+
+
+def timeline(facts: RunFacts) -> str:
+    """A lane per role for some steps in the middle of the run."""
+    commits = facts.trained_commits
+    if len(commits) < 2:
+        return '<p class="empty">The timeline needs two committed steps.</p>'
+    first = max(0, (len(commits) - _TIMELINE_STEPS) // 2)
+    shown = commits[first : first + _TIMELINE_STEPS + 1]
+    zero, start, end = facts.run.created_at, shown[0].reserved_at, shown[-1].committed_at
+    lanes = [_actor_lane(facts, actor, start, end) for actor in _actors(commits)]
+    lanes += [_trainer_lane(shown, zero), _commit_lane(shown, zero)]
+    return charts.lane_chart("Timeline", lanes, (start - zero, end - zero))
+
+
+def _actors(commits: Sequence[Commit]) -> list[str]:
+    return sorted({key.rpartition("/")[0] for commit in commits for key in commit.actors})
+
+
+def _actor_lane(facts: RunFacts, actor: str, start: float, end: float) -> Lane:
+    zero = facts.run.created_at
+    swaps = [
+        swap for swap in swaps_of(list(facts.commits.values())) if swap.actor == actor and start <= swap.at <= end
+    ]
+    intervals = [(start - zero, end - zero, "generate", f"{actor} generates")]
+    intervals += [
+        (
+            swap.at - swap.pause_seconds - zero,
+            swap.at - zero,
+            "swap",
+            f"swap to version {swap.version}: {swap.pause_seconds * 1000:.1f} ms, {swap.num_running} in flight",
+        )
+        for swap in swaps
+    ]
+    labels = [(swap.at - zero, f"v{swap.version}") for swap in swaps]
+    return Lane(actor, intervals, labels if len(labels) <= 2 * _TIMELINE_STEPS else ())
+
+
+def _trainer_lane(shown: Sequence[Commit], zero: float) -> Lane:
+    intervals = []
+    for previous, commit in zip([None, *shown], shown, strict=False):
+        wait = wait_seconds(commit, previous)
+        begin, ready, done = commit.reserved_at - wait - zero, commit.reserved_at - zero, commit.computed_at - zero
+        intervals.append((begin, ready, "wait", f"waits {wait:.2f} s for the groups of step {commit.step}"))
+        intervals.append((ready, done, "train", f"step {commit.step}: {done - ready:.2f} s"))
+    labels = [((commit.reserved_at + commit.computed_at) / 2 - zero, f"step {commit.step}") for commit in shown]
+    return Lane("trainer", intervals, labels)
+
+
+def _commit_lane(shown: Sequence[Commit], zero: float) -> Lane:
+    intervals = [
+        (
+            commit.computed_at - zero,
+            commit.committed_at - zero,
+            "commit",
+            f"version {commit.step}: published and committed in {commit.committed_at - commit.computed_at:.2f} s",
+        )
+        for commit in shown
+    ]
+    return Lane("publish", intervals)
+
+
+def _learning(title: str, points: Sequence[Point], held_out: Sequence[Point], axis: Axis) -> str:
+    series = [
+        Series("reward", _thinned(points), "train", kind="faint"),
+        Series("reward", _thinned(_smooth(points)), "train"),
+        Series("held-out accuracy", held_out, "held", kind="ring"),
+    ]
+    values = [y for _, y in [*points, *held_out]]
+    unit_range = bool(values) and min(values) >= 0 and max(values) <= 1
+    y_axis = Axis("reward", low=0.0, high=1.0) if unit_range else Axis("reward")
+    return charts.line_chart(title, series, axis, y_axis)
+
+
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Centred moving mean over a twentieth of the points, shorter at the ends."""
+    half = len(points) // 40
+    values = [y for _, y in points]
+    return [
+        (x, float(np.mean(values[max(0, index - half) : index + half + 1]))) for index, (x, _) in enumerate(points)
+    ]
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """At most _MAX_POINTS, evenly spaced, the last included."""
+    stride = max(1, -(-len(points) // _MAX_POINTS))
+    return [*points[:-1:stride], *points[-1:]]
+
+
+def _worst(points: Sequence[Point]) -> list[Point]:
+    """At most _MAX_POINTS: the highest of each stretch, so that no outlier is lost."""
+    stride = max(1, -(-len(points) // _MAX_POINTS))
+    return [
+        max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)
+    ]
+
+
+def _scaled(points: Sequence[Point], unit: float) -> list[Point]:
+    return [(x / unit, y) for x, y in points]
+
+
+def _scored(facts: RunFacts) -> list[StepFacts]:
+    return [one for one in facts.steps if len(one.rewards)]
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:g}%"
+
+
+def _count(value: float) -> str:
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"

@@ -1,0 +1,208 @@
+"""report.html: one self-contained page about a run, without scripts, fonts or anything else from outside."""
+
+import json
+import string
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from html import escape
+from importlib import resources
+from typing import Any
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report import charts, figures, samples
+from pipelinerl_core.report.document import report_of, weights_table
+from pipelinerl_core.report.facts import RunFacts, collect
+from pipelinerl_core.report.samples import Decode
+from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
+from pipelinerl_core.telemetry.redact import flatten, redact
+
+_TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
+
+
+def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
+    """Write report.json, report.html and weights.parquet, reading the run once; returns the report."""
+    facts = collect(store)
+    report = report_of(facts)
+    store.put(REPORT_JSON_KEY, json.dumps(report, indent=2, allow_nan=False).encode())
+    store.put(WEIGHTS_TABLE_KEY, weights_table(facts))
+    store.put(REPORT_HTML_KEY, _page(store, facts, report, decode).encode())
+    return report
+
+
+def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
+    """The page of a run. `decode` gives the text of one token; without it the tokenizer.json of the configured model
+    is used where there is one, else token ids are shown."""
+    return page_of(store, collect(store), decode)
+
+
+def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
+    """The same, from facts already read."""
+    return _page(store, facts, report_of(facts), decode)
+
+
+def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode: Decode | None) -> str:
+    decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
+    page = string.Template((_TEMPLATES / "report.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        run_id=escape(facts.run.run_id),
+        summary=_summary(report),
+        emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),
+        advice=escape(report["advice"] or ""),
+        meta=_meta(facts, report),
+        tiles=_tiles(facts, report),
+        reward_over_time=figures.reward_over_time(facts),
+        reward_over_samples=figures.reward_over_samples(facts),
+        timeline=figures.timeline(facts),
+        lag_histogram=figures.lag_histogram(facts),
+        length_histogram=figures.length_histogram(facts),
+        swap_pauses=figures.swap_pauses(facts),
+        effective_sample_size=figures.effective_sample_size(facts),
+        ledger=_ledger(report["ledger"]),
+        length_bias=_length_bias(report["ledger"], report["length_bias"]),
+        ledger_over_steps=figures.ledger_over_steps(facts),
+        held_out=samples.held_out_section(facts),
+        rollouts=samples.rollout_section(store, facts, decode),
+        configuration=_configuration(facts.run.config),
+    )
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    text = f"{report['steps']:,} optimizer steps in {duration(report['wall_seconds'])}"
+    if report["reward_first"] is not None:
+        text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
+    if report["eval_first"] is not None:
+        text += f", held-out accuracy {_share(report['eval_first'])} &rarr; {_share(report['eval_last'])}"
+    return text + "."
+
+
+def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
+    created = datetime.fromtimestamp(facts.run.created_at, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+    parts = {
+        "created": created,
+        "schedule": report["schedule"],
+        "engine": report["engine"],
+        "model": facts.run.config.get("model", {}).get("path"),
+        "code": facts.run.code_version,
+        "MLflow run": facts.run.mlflow_run_id,
+    }
+    return "".join(f"<span>{name} <b>{escape(str(value))}</b></span>" for name, value in parts.items() if value)
+
+
+def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
+    lag, pauses, length = report["lag"], report["swap_pause_seconds"], report["completion_length"]
+    max_lag = facts.run.config.get("schedule", {}).get("max_lag", "?")
+    window = report["reward_window_steps"]
+    reward_steps = "step" if window == 1 else f"{window} steps"
+    samples_text = f"{report['samples']:,} rollouts, {_number(report['rollouts_per_second'], '{:,.1f}')} per second"
+    tiles = [
+        ("Held-out accuracy", _change(report["eval_first"], report["eval_last"], _share), "first and last version"),
+        (
+            "Training reward",
+            _change(report["reward_first"], report["reward_last"], "{:.2f}".format),
+            f"first and last {reward_steps}",
+        ),
+        ("Generation", _number(report["tokens_per_second"], "{:,.0f} tokens/s"), samples_text),
+        ("Actor slots idle", _number(report["actor_idle_fraction"], "{:.1%}"), "pauses and restarts included"),
+        ("Trainer waiting", _number(report["trainer_idle_fraction"], "{:.1%}"), "for the groups of a step"),
+        (
+            "Swap pause",
+            _milliseconds(pauses["p50"]),
+            f"median of {report['num_swaps']:,} swaps, at most {_milliseconds(pauses['max'])}",
+        ),
+        (
+            "Lag of trained tokens",
+            f"{lag['mean']:.2f}",
+            f"p99 {lag['p99']}, max {lag['max']}, allowed {escape(str(max_lag))}",
+        ),
+        (
+            "Rollouts of several versions",
+            _number(report["multi_version_fraction"], "{:.0%}"),
+            f"up to {report['max_versions_in_a_rollout'] or 0} versions in one",
+        ),
+        ("Effective sample size", _number(report["ess_mean"], "{:.3f}"), "mean over steps, 1 is on-policy"),
+        (
+            "Completion length",
+            _number(length["median"], "{:,.0f} tokens"),
+            f"median; p99.5 {_number(length['p99.5'], '{:,.0f}')}, max {_number(length['max'], '{:,.0f}')}",
+        ),
+    ]
+    return "".join(
+        f'<div class="tile"><dt>{name}</dt><dd>{value}</dd><p>{note}</p></div>' for name, value, note in tiles
+    )
+
+
+def _ledger(ledger: Mapping[str, int]) -> str:
+    if not ledger:
+        return '<p class="empty">No step was committed.</p>'
+    classes = [(name, ledger[name], _css(name)) for name in _classes(ledger) if ledger[name] > 0]
+    return charts.stacked_bar("Token ledger", classes)
+
+
+def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> str:
+    """The ledger in numbers, and from which completions and which part of them the tokens of each class come."""
+    if not ledger:
+        return ""
+    total = ledger.get("generated", 0)
+    heads = ("class", "tokens", "share", "mean length", "first third", "last third")
+    rows = ["".join(f"<th>{head}</th>" for head in heads)]
+    for name in [*_classes(ledger), "generated"]:
+        num, one = ledger.get(name, 0), length_bias["classes"].get(name, {})
+        cells = [
+            f'<i class="key {_css(name)}"></i>{escape(name)}' if name != "generated" else "generated",
+            f"{num:,}",
+            _share(num / total) if total else "",
+            _number(one.get("mean_length"), "{:,.1f}"),
+            _number(one.get("first_third"), "{:.1%}"),
+            _number(one.get("last_third"), "{:.1%}"),
+        ]
+        tag = "th" if name == "generated" else "td"
+        rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))
+    closes = sum(ledger[name] for name in _classes(ledger)) == total
+    verdict = "The classes add up." if closes else "The classes do not add up: run audit."
+    if length_bias["bias"] is not None:
+        verdict += f" Trained over generated mean length: {length_bias['bias']:.2f}."
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<table class="ledger"><tbody>{table}</tbody></table><p>{verdict}</p>'
+
+
+def _classes(ledger: Mapping[str, int]) -> list[str]:
+    """All but their sum, in the order in which they are drawn."""
+    names = ledger.keys() - {"generated"}
+    return [name for name in figures.LEDGER_CSS if name in names] + sorted(names - figures.LEDGER_CSS.keys())
+
+
+def _css(name: str) -> str:
+    return figures.LEDGER_CSS.get(name, "other")
+
+
+def _configuration(config: Mapping[str, Any]) -> str:
+    flat = redact(flatten(config))
+    return "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in sorted(flat.items()))
+
+
+def duration(seconds: float) -> str:
+    """Example: 252.3 -> 4 min 12 s."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole % 60:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return form.format(value) if value is not None else "&ndash;"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds is not None else "&ndash;"
+
+
+def _change(first: float | None, last: float | None, form: Any) -> str:
+    if first is None or last is None:
+        return "&ndash;"
+    return f'<span class="from">{form(first)} &rarr;</span> {form(last)}'

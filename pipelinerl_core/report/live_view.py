@@ -1,0 +1,211 @@
+"""What a run looks like now: the live terminal view of `train`, and the text of `status`. Writes to stderr only."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.scrape_targets import live_roles
+from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.records import Commit, HubRecord
+from pipelinerl_core.telemetry.length_bias import length_line, length_report
+from pipelinerl_core.telemetry.metrics import short_key
+from pipelinerl_core.types import LengthTotals
+
+# Without a terminal: one line this often, for a log file.
+_LINE_SECONDS = 5.0
+# A hub that has not beaten for so long is taken for dead.
+_HUB_SILENCE_SECONDS = 10.0
+_ASCII = " .:-=+*#%@"
+_BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_SPARK_WIDTH = 40
+_BAR_WIDTH = 40
+_ETA_STEPS = 20
+_SHOWN = ("reward/mean", "lag/mean", "importance/ess", "rollouts/max_versions")
+
+
+class LiveView:
+    """Shows a run while it grows. Use it as a context manager and call `update` now and then."""
+
+    def __init__(self, console: Console | None, total_steps: int) -> None:
+        """`console` None is stderr; off a terminal it falls back to a plain line every 5 s."""
+        self._console = console or Console(stderr=True)
+        self._total_steps = total_steps
+        self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._marks = _BLOCKS if "utf" in self._console.encoding.lower() else _ASCII
+        self._printed_at = float("-inf")
+        self._printed = ""
+        self._newest = ""
+
+    def __enter__(self) -> "LiveView":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+        elif self._newest != self._printed:
+            self._print()
+
+    def update(self, hub: HubRecord | None, follower: RunFollower) -> None:
+        """Draw the run as it is now; the follower is not refreshed here."""
+        status = status_of(follower, hub)
+        status["steps"] = self._total_steps
+        if self._console.is_terminal:
+            commits = follower.commits.values()
+            rewards = [one.metrics["reward/mean"] for one in commits if "reward/mean" in one.metrics]
+            self._live.update(_panel(status, sparkline(rewards, self._marks)), refresh=True)
+            return
+        self._newest = status_line(status)
+        if self._newest != self._printed and time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._print()
+
+    def _print(self) -> None:
+        self._console.print(self._newest, markup=False, highlight=False, soft_wrap=True)
+        self._printed, self._printed_at = self._newest, time.monotonic()
+
+
+def run_status(store: ObjectStore) -> dict[str, Any]:
+    """JSON values about a run now, for `status --json`. Raises MissingObject when there is no such run."""
+    follower = RunFollower(store)
+    follower.refresh()
+    return status_of(follower, read_hub(store))
+
+
+def format_status(store: ObjectStore) -> str:
+    """The same for people, a few lines."""
+    status = run_status(store)
+    lines = [f"{status['run_id']}: {status['state']}, {status_line(status)}"]
+    if status["ledger"]:
+        lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))
+    if status["length_bias"]["classes"]:
+        lines.append(f"lengths: {length_line(status['length_bias'])}")
+    for name, one in status["actors"].items():
+        slots = f"{one['running']} of {one['concurrency']} slots, {one['waiting']} waiting"
+        lines.append(f"{name}: version {one['engine_version']}, {slots}")
+    if status["hub"]:
+        lines.append(f"hub: {status['hub']['url']}, last beat {status['hub']['silent_seconds']:.0f} s ago")
+    lines += [f"{one.name}: health and metrics at {one.url}" for one in live_roles(store)]
+    return "\n".join(lines)
+
+
+def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None = None) -> dict[str, Any]:
+    """What is known from the commits, and from the hub while it lives. `now` in Unix seconds, for tests."""
+    now = time.time() if now is None else now
+    last = follower.last
+    steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
+    metrics = commit_metrics(last, follower.before(last)) if last else {}
+    is_alive = hub is not None and now - hub.beat < _HUB_SILENCE_SECONDS
+    live = hub.live if hub is not None and is_alive else {}
+    evals = list(follower.evals.values())
+    step = last.step if last else 0
+    return {
+        "run_id": follower.run.run_id,
+        "state": "finished" if last and step >= steps else "running" if is_alive else "stopped",
+        "step": step,
+        "steps": steps,
+        "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
+        "newest_version": live.get("newest_version", step if last else None),
+        **{short_key(name): metrics.get(name) for name in _SHOWN},
+        "eval_first": evals[0].accuracy if evals else None,
+        "eval_last": evals[-1].accuracy if evals else None,
+        "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
+        "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
+        "eta_seconds": _eta(follower.commits, steps) if is_alive else None,
+        "ready": live.get("ready"),
+        "leased": live.get("leased"),
+        "actors": _actors(live.get("actors"), last),
+        "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
+        "length_bias": length_report(_lengths(live.get("lengths"), last)),
+        "hub": {"url": hub.url, "silent_seconds": max(0.0, now - hub.beat)} if hub else None,
+    }
+
+
+def status_line(status: Mapping[str, Any]) -> str:
+    """One line. Example: step 12/300  reward 0.41  lag 3.1  9,812 tokens/s  pause 8 ms  ess 0.95  eta 3:41."""
+    fields: list[tuple[str, *tuple[Any, ...]]] = [
+        ("step {}/{}", status["step"], status["steps"]),
+        ("reward {:.3f}", status["reward_mean"]),
+        ("held-out {:.1%}", status["eval_last"]),
+        ("lag {:.1f}", status["lag_mean"]),
+        ("versions {:.0f}", status["max_versions"]),
+        ("{:,.0f} tokens/s", status["tokens_per_second"]),
+        ("pause {:.1f} ms", _milliseconds(status["swap_pause_seconds"])),
+        ("ess {:.3f}", status["ess"]),
+        ("eta {}", _clock(status["eta_seconds"])),
+    ]
+    return "  ".join(form.format(*values) for form, *values in fields if None not in values)
+
+
+def sparkline(values: Sequence[float], marks: str = _ASCII) -> str:
+    """The last values, each as one of `marks` from 0 to the largest value (at least 1). Example: [0, 1] -> " @"."""
+    shown = list(values)[-_SPARK_WIDTH:]
+    top = max([1.0, *shown])
+    return "".join(marks[round(min(max(value / top, 0.0), 1.0) * (len(marks) - 1))] for value in shown)
+
+
+def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=max(1, status["steps"]), completed=status["step"], width=_BAR_WIDTH)
+    eta = _clock(status["eta_seconds"])
+    head.add_row(f"step {status['step']}/{status['steps']}", bar, f"eta {eta}" if eta else status["state"])
+    body = Table.grid(padding=(0, 2))
+    reward = f"{status['reward_mean']:.3f}" if status["reward_mean"] is not None else "-"
+    body.add_row("reward", Text(reward, style="bold"), Text(reward_history, style="cyan"))
+    held_out = f"{status['eval_first']:.1%}" if status["eval_first"] is not None else "-"
+    body.add_row("held-out", held_out, "before training")
+    facts = status_line({**status, "reward_mean": None, "eval_last": None, "eta_seconds": None}).partition("  ")[2]
+    rows: list[Any] = [head, body, Text(facts or "waiting for the first step", style="dim")]
+    for name, one in status["actors"].items():
+        line = Table.grid(padding=(0, 2))
+        slots = ProgressBar(total=max(1, one["concurrency"]), completed=one["running"], width=_BAR_WIDTH // 2)
+        line.add_row(name, slots, f"{one['running']}/{one['concurrency']} slots", f"version {one['engine_version']}")
+        rows.append(line)
+    return Group(*rows)
+
+
+def _actors(live: Any, last: Commit | None) -> dict[str, dict[str, int]]:
+    """Slots of each actor: from the hub while it says so, else from the last commit."""
+    known: dict[str, Mapping[str, Any]] = {}
+    if isinstance(live, Mapping):
+        known = {str(name): one for name, one in live.items() if isinstance(one, Mapping)}
+    elif last:
+        known = {name: sample.model_dump() for name, sample in last.actors.items()}
+    wanted = ("engine_version", "running", "waiting", "concurrency")
+    return {name: {key: int(one.get(key) or 0) for key in wanted} for name, one in known.items()}
+
+
+def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
+    """Token class -> lengths: from the hub while it says so, else from the last commit."""
+    if isinstance(live, Mapping):
+        return {str(name): LengthTotals(**one) for name, one in live.items()}
+    return last.lengths if last else {}
+
+
+def _eta(commits: Mapping[int, Commit], steps: int) -> float | None:
+    """Seconds to the last step at the pace of the last few."""
+    recent = list(commits.values())[-_ETA_STEPS:]
+    if len(recent) < 2:
+        return None
+    pace = (recent[-1].committed_at - recent[0].committed_at) / (recent[-1].step - recent[0].step)
+    return max(0.0, pace * (steps - recent[-1].step))
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return seconds * 1000 if seconds is not None else None
+
+
+def _clock(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

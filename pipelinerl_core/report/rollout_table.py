@@ -1,0 +1,100 @@
+"""Sampled rollouts of a whole run as one table of bounded size, for MLflow's pages.
+
+Which rollouts are in it follows from the steps of the run alone: a resumed run, or one whose MLflow was away, makes
+the same table again, and no row comes twice.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipelinerl_core.errors import MissingObject, SchemaMismatch
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.facts import TrainedRollout, read_batch
+from pipelinerl_core.report.samples import Decode, one_per_group, plain_text
+from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry import measures
+
+TABLE_NAME = "rollouts.json"
+COLUMNS = (
+    "step",
+    "reward",
+    "prompt",
+    "completion",
+    "versions",
+    "lag",
+    "tokens",
+    "masked",
+    "outcome",
+    "finish_reason",
+    "group",
+    "rollout",
+    "actor",
+)
+"""lag: mean over the trained tokens, in optimizer steps; masked: tokens without a gradient because of their age."""
+
+ROWS_PER_STEP = 4
+"""Of different groups, the first rollout that the step trained of each; not chosen by reward."""
+MAX_STEPS = 50
+"""Steps that have rows: the first, the last, and others evenly between."""
+_MAX_CHARS = 2000
+
+
+class RolloutTable:
+    """The rows of a run, read as steps are committed."""
+
+    def __init__(self, store: ObjectStore, steps: int, decode: Decode | None) -> None:
+        """`steps`: of the whole run."""
+        self._store = store
+        self._steps = steps
+        self._decode = decode
+        self._rows: dict[int, list[list[Any]]] = {}
+
+    def has_row(self, step: int) -> bool:
+        """Whether rollouts of a step are in the table."""
+        every = -(-self._steps // (MAX_STEPS - 1))
+        return step > 0 and (step in (1, self._steps) or step % every == 0)
+
+    def update(self, commits: Mapping[int, Commit], limit: int = 1) -> bool:
+        """Read at most `limit` batches of steps that are not in the table yet; whether it has grown."""
+        wanted = [commit for step, commit in commits.items() if step not in self._rows and self.has_row(step)]
+        for commit in wanted[:limit]:
+            self._rows[commit.step] = self._read(commit)
+        return any(self._rows[commit.step] for commit in wanted[:limit])
+
+    @property
+    def rows(self) -> list[list[Any]]:
+        """In the order of steps; cells as in COLUMNS."""
+        return [row for step in sorted(self._rows) for row in self._rows[step]]
+
+    def _read(self, commit: Commit) -> list[list[Any]]:
+        try:
+            batch = read_batch(self._store, commit)
+        except (MissingObject, SchemaMismatch):  # collected since, or damaged: audit says so
+            return []
+        return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
+
+    def _row(self, rollout: TrainedRollout) -> list[Any]:
+        lags = measures.lag_counts(
+            rollout.step, [measures.tokens_by_version(rollout.weight_spans, rollout.loss_mask_trained)]
+        )
+        mean_lag = measures.mean_of_counts(lags) if lags.sum() else None
+        return [
+            rollout.step,
+            rollout.reward,
+            plain_text(rollout.prompt_token_ids, self._decode)[:_MAX_CHARS],
+            plain_text(rollout.completion_token_ids, self._decode)[:_MAX_CHARS],
+            _versions(span.version for span in rollout.weight_spans),
+            None if mean_lag is None else round(mean_lag, 2),
+            len(rollout.completion_token_ids),
+            int((rollout.loss_mask & ~rollout.loss_mask_trained).sum()),
+            rollout.outcome,
+            rollout.finish_reason,
+            rollout.group_id,
+            rollout.rollout_index,
+            rollout.actor,
+        ]
+
+
+def _versions(versions: Iterable[int]) -> str:
+    """Example: "3, 4, 5"."""
+    return ", ".join(map(str, dict.fromkeys(versions)))

@@ -1,0 +1,137 @@
+"""Sample rollouts for report.html: their tokens, coloured by the weight version that sampled them."""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
+
+Decode = Callable[[int], str]
+
+# Rollouts shown from the first step, from the last, and of those with most versions.
+_PER_GROUP = 3
+_MAX_TOKENS = 400
+_NUM_TINTS = 6
+_RETURN = "&#8629;\n"
+
+
+def token_decoder(model_path: str) -> Decode | None:
+    """Text of single tokens by the tokenizer.json of a model directory; None when there is none."""
+    path = Path(model_path) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda token_id: str(tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
+    """Rollouts of the first and of the last step, and those sampled by most versions, not chosen by reward."""
+    if not facts.steps:
+        return '<p class="empty">No rollout was trained.</p>'
+    first, last = facts.steps[0].step, facts.steps[-1].step
+    mixed = max(facts.steps, key=lambda one: (int(one.versions.max(initial=0)), one.step)).step
+    batches = {step: read_batch(store, facts.commits[step]) for step in {first, last, mixed}}
+    most_versions = sorted(batches[mixed], key=lambda row: -len(row.weight_spans))[:_PER_GROUP]
+    parts = [
+        _block(f"Before: the first groups of step {first}", one_per_group(batches[first], _PER_GROUP), decode),
+        _block(f"After: the first groups of step {last}", one_per_group(batches[last], _PER_GROUP), decode)
+        if last > first
+        else "",
+        _block(f"Most weight versions in one rollout: step {mixed}", most_versions, decode),
+    ]
+    return "".join(parts)
+
+
+def held_out_section(facts: RunFacts) -> str:
+    """Held-out samples of the first and last evaluation side by side."""
+    records = [record for record in facts.evals.values() if record.samples]
+    if not records:
+        return '<p class="empty">No held-out samples were recorded.</p>'
+    columns = [records[0], records[-1]] if len(records) > 1 else records
+    cells = "".join(
+        f"<div><h4>Version {record.version}: {record.accuracy:.1%} of {record.num_prompts:,} held-out prompts</h4>"
+        + "".join(_answer(sample) for sample in record.samples[:4])
+        + "</div>"
+        for record in columns
+    )
+    return f'<div class="pair">{cells}</div>'
+
+
+def _answer(sample: dict[str, object]) -> str:
+    reward = sample.get("reward")
+    return (
+        f'<div class="rollout"><p class="meta">{_badge(reward if isinstance(reward, int | float) else None)}</p>'
+        f'<pre><span class="prompt">{_visible(str(sample.get("prompt", "")))}</span>'
+        f"{_visible(str(sample.get('completion', '')))}</pre></div>"
+    )
+
+
+def one_per_group(rows: Sequence[TrainedRollout], limit: int) -> list[TrainedRollout]:
+    """The first rollout of each of the first `limit` groups."""
+    firsts: dict[int, TrainedRollout] = {}
+    for row in rows:
+        firsts.setdefault(row.group_id, row)
+    return list(firsts.values())[:limit]
+
+
+def _block(title: str, rows: Sequence[TrainedRollout], decode: Decode | None) -> str:
+    return f"<h4>{escape(title)}</h4>" + "".join(_rollout(row, decode) for row in rows)
+
+
+def _rollout(row: TrainedRollout, decode: Decode | None) -> str:
+    num = len(row.completion_token_ids)
+    versions = ", ".join(
+        f'<span class="v{span.version % _NUM_TINTS}">version {span.version}</span> {span.end - span.start}'
+        for span in row.weight_spans
+    )
+    meta = (
+        f"{_badge(row.reward)} group {row.group_id}, rollout {row.rollout_index}, {escape(row.actor)}; "
+        f"{num} tokens: {versions}"
+    )
+    pieces = [f'<span class="prompt">{_text(row.prompt_token_ids, decode)}</span>']
+    for version, start, end in row.weight_spans:
+        for begin, stop in _runs(row.loss_mask_trained, start, min(end, _MAX_TOKENS)):
+            stale = "" if row.loss_mask_trained[begin] else " stale"
+            text = _text(row.completion_token_ids[begin:stop], decode)
+            pieces.append(f'<span class="v{version % _NUM_TINTS}{stale}" title="version {version}">{text}</span>')
+    more = f" ... {num - _MAX_TOKENS} more tokens" if num > _MAX_TOKENS else ""
+    return f'<div class="rollout"><p class="meta">{meta}</p><pre>{"".join(pieces)}{more}</pre></div>'
+
+
+def _runs(mask: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
+    """[start, end) cut where the mask changes."""
+    if end <= start:
+        return []
+    cuts = np.flatnonzero(np.diff(mask[start:end].astype(np.int8))) + start + 1
+    edges = [start, *cuts.tolist(), end]
+    return list(itertools.pairwise(edges))
+
+
+def _text(token_ids: np.ndarray, decode: Decode | None) -> str:
+    text = plain_text(token_ids, decode)
+    return text if decode is None else _visible(text)
+
+
+def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
+    """The text of tokens; their numbers where there is no tokenizer."""
+    if decode is None:
+        return "".join(f"{token_id} " for token_id in token_ids.tolist())
+    return "".join(decode(token_id) for token_id in token_ids.tolist())
+
+
+def _visible(text: str) -> str:
+    """Escaped, with line ends that can be seen, and control characters as JSON escapes."""
+    shown = "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
+    return escape(shown).replace("\n", _RETURN)
+
+
+def _badge(reward: float | None) -> str:
+    if reward is None:
+        return '<b class="reward none">no reward</b>'
+    return f'<b class="reward {"good" if reward > 0.5 else "bad"}">reward {reward:g}</b>'

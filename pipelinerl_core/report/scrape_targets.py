@@ -1,0 +1,58 @@
+"""The roles of a run that live, and how Prometheus finds them: its HTTP service discovery, /targets.json."""
+
+import logging
+import socket
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
+
+logger = logging.getLogger(__name__)
+
+SILENCE_SECONDS = 120.0
+"""A role that has not written its record for so long is gone for good; until then Prometheus sees that it is down."""
+
+
+def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleRecord]:
+    """Records of roles that have beaten lately, by role and name. `now` in Unix seconds, for tests.
+
+    Raises StoreError when the store cannot be read; a record that is broken is left out.
+    """
+    now = time.time() if now is None else now
+    found = []
+    for key in store.list(ROLES_PREFIX):
+        try:
+            record = read_record(store, key, RoleRecord)
+        except MissingObject:  # it has just ended
+            continue
+        except StoreError as error:
+            logger.warning("%s", error)
+            continue
+        if now - record.beat < SILENCE_SECONDS:
+            found.append(record)
+    return sorted(found, key=lambda record: (record.role, record.name))
+
+
+def targets(store: ObjectStore) -> list[dict[str, Any]]:
+    """The document of Prometheus' http_sd_configs, of roles that can be reached from here. Raises StoreError.
+
+    A role on another host that serves its loopback address alone is left out: here that address is somebody else.
+    """
+    here = socket.gethostname()
+    return [
+        {
+            "targets": [record.url.partition("://")[2]],
+            "labels": {"run": record.run_id, "role": record.role, "name": record.name, "host": record.host},
+        }
+        for record in live_roles(store)
+        if record.host == here or not _is_loopback(record.url)
+    ]
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

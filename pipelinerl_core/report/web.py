@@ -1,0 +1,163 @@
+"""A run in a browser while it goes on: the report, made again as steps are committed, below a line of what it does.
+
+| path | what |
+|------|------|
+| /            | the page |
+| /status.json | the document of `pipelinerl status --json` |
+| /metrics     | the same for Prometheus |
+| /targets.json | where the roles of the run serve their own metrics, for Prometheus' http_sd_configs |
+| /healthz     | 200 while this server serves |
+
+It reads the run's objects and nothing else, so it can run anywhere and end at any time.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from html import escape
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.facts import StepCache, collect
+from pipelinerl_core.report.html import page_of
+from pipelinerl_core.report.live_view import status_line, status_of
+from pipelinerl_core.report.samples import Decode
+from pipelinerl_core.report.scrape_targets import targets
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE, run_exposition
+
+logger = logging.getLogger(__name__)
+
+STATUS_SECONDS = 1.0
+"""A status is at most so old."""
+PAGE_SHARE = 0.1
+"""Largest share of the time spent on making the page again."""
+_TIMEOUT_SECONDS = 30
+_LIVE = """<p id="live" style="position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
+border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
+font-variant-numeric:tabular-nums;white-space:pre-wrap">@LINE@</p>
+<script>
+let step = @STEP@;
+setInterval(async () => {
+  try {
+    const status = await (await fetch("status.json")).json();
+    document.getElementById("live").textContent = status.line;
+    if (status.page_step === step) return;
+    const next = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
+    document.querySelector("main").replaceWith(next.querySelector("main"));
+    step = status.page_step;
+  } catch (error) {
+    document.getElementById("live").textContent = "the page is not served any more";
+  }
+}, 2000);
+</script>
+"""
+
+
+class LivePage:
+    """What is served of one run. Safe between threads."""
+
+    def __init__(self, store: ObjectStore, decode: Decode | None) -> None:
+        """Raises MissingObject when there is no such run."""
+        self._store = store
+        self._decode = decode
+        self._follower = RunFollower(store)
+        self._run_id = self._follower.run.run_id
+        self._steps: StepCache = {}
+        self._lock = threading.Lock()
+        self._status: dict[str, Any] = {}
+        self._status_at = -STATUS_SECONDS
+        self._body = ""
+        self._page_step = -1
+        self._next_page_at = 0.0
+
+    def status(self) -> dict[str, Any]:
+        """As of a moment ago, with `line` for people and `page_step`: the newest step that the page would show."""
+        with self._lock:
+            if time.monotonic() - self._status_at >= STATUS_SECONDS:
+                self._follower.refresh()
+                status = status_of(self._follower, read_hub(self._store))
+                is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
+                self._status = {
+                    **status,
+                    "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
+                    "page_step": status["step"] if is_due else self._page_step,
+                }
+                self._status_at = time.monotonic()
+            return self._status
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Where the roles of the run serve metrics now. Raises StoreError."""
+        return targets(self._store)
+
+    def page(self) -> str:
+        """The page, made again if steps were committed since and it is time."""
+        status = self.status()
+        with self._lock:
+            if not self._body or self._page_step != status["page_step"]:
+                begun = time.monotonic()
+                facts = collect(self._store, self._steps)
+                self._body = page_of(self._store, facts, self._decode)
+                self._page_step = status["step"]
+                self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
+            live = _LIVE.replace("@LINE@", escape(status["line"])).replace("@STEP@", str(self._page_step))
+            return self._body.replace("<body>", f"<body>{live}", 1)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], find_page: Callable[[], LivePage]) -> None:
+        self.find_page = find_page
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _TIMEOUT_SECONDS
+
+    def do_GET(self) -> None:
+        find_page = self.server.find_page
+        answers: dict[str, tuple[str, Callable[[], bytes]]] = {
+            "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
+            "/status.json": ("application/json", lambda: json.dumps(find_page().status()).encode()),
+            "/metrics": (CONTENT_TYPE, lambda: run_exposition(find_page().status())),
+            "/targets.json": ("application/json", lambda: json.dumps(find_page().targets()).encode()),
+            "/healthz": ("text/plain", lambda: b"ok\n"),
+        }
+        kind, make = answers.get(self.path.partition("?")[0], ("", None))
+        if make is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        try:
+            body = make()
+        except (StoreError, ConfigError) as error:  # no run yet, or the store is away: the next request may find it
+            logger.warning("%s: %s", self.path, error)
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read now")
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A line per request is of no use."""
+
+
+def build_server(find_page: Callable[[], LivePage], host: str, port: int) -> ThreadingHTTPServer:
+    """A server that listens; `serve_forever` on it. ConfigError when the address cannot be had.
+
+    find_page: asked at each request, on any thread; a StoreError or ConfigError of it is answered with 503.
+    """
+    try:
+        return _Server((host, port), find_page)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be served: {error.strerror or error}. Give another --port") from None

@@ -1,0 +1,84 @@
+"""The actor's write-ahead log: what open groups have come to, for whoever takes them over."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.continuation import PartialRow
+from pipelinerl_core.data.partials import PartialLog, PartialReader
+from pipelinerl_core.errors import StoreError
+from pipelinerl_core.interfaces import Engine, ObjectStore
+from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.runner import GroupRunner
+
+logger = logging.getLogger(__name__)
+
+# A chunk passes the engine's generator, then the runner.
+_TURNS = 3
+
+
+class GroupLog:
+    """Of one actor epoch; on the actor's event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        store: ObjectStore,
+        engine: Engine,
+        runner: GroupRunner,
+        *,
+        actor: str,
+        epoch: int,
+        seal: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`seal` puts finished groups into a segment: what is there needs no log."""
+        self._seal = seal
+        self._seconds = config.store.log_seconds(store.url)
+        self._engine = engine
+        self._runner = runner
+        self._log = PartialLog(store, actor=actor, epoch=epoch)
+        self._reader = PartialReader(store)
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Write now and then, until cancelled; at once back when the log is switched off."""
+        while self._seconds > 0:
+            await asyncio.sleep(self._seconds)
+            await self._seal()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write everything that is known now."""
+        if self._seconds <= 0:
+            return
+        self._engine.flush()
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        async with self._writing:
+            await asyncio.to_thread(self._log.write, self._runner.growth())
+
+    async def forget(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Groups, (group_id, attempt), that are sealed or no longer this actor's."""
+        closed = list(keys)
+        self._runner.forget(closed)
+        if self._seconds > 0 and closed:
+            async with self._writing:
+                await asyncio.to_thread(self._log.forget, closed)
+
+    async def taken(self, lease: Lease) -> dict[int, PartialRow]:
+        """rollout_index -> what earlier holders of a group knew; nothing is worse than that it is sampled again."""
+        if not lease.holders:
+            return {}
+        try:
+            taken = await asyncio.to_thread(self._reader.take_over, lease.group_id, lease.holders)
+        except StoreError as error:
+            logger.warning("group %d is begun anew, its log cannot be read: %s", lease.group_id, error)
+            return {}
+        num_tokens = sum(len(row.token_ids) for row in taken.values())
+        num_ended = sum(row.finish_reason is not None for row in taken.values())
+        logger.info(
+            "group %d attempt %d: %d tokens of %d rollouts taken over, %d of them had ended",
+            lease.group_id, lease.attempt, num_tokens, len(taken), num_ended,
+        )  # fmt: skip
+        return taken

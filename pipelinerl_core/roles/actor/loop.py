@@ -1,0 +1,396 @@
+"""The actor: one engine, kept full, whose weights are swapped in the middle of sequences.
+
+    hub --leases, newest version--> sync ----> groups in flight ----> finished groups --> hub (memory)
+                                     |               ^                      |
+                                     v               | engine.generate      +-----------> segments (store)
+                                   swap --> engine --+
+
+| loop  | consumes          | waits for                        | unblocked by                    |
+|-------|-------------------|----------------------------------|---------------------------------|
+| sync  | engine statistics | its interval, or starving slots  | the hub's answer                |
+| swap  | newest manifest   | a version newer than the engine's| sync                            |
+| group | one lease         | slots, then the scorer           | engine, reward children         |
+| send  | finished groups   | credit                           | sync (credit is level-triggered)|
+| seal  | finished groups   | store.segment_seconds            | the clock                       |
+| tell  | sealed segments   | the hub's answer                 | a hub                           |
+| log   | growth of groups  | store.partial_seconds            | the clock                       |
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from pipelinerl_core.channel.refusals import Next, after, error_of
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.data.segments import SegmentWriter
+from pipelinerl_core.errors import (
+    ChecksumMismatch,
+    HubUnavailable,
+    MissingObject,
+    RewardError,
+    RunOver,
+    SwapError,
+)
+from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
+from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
+from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_group
+from pipelinerl_core.roles.actor.log import GroupLog
+from pipelinerl_core.roles.actor.sealing import Sealer
+from pipelinerl_core.roles.actor.watch import ActorWatch
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.rollouts.pace import Pacer
+from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
+from pipelinerl_core.run.records import SwapRecord
+from pipelinerl_core.types import WeightManifest
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER
+from pipelinerl_core.weights.files import UNREADABLE_COUNTER
+
+logger = logging.getLogger(__name__)
+
+# Swaps that fail one after the other before the actor gives up.
+_SWAP_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorParts:
+    """What an actor is built from."""
+
+    engine: Engine
+    scorer: Scorer
+    codec: TextCodec
+    subscriber: Subscriber
+    segments: SegmentWriter
+    store: ObjectStore
+    """Of the run: for the log of open groups."""
+    member: GroupMember | None = None
+    """With weights.transport=nccl."""
+
+
+class Actor:
+    """Runs leases until the hub says drain, or `stop` is set."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: ActorParts,
+        *,
+        run_id: str,
+        name: str,
+        epoch: int,
+        link: Callable[[Callable[[], Register]], HubLink],
+        monitor: RoleMonitor | None = None,
+    ) -> None:
+        self._config = config
+        self._engine = parts.engine
+        self._subscriber = parts.subscriber
+        self._member = parts.member
+        self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
+        self._log = GroupLog(
+            config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
+            seal=lambda: self._sealer.seal(everything=True),
+        )  # fmt: skip
+        self._run_id = run_id
+        self._name = name
+        self._epoch = epoch
+        self._link = link(self._registration)
+        self._sealer = Sealer(parts.segments, self._link, actor=name, epoch=epoch, forget=self._log.forget)
+        self._leases: dict[str, Lease] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unsent: asyncio.Queue[FinishedGroup] = asyncio.Queue()
+        self._sync_now = asyncio.Event()
+        self._newest: WeightManifest | None = None
+        self._unreadable = -1
+        self._newer = asyncio.Event()
+        self._swaps: list[SwapRecord] = []
+        self._credit = 0
+        self._credit_granted = asyncio.Event()
+        self._sync_seconds = 0.05
+        self._errors = ErrorBudget()
+        self._pacer = Pacer(config.trainer.groups_per_step)
+        self._paced_at = time.monotonic()
+        self._process = psutil.Process()
+        monitor = monitor or RoleMonitor("actor", name, run_id)
+        self._watch = ActorWatch(monitor, parts.engine, epoch=epoch, is_current=self._is_current)
+
+    async def run(self, stop: threading.Event) -> None:
+        """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
+        loop = asyncio.get_running_loop()
+        self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
+        self._link.gives_up = stop.is_set
+        try:
+            if not await self._connect(stop):
+                return
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(loop)
+                    for loop in (
+                        self._swap_loop(),
+                        self._send_loop(),
+                        self._sealer.run(self._config.store.segment_seconds),
+                        self._sealer.tell(),
+                        self._log.run(),
+                        self._watch.run(),
+                    )
+                ]
+                try:
+                    await self._sync_loop(tasks, stop)
+                except HubUnavailable:
+                    await self._log.flush()
+                    raise
+                await self._log.flush()  # whoever takes the open groups over finds all of them
+                for task in (*loops, *self._tasks.values()):
+                    task.cancel()
+        finally:
+            if self._member is not None:
+                await self._member.close()
+            await self._sealer.close()
+            await asyncio.to_thread(self._link.close)
+
+    async def _connect(self, stop: threading.Event) -> bool:
+        """Register with the hub; False when the run is over, or `stop` came before there was one."""
+        try:
+            await asyncio.to_thread(self._link.connect)
+        except RunOver as over:
+            logger.info("%s", over)
+            return False
+        except HubUnavailable:
+            if not stop.is_set():
+                raise
+            return False
+        return True
+
+    # ---- sync ------------------------------------------------------------------------------------------------
+
+    async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
+        want = 0  # nothing is leased before the newest weights are in
+        while not stop.is_set():
+            self._sync_now.clear()  # what happens from here on is answered by the next sync
+            try:
+                reply = await asyncio.to_thread(self._exchange, self._sync(want))
+            except RunOver as over:
+                logger.info("%s: %d leases given up", over, len(self._leases))
+                return
+            except HubUnavailable:
+                if stop.is_set():
+                    return
+                raise
+            if reply is None:
+                continue
+            self._watch.heard(reply, self._unsent.qsize())
+            self._take_versions(reply)
+            self._engine.set_paused(reply.state == "pause")
+            if reply.state == "drain":
+                logger.info("the hub says drain: %d leases given up", len(self._leases))
+                return
+            self._take_leases(reply, tasks)
+            for group in self._sealer.to_offer_again():
+                self._unsent.put_nowait(group)
+            if self._errors.is_spent:
+                raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
+            await self._next_sync()
+            want = self._want() if self._is_current() else 0
+
+    def _exchange(self, message: Sync) -> SyncReply | None:
+        """On a thread of its own: the hub's answer; None when it did not know this actor, and now does."""
+        reply = self._link.request(message)
+        if isinstance(reply, Refused):
+            if after(reply) is not Next.REGISTER:
+                raise error_of(reply)
+            with contextlib.suppress(HubUnavailable):  # lost just now: the next sync looks for it
+                self._link.register_again()
+            return None
+        assert isinstance(reply, SyncReply)
+        return reply
+
+    def _sync(self, want: int) -> Sync:
+        stats = self._engine.stats()
+        memory = self._process.memory_info()
+        return Sync(
+            boot_id=self._link.boot_id,
+            engine_version=self._engine.weight_version,
+            running=stats.running,
+            waiting=stats.waiting,
+            concurrency=stats.slots,
+            want=want,
+            leases=tuple(self._leases),
+            num_tokens=stats.num_tokens,
+            running_seconds=stats.running_seconds,
+            swaps=tuple(swap.model_dump() for swap in self._swaps),
+            counters={
+                "cpu_seconds": time.process_time(),
+                "rss_bytes": float(memory.rss),
+                "reward_errors": float(self._errors.num_errors),
+                "unsent_groups": float(self._unsent.qsize()),
+                "step_delay_seconds": self._pacer.delay_seconds,
+                "emulation_overrun_seconds": stats.overrun_seconds,
+                UNREADABLE_COUNTER: float(self._unreadable),
+                **({} if self._member is None else {GROUP_COUNTER: float(self._member.number)}),
+            },
+        )
+
+    async def _next_sync(self) -> None:
+        """Sleep the interval, or less when slots are about to stand empty, or the hub has news."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
+
+    def _want(self) -> int:
+        """Groups to ask for: enough that slots freed until the next answer find a waiting sequence."""
+        stats = self._engine.stats()
+        group_size = self._config.rollouts.group_size
+        ahead = max(group_size, stats.slots // 2)
+        return max(0, math.ceil((stats.slots + ahead - stats.running - stats.waiting) / group_size))
+
+    def _is_current(self) -> bool:
+        return self._newest is None or self._engine.weight_version > 0 or self._newest.version == 0
+
+    def _take_versions(self, reply: SyncReply) -> None:
+        self._sync_seconds = reply.sync_seconds
+        self._credit = reply.credit
+        if self._config.paces_engines:
+            now = time.monotonic()
+            self._engine.set_pace(self._pacer.update(reply.ready_groups, now - self._paced_at))
+            self._paced_at = now
+        if self._credit > 0:
+            self._credit_granted.set()
+        self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]
+        if reply.manifest is not None and self._is_wanted(reply.manifest):
+            self._newest = reply.manifest
+            self._newer.set()
+        if reply.manifest is not None and self._member is not None:
+            self._member.attend(reply.manifest)
+
+    def _is_wanted(self, manifest: WeightManifest) -> bool:
+        if self._member is not None:
+            return self._member.wants(manifest, self._engine.weight_version)
+        return manifest.version > self._engine.weight_version
+
+    def _take_leases(self, reply: SyncReply, tasks: asyncio.TaskGroup) -> None:
+        for lease_id in reply.stop_leases:
+            self._leases.pop(lease_id, None)
+            task = self._tasks.get(lease_id)
+            if task is not None:
+                task.cancel()
+        for lease in reply.leases:
+            if lease.lease_id not in self._leases:
+                self._leases[lease.lease_id] = lease
+                self._tasks[lease.lease_id] = tasks.create_task(self._work(lease))
+
+    # ---- groups ----------------------------------------------------------------------------------------------
+
+    async def _work(self, lease: Lease) -> None:
+        leased_at = time.time()
+        try:
+            rollouts = await self._runner.run(lease, await self._log.taken(lease))
+        finally:
+            self._tasks.pop(lease.lease_id, None)
+        self._errors.add(rollouts)
+        self._watch.finished(lease, rollouts, leased_at)
+        group = finished_group(self._run_id, lease, rollouts, actor=self._name, epoch=self._epoch)
+        self._sealer.add(group)
+        self._unsent.put_nowait(group)
+        if self._engine.stats().waiting < lease.group_size:
+            self._sync_now.set()
+
+    async def _send_loop(self) -> None:
+        while True:
+            groups = [await self._unsent.get()]
+            await self._credit_granted.wait()
+            while len(groups) < self._credit and not self._unsent.empty():
+                groups.append(self._unsent.get_nowait())
+            self._spend_credit(len(groups))
+            # All at once: a turn of this loop lasts as long as a decode step, so a turn per group would be too slow.
+            try:
+                answers = await asyncio.to_thread(self._send, groups)
+            except (HubUnavailable, RunOver):  # the sync loop decides what follows; a new hub is offered them
+                for group in groups:
+                    self._unsent.put_nowait(group)
+                await asyncio.sleep(self._sync_seconds)
+                continue
+            for group, answer in zip(groups, answers, strict=True):
+                self._note_sent(group, answer)
+
+    def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
+        """On a thread of its own; the hub's answers in order."""
+        messages = [Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq) for group in groups]
+        return self._link.request_all(
+            [(message, group.rows) for message, group in zip(messages, groups, strict=True)]
+        )
+
+    def _note_sent(self, group: FinishedGroup, answer: Answer) -> None:
+        group.is_sent = True
+        self._watch.answered(group.ref, answer)
+        self._leases.pop(group.lease_id, None)
+        if isinstance(answer, Refused):
+            self._forget_refused(group, answer)
+        else:
+            self._sealer.settle(group)
+
+    def _spend_credit(self, num_groups: int) -> None:
+        self._credit -= num_groups
+        if self._credit <= 0:
+            self._credit_granted.clear()
+
+    def _forget_refused(self, group: FinishedGroup, refused: Refused) -> None:
+        if after(refused) is not Next.DROP:
+            raise error_of(refused)
+        logger.warning("group %d attempt %d: %s", group.ref.group_id, group.ref.attempt, refused.detail)
+        self._sealer.drop(group)
+
+    def _registration(self) -> Register:
+        """Called by the link, on its thread, at every (re)connection."""
+        if self._link.registered is not None:
+            self._sealer.must_offer_again = True
+        held = [
+            LeaseRef(group_id=lease.group_id, attempt=lease.attempt, lease_id=lease.lease_id)
+            for lease in list(self._leases.values())
+        ]
+        offered = [offer for offer in self._sealer.offers() if offer.lease_id not in self._leases]
+        return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
+
+    # ---- weights ---------------------------------------------------------------------------------------------
+
+    async def _swap_loop(self) -> None:
+        failures = 0  # in a row
+        while True:
+            await self._newer.wait()
+            self._newer.clear()
+            manifest = self._newest
+            if manifest is None or not self._is_wanted(manifest):
+                continue
+            try:
+                update = self._member.update(manifest) if self._member is not None else None
+                if update is None:
+                    update = await asyncio.to_thread(self._subscriber.fetch, manifest)
+            except (MissingObject, ChecksumMismatch) as error:
+                if manifest.version != self._unreadable:
+                    logger.warning("weights of version %d not taken: %s", manifest.version, error)
+                self._unreadable = manifest.version  # the trainer hears of it, and publishes them again
+                await asyncio.sleep(self._sync_seconds)
+                continue
+            try:
+                report = await self._engine.swap(update)
+            except SwapError as error:
+                # The engine goes on under its last good version; the hub offers the newest again with the next sync.
+                failures += 1
+                if failures == _SWAP_ATTEMPTS:
+                    raise
+                logger.warning("%s", error)
+                continue
+            failures, self._unreadable = 0, -1
+            self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
+            self._swaps.append(self._watch.swapped(report))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    """From another thread; nothing happens when the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(action)

@@ -1,0 +1,103 @@
+"""The actor's process: build engine, scorer, segments and channel, and run the loop (roles/actor/loop.py)."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.data.segments import SegmentWriter
+from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
+from pipelinerl_core.messages import Register
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.runtime.process import (
+    RoleProcess,
+    freeze_startup_objects,
+    keep_freed_memory,
+    keep_to_cores,
+    run_role,
+)
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.history import is_complete
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+
+def next_epoch(store: ObjectStore, name: str) -> int:
+    """The Unix time, unique per name, since an actor takes seconds to start; or more than what is in the store.
+
+    The clock may have been set back, or an earlier actor of this name been on a host whose clock is ahead: one whose
+    epoch is not the newest is fenced.
+    """
+    keys = [key for prefix in ("rollouts", "partials") for key in store.list(f"{prefix}/{name}")]
+    return max(int(time.time()), *(int(key.split("/")[2]) + 1 for key in keys), 0)
+
+
+async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
+    """Build the parts of an actor and run it."""
+    epoch = next_epoch(context.store, name)
+    scorer = build_scorer(  # before the engine, which takes minutes to load: it may refuse the configuration
+        context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause)
+    )
+    engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
+    segments = SegmentWriter(
+        context.store,
+        actor=name,
+        epoch=epoch,
+        run_id=context.run_id,
+        max_seconds=context.config.store.segment_seconds,
+        max_bytes=context.config.store.segment_bytes,
+    )
+    parts = ActorParts(
+        engine=engine,
+        scorer=scorer,
+        codec=build_codec(context.config),
+        subscriber=WeightSubscriber(context.store, base_weights(context.config)),
+        segments=segments,
+        store=context.store,
+        member=_group_member(context, engine, name),
+    )
+
+    def link(registration: Callable[[], Register]) -> HubLink:
+        return HubLink(
+            context.store, token=context.token, role="actor", name=name, registration=registration,
+            is_over=lambda: is_complete(context.store, context.config.trainer.steps),
+        )  # fmt: skip
+
+    freeze_startup_objects()
+    try:
+        actor = Actor(
+            context.config, parts, run_id=context.run_id, name=name, epoch=epoch, link=link, monitor=monitor
+        )
+        await actor.run(stop)
+    finally:
+        await scorer.close()
+        await engine.close()
+
+
+def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember | None:
+    if context.config.weights.transport != "nccl":
+        return None
+    assert isinstance(engine, BroadcastReceiver)  # the configuration allows no other engine
+    return GroupMember(engine, context.store, name=name)
+
+
+def _act(own: RoleProcess) -> None:
+    name = own.arguments.name
+    keep_to_cores(own_cores(own.context.config, name))
+    keep_freed_memory()
+    asyncio.run(run_actor(own.context, name, own.stop, own.monitor))
+
+
+def main() -> int:
+    """Command line of the role."""
+    return run_role("actor", "An actor of a run.", _act, {"--name": {"default": "actor-0"}}, name="{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The evaluator: held-out accuracy of weight versions."""

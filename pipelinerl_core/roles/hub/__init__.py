@@ -1,0 +1,1 @@
+"""The hub: who may generate what, which groups a step trains, which weight version is newest."""

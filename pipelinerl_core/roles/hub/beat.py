@@ -1,0 +1,93 @@
+"""hub.json: where the hub is, that it lives, and what the run looks like now."""
+
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import asdict
+
+import numpy as np
+import psutil
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.ledger import Ledger
+from pipelinerl_core.roles.hub.service import Hub
+from pipelinerl_core.run.records import HubRecord
+
+# Generation speed is the slope over this time.
+_SPEED_SECONDS = 10.0
+
+
+class LiveRecord:
+    """Builds hub.json."""
+
+    def __init__(self, hub: Hub, config: RunConfig, url: str, certificate: str = "") -> None:
+        """`url`: where clients find it; `certificate`: what TLS clients trust."""
+        self._hub = hub
+        self._config = config
+        self._url = url
+        self._certificate = certificate
+        self._process_started_at = psutil.Process().create_time()
+        self._generated: deque[tuple[float, int]] = deque()
+
+    def record(self, state: str) -> HubRecord:
+        """hub.json now; `state` is run, drain or done."""
+        live = self._hub.read(_look)
+        live["state"] = state
+        live["steps"] = self._config.trainer.steps
+        live["tokens_per_second"] = self._speed(live)
+        live["metrics"] = self._hub.step_metrics
+        pauses = list(self._hub.swap_pauses)
+        live["swap_pause_seconds"] = float(np.median(pauses)) if pauses else None
+        live["swap_pause_seconds_max"] = max(pauses, default=None)
+        live["num_swaps"] = self._hub.num_swaps
+        live["row_bytes"] = self._hub.row_bytes
+        return HubRecord(
+            url=self._url,
+            certificate=self._certificate,
+            boot_id=self._hub.boot_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_started_at=self._process_started_at,
+            beat=time.time(),
+            live=live,
+        )
+
+    def _speed(self, live: dict[str, object]) -> float:
+        """Tokens per second over the last seconds."""
+        tokens = live["tokens"]
+        assert isinstance(tokens, dict)
+        now = time.monotonic()
+        self._generated.append((now, tokens["generated"]))
+        while now - self._generated[0][0] > _SPEED_SECONDS:
+            self._generated.popleft()
+        begun, before = self._generated[0]
+        return (tokens["generated"] - before) / (now - begun) if now > begun else 0.0
+
+
+def _look(ledger: Ledger) -> dict[str, object]:
+    actors = {
+        str(actor): {
+            "engine_version": sample.engine_version,
+            "running": sample.running,
+            "waiting": sample.waiting,
+            "concurrency": sample.concurrency,
+            "leases": ledger.num_leased_by(actor),
+            "num_tokens": sample.num_tokens,
+            "heard_at": sample.at,
+        }
+        for actor, sample in ledger.book.samples.items()
+        if not ledger.is_gone(actor)
+    }
+    return {
+        "step": max(0, ledger.committed_step),
+        "newest_version": ledger.newest_version,
+        "ready": ledger.num_ready,
+        "leased": ledger.num_leased,
+        "queued": ledger.num_queued,
+        "reserved": ledger.num_reserved,
+        "next_group_id": ledger.next_group_id,
+        "tokens": ledger.tokens(),
+        "lengths": {name: asdict(lengths) for name, lengths in ledger.lengths().items()},
+        "actors": actors,
+    }

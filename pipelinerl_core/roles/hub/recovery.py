@@ -1,0 +1,132 @@
+"""What the hub reads from the store: everything since the newest commit."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from pipelinerl_core.continuation import Holder
+from pipelinerl_core.data.codec import flat_structs
+from pipelinerl_core.data.partials import PartialReader
+from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
+from pipelinerl_core.data.segments import SegmentReader
+from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.ledger import GroupSummary, SealedGroup
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.records import Commit, rollout_key
+from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, WeightManifest
+
+logger = logging.getLogger(__name__)
+
+# Asking by index is the cheaper way, and every group is asked.
+_COMPLETION_AT, _SPANS_AT, _REWARD_AT = map(
+    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward")
+)
+_UNSCORED = -1
+"""Takes the place of the weight version for tokens of rollouts with outcome error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Past:
+    """Where a run stands in its objects."""
+
+    commit: Commit | None = None
+    """The newest that counts."""
+    manifest: WeightManifest | None = None
+    """The newest published version."""
+    sealed: list[SealedGroup] = field(default_factory=list)
+    """Groups in the segments at and above the low-water marks of the commit."""
+    rows: dict[GroupKey, pa.RecordBatch] = field(default_factory=dict)
+    """The rows of the first of them, as far as there was room."""
+    holders: Mapping[int, list[Holder]] = field(default_factory=dict)
+    """group_id -> whose logs hold tokens of it, newest attempt first."""
+
+
+def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
+    """Everything a starting hub must know; of rows no more than these bytes, the others are in their segments."""
+    commits = counted_commit_keys(store, read_epochs(store))
+    commit = read_commit(store, commits[max(commits)]) if commits else None
+    manifest = None
+    for step in sorted(commits, reverse=True):
+        manifest = read_commit(store, commits[step]).manifest
+        if manifest is not None:
+            break
+    past = Past(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
+    segments, num_bytes = SegmentReader(store), 0
+    for name in segments.segments(commit.low_water if commit else None):
+        key = rollout_key(*name)
+        try:
+            for ref in segments.groups_in(key):
+                batch = segments.read_group(*name, ref.group_id, ref.attempt)
+                [summary] = summarize([ref], batch)
+                check_versions(summary, manifest)
+                past.sealed.append(SealedGroup(summary=summary, seq=name.seq))
+                num_bytes += batch.nbytes
+                if num_bytes <= max_row_bytes:
+                    past.rows[ref.group_id, ref.attempt] = batch
+        except SchemaMismatch as error:
+            logger.error("segment left out, its groups are generated again: %s", error)
+    return past
+
+
+def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
+    """Raise SchemaMismatch for tokens of a version newer than `manifest`, the newest announced one.
+
+    An actor whose hub knows of no version yet samples with the weights that every run starts from, version 0.
+    """
+    newest = manifest.version if manifest is not None else 0
+    found = max(summary.tokens_by_version, default=0)
+    if found > newest:
+        raise SchemaMismatch(
+            f"group {summary.ref.group_id} of {summary.actor} has tokens of weight version {found}, "
+            f"but the newest announced version is {newest}"
+        )
+
+
+def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSummary]:
+    """What the ledger must know of each group of checked rows (data/checks.py), those of `refs` in their order."""
+    lengths = np.diff(batch.column(_COMPLETION_AT).offsets.to_numpy()).tolist()
+    offsets, fields = flat_structs(batch.column(_SPANS_AT))
+    bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
+    rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
+    found, first = [], 0
+    for ref in refs:
+        rows = range(first, first + ref.num_rollouts)
+        first = rows.stop
+        by_version: dict[int, list[int]] = {}  # version -> the four fields of LengthTotals
+        for row in rows:
+            for span in range(bounds[row], bounds[row + 1]):
+                version = _UNSCORED if rewards[row] is None else versions[span]
+                _count(by_version.setdefault(version, [0, 0, 0, 0]), starts[span], ends[span], lengths[row])
+        totals = {version: _as_totals(by_version[version]) for version in sorted(by_version)}
+        unscored = totals.pop(_UNSCORED, LengthTotals())
+        summary = GroupSummary(
+            ref=ref,
+            rewards=tuple([reward for reward in rewards[rows.start : rows.stop] if reward is not None]),
+            tokens_by_version={version: total.num_tokens for version, total in totals.items()},
+            lengths_by_version=totals,
+            lengths_unscored=unscored,
+        )
+        found.append(summary)
+    return found
+
+
+def _count(sums: list[int], start: int, end: int, length: int) -> None:
+    """Add the tokens [start, end) of a completion to the four fields of LengthTotals."""
+    third = (length + 1) // 3
+    num_tokens = end - start
+    sums[0] += num_tokens
+    if start < third:
+        sums[1] += (end if end < third else third) - start
+    if end > length - third:
+        sums[2] += end - (start if start > length - third else length - third)
+    sums[3] += num_tokens * length
+
+
+def _as_totals(sums: list[int]) -> LengthTotals:
+    num_tokens, first_third, last_third, length_sum = sums
+    return LengthTotals(num_tokens=num_tokens, first_third=first_third, last_third=last_third, length_sum=length_sum)

@@ -1,0 +1,314 @@
+"""What the hub does with each message: the ledger under one lock, and the rows of ready and reserved groups.
+
+    actor --sync--> leases, newest version          trainer --reserve--> waits until a step's groups are ready
+          --group-> rows kept, reserve woken                --rows-----> rows from memory, else from their segment
+          --sealed> where rows lie in the store             --committed> groups forgotten, version announced
+
+The right half is in roles/hub/trainer_side.py. Prompts, summaries and reads from the store happen outside the lock.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pydantic import ValidationError
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import SchemaMismatch, WrongPeer
+from pipelinerl_core.interfaces import CreditSink, ObjectStore, PromptSource
+from pipelinerl_core.ledger import ActorKey, Grant, Ledger
+from pipelinerl_core.messages import (
+    Ack,
+    Answer,
+    Bye,
+    Committed,
+    Group,
+    Lease,
+    Register,
+    Registered,
+    Request,
+    Reserve,
+    Rows,
+    Sealed,
+    Sync,
+    SyncReply,
+)
+from pipelinerl_core.ranges import first_error
+from pipelinerl_core.roles.hub.arrivals import GroupDesk
+from pipelinerl_core.roles.hub.rows import RowMemory
+from pipelinerl_core.roles.hub.state import MIN_CREDIT, HubState, Peer
+from pipelinerl_core.roles.hub.trainer_side import TrainerDesk
+from pipelinerl_core.run.records import SwapRecord
+from pipelinerl_core.types import GroupKey
+
+logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 0.05
+"""Between two syncs of an actor, as long as there are few of them."""
+MAX_SYNC_SECONDS = 1.5
+"""Who is silent for two seconds counts as gone in the report of who waits for whom (ledger/waits.py)."""
+# More would cost the hub more than the groups do. What is urgent, actors are nudged about.
+_MAX_SYNCS_PER_SECOND = 500
+# Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
+_STALL_SECONDS = 2.0
+_RECENT_SWAPS = 200
+# Of a rollout beside its completion, about.
+_ROW_BYTES = 1000
+
+
+class Hub:
+    """The HubService of a run. `handle` raises StaleLease, WrongPeer, SchemaMismatch, Fenced and StoreError.
+
+    The channel turns them into refusals, and holds a peer to the role and name of its exchange (channel/admission.py); here
+    an actor is held to the actor epoch that it registered.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        source: PromptSource,
+        store: ObjectStore,
+        *,
+        boot_id: str,
+        rows: Mapping[GroupKey, pa.RecordBatch] | None = None,
+    ) -> None:
+        """`rows`: those of groups that the ledger was restored with."""
+        self.boot_id = boot_id
+        self._config = config
+        self._source = source
+        memory = RowMemory(config.placement.hub_bytes, _usual_bytes(config))
+        self._state = HubState(ledger, memory, rows or {}, boot_id)
+        self._changed = self._state.changed
+        self._ledger = ledger
+        self._trainer = TrainerDesk(self._state, store)
+        self._groups = GroupDesk(config, self._state)
+        self._prompt_lock = threading.Lock()
+        self._ticked_at = time.monotonic()
+        self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)
+        """Seconds."""
+        self.num_swaps = 0
+
+    # ---- the process asks ------------------------------------------------------------------------------------
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step is committed."""
+        with self._changed:
+            return self._ledger.is_done or (self._ledger.is_draining and not self._state.is_stopping)
+
+    @property
+    def num_peers(self) -> int:
+        """Open exchanges."""
+        with self._changed:
+            return len(self._state.peers)
+
+    @property
+    def row_bytes(self) -> int:
+        """Memory of the rows that are kept, and of what belongs to them."""
+        with self._changed:
+            return self._state.rows.used_bytes
+
+    @property
+    def has_met_trainer(self) -> bool:
+        """Whether a trainer has registered with this hub."""
+        return self._trainer.has_met
+
+    @property
+    def step_metrics(self) -> dict[str, float]:
+        """Of the newest commit."""
+        return self._trainer.step_metrics
+
+    def stop(self) -> None:
+        """Grant nothing more and tell the actors to leave."""
+        with self._changed:
+            self._state.is_stopping = self._ledger.is_draining = True
+            self._changed.notify_all()
+
+    def tick(self) -> None:
+        """Let silent actors go; call it a few times a second."""
+        now = time.monotonic()
+        with self._changed:
+            if now - self._ticked_at > _STALL_SECONDS:
+                logger.warning("the hub stood still for %.1f s: leases are extended", now - self._ticked_at)
+                self._ledger.extend(now - self._ticked_at)
+            self._ticked_at = now
+            expired = self._ledger.expire()
+        if expired:
+            logger.warning("leases expired, to be granted again: groups %s", expired)
+
+    def read(self, look: Callable[[Ledger], dict[str, object]]) -> dict[str, object]:
+        """A consistent look at the ledger."""
+        with self._changed:
+            return look(self._ledger)
+
+    # ---- HubService ------------------------------------------------------------------------------------------
+
+    def connected(self, peer: str, credit_sink: CreditSink) -> None:
+        """A peer's exchange has opened; it registers next."""
+        with self._changed:
+            self._state.peers[peer] = Peer(credit_sink)
+
+    def disconnected(self, peer: str) -> None:
+        """A peer's exchange is gone; its leases stay until they expire, because it may come back."""
+        with self._changed:
+            gone = self._state.peers.pop(peer, None)
+            self._state.granted -= gone.granted if gone is not None else 0
+
+    def handle(
+        self, peer: str, request: Request, rows: pa.RecordBatch | None
+    ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
+        """Answers in order."""
+        if isinstance(request, Rows):
+            yield from self._trainer.send_rows(request)
+        elif isinstance(request, Reserve):
+            yield from self._trainer.reserve(request)
+        else:
+            yield self._answer(peer, request, rows), None
+
+    def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
+        """Several groups of one write, whose rows are checked: what `handle` would yield for each, or raise."""
+        return self._groups.take(peer, groups, rows)
+
+    def _answer(self, peer: str, request: Request, rows: pa.RecordBatch | None) -> Answer:
+        match request:
+            case Register():
+                return self._register(peer, request)
+            case Sync():
+                return self._sync(peer, request)
+            case Group():
+                return _or_raise(*self._groups.take(peer, [request], rows))
+            case Sealed():
+                return self._sealed(peer, request)
+            case Committed():
+                return self._trainer.committed(request)
+            case Bye():
+                return self._bye(peer, request)
+            case _:
+                raise TypeError(f"no handler for {request.kind}")
+
+    # ---- actors ----------------------------------------------------------------------------------------------
+
+    def _register(self, peer: str, request: Register) -> Answer:
+        actor = None
+        if request.role == "trainer":
+            self._trainer.register(request)
+        else:
+            actor = ActorKey(request.name, request.epoch)
+        with self._changed:
+            if actor is not None:
+                self._state.check_groups(lease.group_id for lease in request.leases)
+                self._ledger.register_actor(actor, request.leases)
+                self._state.peers[peer].actor = actor
+            answer = Registered(
+                re=request.id,
+                boot_id=self.boot_id,
+                newest_version=self._ledger.newest_version,
+                sync_seconds=self._sync_seconds(),
+                credit=self._credit(peer, actor) if actor else 0,
+            )
+        logger.info(
+            "%s registered: epoch %d, %d leases, step %s, %d groups reserved",
+            peer, request.epoch, len(request.leases), request.step, len(request.reservation),
+        )  # fmt: skip
+        return answer
+
+    def _sync(self, peer: str, request: Sync) -> Answer:
+        with self._changed:
+            actor = self._state.peers[peer].actor
+            if actor is None or request.boot_id != self.boot_id:
+                return self._state.unknown_boot(request.id)
+            _check_swaps(actor, request.swaps)
+            result = self._ledger.sync(actor, request)
+            is_final = self._ledger.is_draining or self._ledger.is_done
+            manifest = self._ledger.manifest
+            swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
+            state = "drain" if is_final else "pause" if self._ledger.stands_still(request.engine_version) else "run"
+            credit = self._credit(peer, actor)
+            ready_groups = self._ledger.num_ready
+            self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
+            self.num_swaps += len(result.swaps)
+        if result.stop_leases:
+            logger.info("%s must stop leases %s", actor, list(result.stop_leases))
+        return SyncReply(
+            re=request.id,
+            boot_id=self.boot_id,
+            leases=tuple(self._lease(grant) for grant in result.leases),
+            stop_leases=result.stop_leases,
+            manifest=manifest,
+            state=state,
+            sync_seconds=self._sync_seconds(),
+            credit=credit,
+            ready_groups=ready_groups,
+            swaps_acknowledged=swaps_acknowledged,
+        )
+
+    def _lease(self, grant: Grant) -> Lease:
+        with self._prompt_lock:
+            prompt = self._source.prompt(grant.group_id)
+        return Lease(
+            group_id=grant.group_id,
+            attempt=grant.attempt,
+            lease_id=grant.lease_id,
+            deadline_seconds=grant.deadline_seconds,
+            group_size=self._config.rollouts.group_size,
+            prompt=prompt,
+            holders=grant.holders,
+        )
+
+    def _sealed(self, peer: str, request: Sealed) -> Answer:
+        with self._changed:
+            actor = self._state.peers[peer].actor
+            if actor is None:
+                return self._state.unknown_boot(request.id)
+            self._state.check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
+            self._ledger.sealed(actor, request.seq, request.groups)
+            self._state.rows.seal(key for key in request.groups if self._ledger.where(*key) is not None)
+        return Ack(re=request.id)
+
+    def _bye(self, peer: str, request: Bye) -> Answer:
+        with self._changed:
+            actor = self._state.peers[peer].actor
+            if actor is not None:
+                self._ledger.bye(actor)
+        logger.info("%s said goodbye", peer)
+        return Ack(re=request.id)
+
+    def _sync_seconds(self) -> float:
+        """How often each actor is to sync."""
+        limit = min(MAX_SYNC_SECONDS, self._config.placement.lease_seconds / 4)
+        return max(SYNC_SECONDS, min(limit, len(self._state.peers) / _MAX_SYNCS_PER_SECOND))
+
+    def _credit(self, peer: str, actor: ActorKey) -> int:
+        limit = max(MIN_CREDIT, self._config.window_groups)
+        return self._state.grant_credit(self._state.peers[peer], limit - self._ledger.num_ready_of(actor))
+
+
+def _or_raise(answer: Answer | Exception) -> Answer:
+    try:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+    finally:
+        del answer  # an error that this call holds would hold it, and the rows
+
+
+def _usual_bytes(config: RunConfig) -> int:
+    """Of the rows of a group, if its completions are as long as may be: an id, a log-probability, a bit per token."""
+    return config.rollouts.group_size * (config.rollouts.max_tokens * 33 // 4 + _ROW_BYTES)
+
+
+def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
+    """SchemaMismatch for reports that are no SwapRecord, WrongPeer for those of another actor epoch."""
+    for swap in swaps:
+        try:
+            record = SwapRecord.model_validate(swap)
+        except ValidationError as error:
+            raise SchemaMismatch(f"{actor} reports a swap that is none: {first_error(error)}") from None
+        named = ActorKey(record.actor, record.actor_epoch)
+        if named != actor:
+            raise WrongPeer(f"{actor} reports a swap of {named}: an actor speaks for itself")

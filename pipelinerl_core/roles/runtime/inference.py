@@ -1,0 +1,76 @@
+"""What every role with an engine builds: the engine on the run's starting model, and its tokenizer."""
+
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.emulation.accelerators import emulated_clock
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.engine.load import load_engine, start_engine
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import Engine
+from pipelinerl_core.prompts.chat import encode_prompt
+from pipelinerl_core.roles.runtime.device import model_device
+from pipelinerl_core.rollouts.runner import TextCodec
+from pipelinerl_core.types import Int32Array, Prompt
+from pipelinerl_core.weights.base import BaseWeights
+from pipelinerl_core.weights.staging import staging_directory
+
+
+def model_directory(config: RunConfig) -> Path:
+    """Directory of the starting model; ConfigError when it is not there."""
+    path = resolve_model_path(config.model.path)
+    if path is None:
+        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    return Path(path)
+
+
+def base_weights(config: RunConfig) -> BaseWeights | None:
+    """What the versions of the run are merged into; None where they hold all weights. Raises ConfigError."""
+    return BaseWeights(model_directory(config)) if config.weights.content == "adapters" else None
+
+
+def build_engine(config: RunConfig) -> EmbeddedEngine:
+    """The embedded engine with the starting weights, version 0."""
+    return load_engine(
+        model_directory(config),
+        config,
+        max_prompt_tokens=config.rollouts.max_prompt_tokens,
+        device=model_device(config),
+    )
+
+
+async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int = 0) -> Engine:
+    """The engine that a run is configured for, with the starting weights.
+
+    name and epoch: of the role and its start; no two engines of a run that sample for training share both.
+    """
+    if config.engine.kind == "vllm":
+        return await start_engine(
+            model_directory(config),
+            config,
+            max_prompt_tokens=config.rollouts.max_prompt_tokens,
+            name=f"{name}/{epoch}",
+            staging=staging_directory(run_id, name),
+        )
+    engine = build_engine(config)
+    clock = emulated_clock(config)
+    if clock is not None:
+        engine.set_clock(clock)
+    return engine
+
+
+def build_codec(config: RunConfig) -> TextCodec:
+    """Encode prompts and decode completions with the model's own tokenizer."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
+
+    def encode(prompt: Prompt) -> Int32Array:
+        return encode_prompt(prompt, tokenizer, config.model.chat_template)
+
+    def decode(token_ids: Int32Array) -> str:
+        return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
+
+    return TextCodec(encode=encode, decode=decode)

@@ -1,0 +1,173 @@
+"""What a role says of itself while it runs: that its main loop turns, whether it does its work, its metrics.
+
+main loop --beat--> RoleMonitor --/healthz, /readyz, /metrics--> people, Kubernetes, Prometheus
+                         |
+                         +--> roles/<role>-<name>.json every 10 s: where that is
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from pipelinerl_core.config.sections import PlacementConfig
+from pipelinerl_core.errors import StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.roles.runtime.addresses import is_loopback, reachable_url
+from pipelinerl_core.roles.runtime.observed_store import ObservedStore
+from pipelinerl_core.roles.runtime.tracing import build_tracer
+from pipelinerl_core.run.context import RESTARTS_VARIABLE, RunContext
+from pipelinerl_core.run.records import RoleRecord, role_key
+from pipelinerl_core.telemetry.log_lines import RoleFormatter
+from pipelinerl_core.telemetry.role_metrics import RoleMetrics
+from pipelinerl_core.telemetry.role_server import RoleServer
+from pipelinerl_core.telemetry.traces import Tracer
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 900.0
+"""How long a role may load, compile or train again before its main loop turns for the first time."""
+RECORD_SECONDS = 10.0
+
+
+class RoleMonitor:
+    """Health, readiness and metrics of one process. Safe between threads; a beat costs well under a microsecond."""
+
+    def __init__(self, role: str, name: str, run_id: str = "", *, healthy_seconds: float = 300.0) -> None:
+        """`healthy_seconds`: a main loop that has not turned for so long hangs."""
+        self.role, self.name, self.run_id = role, name, run_id
+        self.metrics = RoleMetrics(role, name, run_id)
+        self._healthy_seconds = healthy_seconds
+        self.facts: dict[str, int] = {}
+        """What a line of the log says of the moment: epoch, weight_version, step."""
+        self.tracer: Tracer | None = None
+        """With tracking.traces."""
+        self._phase = "starting"
+        self._beat_at = time.monotonic()
+        self._limit_seconds = max(START_SECONDS, healthy_seconds)
+        self._why_not_ready: Callable[[], str] = lambda: "starting"
+        self._is_starting = True
+        self.start_beat = 0.0
+        """Unix seconds of the newest beat before it was ready."""
+        self.metrics.ask("role_healthy", lambda: float(self.health()[0]))
+        self.metrics.ask("role_ready", lambda: float(self.readiness()[0]))
+        self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._beat_at)
+        self.metrics.add("role_restarts_total", float(os.environ.get(RESTARTS_VARIABLE, "0") or 0))
+
+    def beat(self, phase: str = "") -> None:
+        """The main loop turns; `phase` says what it does from here on, if that has changed."""
+        self._beat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
+        if self._is_starting:
+            self.start_beat = time.time()
+        if phase:
+            self._phase = phase
+
+    def ready_unless(self, why_not: Callable[[], str]) -> None:
+        """From here on the role is ready while `why_not` answers with an empty text; asked on other threads."""
+        self._why_not_ready, self._is_starting = why_not, False
+
+    def health(self) -> tuple[bool, str]:
+        """Whether the main loop turns, and a line about it."""
+        age = time.monotonic() - self._beat_at
+        if age <= self._limit_seconds:
+            return True, f"ok: {self._phase}"
+        allowed = f"at most {self._limit_seconds:.0f}"
+        return False, f"the main loop has not turned for {age:.0f} s ({allowed}): {self._phase}"
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether the role does its work, and a line about it."""
+        is_healthy, line = self.health()
+        reason = self._why_not_ready() if is_healthy else line
+        return not reason, reason or f"ready: {self._phase}"
+
+    def exposition(self) -> bytes:
+        """The metrics as text."""
+        return self.metrics.exposition()
+
+
+@contextmanager
+def monitored(context: RunContext, role: str, name: str) -> Iterator[tuple[RunContext, RoleMonitor]]:
+    """The monitor of this process, served and recorded for the time of the block; and a context whose store is timed.
+
+    Raises ConfigError when placement.metrics_host cannot be served. With an empty one nothing is served or recorded.
+    """
+    monitor = RoleMonitor(role, name, context.run_id, healthy_seconds=context.config.placement.healthy_seconds)
+    log_as(monitor, context.config.tracking.log_format, context.token)
+    monitor.tracer = build_tracer(context, role, name)
+    try:
+        with _served(context, monitor):
+            yield replace(context, store=ObservedStore(context.store, monitor.metrics)), monitor
+    finally:
+        if monitor.tracer is not None:
+            monitor.tracer.close()
+
+
+@contextmanager
+def _served(context: RunContext, monitor: RoleMonitor) -> Iterator[None]:
+    placement = context.config.placement
+    if not placement.metrics_host:
+        yield
+        return
+    server = RoleServer(monitor, placement.metrics_host, placement.metrics_port)
+    done = threading.Event()
+    keeper = _keep_record(context.store, monitor, _shown_url(server, placement), done)
+    try:
+        yield
+    finally:
+        done.set()
+        keeper.join(timeout=1.0)  # a store that does not answer must not hold up the exit; the record grows old then
+        server.close()
+
+
+def log_as(monitor: RoleMonitor, form: str, token: str) -> None:
+    """From here on every line of this process has this form, text or json, and no secret in it."""
+    identity = {"run": monitor.run_id, "role": monitor.role, "name": monitor.name}
+    formatter = RoleFormatter(as_json=form == "json", identity=identity, facts=monitor.facts, secrets=(token,))
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(formatter)
+
+
+def _shown_url(server: RoleServer, placement: PlacementConfig) -> str:
+    url = reachable_url(server.url)
+    logger.info("health and metrics at %s", url)
+    if not is_loopback(placement.metrics_host):
+        logger.info("placement.metrics_host=%s: whoever reaches it can read them", placement.metrics_host)
+    return url
+
+
+def _keep_record(store: ObjectStore, monitor: RoleMonitor, url: str, done: threading.Event) -> threading.Thread:
+    """Rewrite the role's record until `done`, then remove it; on a thread of its own."""
+    key = role_key(monitor.role, monitor.name)
+    started_at = time.time()
+
+    def record() -> bytes:
+        return RoleRecord(
+            run_id=monitor.run_id,
+            role=monitor.role,
+            name=monitor.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            url=url,
+            started_at=started_at,
+            beat=time.time(),
+            start_beat=monitor.start_beat,
+        ).model_dump_json().encode()  # fmt: skip
+
+    def keep() -> None:
+        while True:
+            try:
+                store.put(key, record())
+            except StoreError as error:
+                logger.debug("%s not written: %s", key, error)
+            if done.wait(RECORD_SECONDS):
+                break
+        with suppress(StoreError):
+            store.delete([key])
+
+    thread = threading.Thread(target=keep, name="role-record", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,56 @@
+"""The object store of a role, with the time and the failures of every request counted."""
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.telemetry.role_metrics import RoleMetrics
+
+T = TypeVar("T")
+
+
+class ObservedStore:
+    """Passes everything on; a missing object is an answer, not an error."""
+
+    def __init__(self, store: ObjectStore, metrics: RoleMetrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self.url = store.url
+
+    def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
+        """Write an object whole."""
+        self._time("put", lambda: self._store.put(key, data, create_only=create_only))
+
+    def get(self, key: str) -> bytes:
+        """The whole object; MissingObject if there is none."""
+        return self._time("get", lambda: self._store.get(key))
+
+    def exists(self, key: str) -> bool:
+        """Whether the key is there now."""
+        return self._time("exists", lambda: self._store.exists(key))
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys under a prefix, sorted."""
+        return self._time("list", lambda: self._store.list(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        self._time("delete", lambda: self._store.delete(keys))
+
+    def child(self, prefix: str) -> ObjectStore:
+        """The store below a prefix, timed too."""
+        return ObservedStore(self._store.child(prefix), self._metrics)
+
+    def _time(self, operation: str, request: Callable[[], T]) -> T:
+        begun = time.monotonic()
+        try:
+            return request()
+        except MissingObject:
+            raise
+        except StoreError:
+            self._metrics.add("store_errors_total", label=operation)
+            raise
+        finally:
+            self._metrics.observe("store_seconds", time.monotonic() - begun, operation)

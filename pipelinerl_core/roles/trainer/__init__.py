@@ -1,0 +1,1 @@
+"""The trainer: optimizer steps on reserved groups, commits, and weight versions."""

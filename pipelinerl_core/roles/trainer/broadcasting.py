@@ -1,0 +1,122 @@
+"""weights.transport=nccl on the trainer's side: versions go from its memory to the actors', or through the store.
+
+publish (in the group, or durable) --> commit --> announce --> deliver (broadcast; durable if that fails)
+"""
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import BroadcastError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.roles.runtime.device import model_device
+from pipelinerl_core.types import WeightManifest
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER, WeightBroadcaster
+from pipelinerl_core.weights.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Version:
+    """The newest version that was published, as long as somebody may ask for it again."""
+
+    manifest: WeightManifest
+    tensors: "Mapping[str, torch.Tensor]"
+    data: bytes
+
+
+def joined_groups(actors: Mapping[str, Mapping[str, Any]], *, silent_seconds: float) -> dict[str, int]:
+    """Name of each actor that was heard of lately -> the broadcast group it says it is in.
+
+    actors: "<actor>/<epoch>" -> ActorSample, of a reservation. Lately: at most silent_seconds before the newest.
+    """
+    newest = max((sample["at"] for sample in actors.values()), default=0.0)
+    found: dict[str, tuple[int, int]] = {}
+    for key, sample in actors.items():
+        actor = ActorKey.parse(key)
+        if sample["at"] >= newest - silent_seconds and actor.epoch >= found.get(actor.name, (-1, 0))[0]:
+            found[actor.name] = (actor.epoch, int(sample["counters"].get(GROUP_COUNTER, 0)))
+    return {name: group for name, (_, group) in found.items()}
+
+
+def _own_address(config: RunConfig) -> str:
+    return "127.0.0.1" if config.placement.kind == "local" else socket.gethostname()
+
+
+class BroadcastPublisher:
+    """A WeightPublisher whose versions are broadcast when every actor can receive them."""
+
+    def __init__(self, store: ObjectStore, publisher: WeightPublisher, config: RunConfig, *, epoch: int) -> None:
+        self._publisher = publisher
+        self._silent_seconds = config.placement.lease_seconds
+        self._broadcaster = WeightBroadcaster(
+            store,
+            epoch=epoch,
+            workers_per_actor=config.engine.tensor_parallel * config.engine.data_parallel,
+            host=config.weights.broadcast_host or _own_address(config),
+            deadline_seconds=config.weights.broadcast_seconds,
+            on_gpu=model_device(config).type == "cuda",
+        )
+        self._newest: _Version | None = None
+
+    def publish(
+        self,
+        version: int,
+        tensors: "Mapping[str, torch.Tensor]",
+        data: bytes,
+        *,
+        durable: bool,
+        actors: Mapping[str, Mapping[str, Any]],
+    ) -> WeightManifest:
+        """The manifest to commit and announce; then call `deliver`. `data`: the tensors, serialized."""
+        joined = joined_groups(actors, silent_seconds=self._silent_seconds)
+        index = self._broadcaster.next_index if self._broadcaster.attend(joined, tensors) else 0
+        manifest = self._publisher.publish_bytes(
+            version, data, durable=durable, group=self._broadcaster.number, broadcast_index=index
+        )
+        self._newest = _Version(manifest, tensors, data)
+        return manifest
+
+    def deliver(self) -> WeightManifest | None:
+        """Broadcast what was announced; where that fails, a manifest to announce in its place."""
+        newest = self._newest
+        if newest is None or not newest.manifest.is_broadcast:
+            return None
+        try:
+            self._broadcaster.send(newest.tensors)
+        except BroadcastError as error:
+            logger.warning("version %d goes through the store: %s", newest.manifest.version, error)
+            return self._store_newest()
+        return None
+
+    def rescue(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
+        """A manifest to announce if some actor cannot read the newest version: it came too late, or restarted."""
+        newest = self._newest
+        if newest is None or newest.manifest.key is not None:
+            return None
+        joined = joined_groups(actors, silent_seconds=self._silent_seconds)
+        if all(group == newest.manifest.group for group in joined.values()):
+            return None
+        logger.info("version %d goes through the store for actors outside of its group", newest.manifest.version)
+        return self._store_newest()
+
+    def close(self) -> None:
+        """Give the group up."""
+        self._broadcaster.close()
+
+    def _store_newest(self) -> WeightManifest:
+        assert self._newest is not None
+        newest = self._newest
+        manifest = self._publisher.publish_bytes(
+            newest.manifest.version, newest.data, durable=True, group=self._broadcaster.number
+        )
+        self._newest = _Version(manifest, newest.tensors, newest.data)
+        return manifest

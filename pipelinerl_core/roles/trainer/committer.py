@@ -1,0 +1,300 @@
+"""Steps (3) to (5) of a training step, off the trainer's critical path, in order, on one thread.
+
+    learner --weights--> serialize, sha256 --> publish (data, manifest) --> checkpoint if due --> commit --> announce
+
+A version is announced only after its commit is written.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_core.channel.refusals import error_of
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import Committed, FateRecord, LedgerSnapshot, Refused, Reserved
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
+from pipelinerl_core.run.history import check_not_fenced
+from pipelinerl_core.run.records import (
+    ADAPTERS_FILE,
+    WEIGHTS_FILE,
+    ActorSample,
+    CheckpointRef,
+    Commit,
+    EpochRecord,
+    SwapRecord,
+    commit_key,
+)
+from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
+from pipelinerl_core.types import FileEntry, WeightManifest
+from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
+from pipelinerl_core.weights.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# A store that takes longer than this for one batch file is broken.
+UPLOAD_DEADLINE_SECONDS = 120.0
+# Steps computed but not committed: one in the making, one being written.
+MAX_UNCOMMITTED = 2
+_KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComputedStep:
+    """Everything the commit of a step needs."""
+
+    step: int
+    weights: "Mapping[str, torch.Tensor]"
+    state: "tuple[dict[str, torch.Tensor], dict[str, Any]] | None"
+    """Learner state, when a checkpoint is due."""
+    batch: "Future[FileEntry] | None"
+    """The upload of the batch file."""
+    reserved: Reserved | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    reserved_at: float
+    computed_at: float
+
+
+class Committer:
+    """Commits computed steps one after the other; the first failure surfaces at the next call."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        config: RunConfig,
+        *,
+        run_id: str,
+        epoch: EpochRecord,
+        link: HubLink | None,
+        committed: Callable[[Commit], None] = lambda commit: None,
+    ) -> None:
+        """`committed` is told of every step once it is announced, on this object's thread."""
+        self._store = store
+        self._config = config
+        self._run_id = run_id
+        self._epoch = epoch
+        self._link = link
+        self._committed = committed
+        self._publisher = WeightPublisher(
+            store, run_id=run_id, epoch=epoch.epoch, use_shm=config.weights.transport == "shm",
+            file_name=ADAPTERS_FILE if config.weights.content == "adapters" else WEIGHTS_FILE,
+        )  # fmt: skip
+        self._broadcasts: BroadcastPublisher | None = None
+        if config.weights.transport == "nccl":
+            self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
+        self._rescue: Future[None] | None = None
+        self._rescued_version = -1
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._pending: list[Future[Commit]] = []
+        self._failure: BaseException | None = None
+        """The first; nothing is committed after it."""
+        self._checkpoint: CheckpointRef | None = None
+        self.newest: Commit | None = None
+        self.checkpoint_seconds = 0.0
+        """What writing the last checkpoint took."""
+
+    def adopt(self, commit: Commit) -> None:
+        """Go on after a commit of an earlier epoch."""
+        self.newest = commit
+        self._checkpoint = commit.checkpoint
+
+    def republish(self, commit: Commit, weights: "Mapping[str, torch.Tensor]") -> Commit:
+        """Make the weights of an adopted commit readable again (shared memory may be gone); same bytes."""
+        if commit.manifest is None:
+            return commit
+        manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None)
+        self.newest = commit.model_copy(update={"manifest": manifest})
+        return self.newest
+
+    def submit(self, computed: ComputedStep) -> None:
+        """Queue a step; blocks while MAX_UNCOMMITTED steps are on the way."""
+        self._take_results(num_left=MAX_UNCOMMITTED - 1)
+        self._pending.append(self._thread.submit(self._commit_next, computed))
+
+    def flush(self) -> None:
+        """Wait until every submitted step is committed."""
+        self._take_results(num_left=0)
+
+    def _take_results(self, num_left: int) -> None:
+        """Of all steps that are done, and of as many more as leave so many on the way; raises the first failure."""
+        while self._pending and (len(self._pending) > num_left or self._pending[0].done()):
+            self._pending.pop(0).result()
+
+    def attend(
+        self,
+        actors: Mapping[str, Mapping[str, Any]],
+        version: int,
+        weights: "Callable[[], Mapping[str, torch.Tensor]]",
+    ) -> None:
+        """While the trainer waits: see to actors that cannot read the newest version. They may be what it waits for.
+
+        So may a commit that has failed, which surfaces here.
+
+        actors: as in a reservation. weights: a snapshot of version `version`, taken only if it is needed.
+        """
+        self._take_results(num_left=MAX_UNCOMMITTED)
+        if self._rescue is not None:
+            if not self._rescue.done():
+                return
+            self._rescue.result()  # what went wrong in it surfaces here
+            self._rescue = None
+        broadcasts = self._broadcasts
+        if broadcasts is not None:
+            self._rescue = self._thread.submit(self._announce_instead, lambda: broadcasts.rescue(actors))
+        elif self._is_unreadable(actors, version):
+            self._rescued_version, tensors = version, weights()
+            logger.warning("an actor cannot read version %d: it is published again, into the store too", version)
+            self._rescue = self._thread.submit(
+                self._announce_instead, lambda: self._publisher.publish(version, tensors, durable=True)
+            )
+
+    def _is_unreadable(self, actors: Mapping[str, Mapping[str, Any]], version: int) -> bool:
+        """Whether the newest announced version is `version`, and an actor says that it cannot read it."""
+        newest = self.newest
+        if newest is None or newest.manifest is None or newest.manifest.version != version:
+            return False
+        if version == self._rescued_version:  # the sample may be that of an actor which has died since
+            return False
+        told = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
+        return float(version) in told
+
+    def close(self) -> None:
+        """Stop the thread; steps that were not committed are orphans."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._broadcasts is not None:
+            self._broadcasts.close()
+
+    def _publish(self, computed: ComputedStep, data: bytes, *, is_last: bool) -> WeightManifest:
+        durable = self._config.keeps(computed.step) or computed.state is not None
+        if self._broadcasts is None:
+            return self._publisher.publish_bytes(computed.step, data, durable=durable)
+        # Nobody takes the last version: its announcement lets the actors go.
+        actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
+        return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
+
+    def _announce_instead(self, find: Callable[[], WeightManifest | None]) -> None:
+        """Announce the newest version once more, if it is somewhere else now."""
+        if self.newest is None:
+            return
+        manifest = find()
+        if manifest is not None:
+            self.newest = self.newest.model_copy(update={"manifest": manifest})
+            self._announce(self.newest, None, is_last=False)
+
+    def _commit_next(self, computed: ComputedStep) -> Commit:
+        """`_commit`, unless the step before was not committed: a gap in the commits could never be closed again."""
+        try:
+            newest = self.newest.step if self.newest is not None else -1
+            if self._failure is not None or computed.step != newest + 1:
+                reason = self._failure or f"the newest commit is {newest}"
+                raise PipelineRLError(
+                    f"step {computed.step} is not committed, because the step before it was not: {reason}"
+                ) from self._failure
+            return self._commit(computed)
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+
+    def _commit(self, computed: ComputedStep) -> Commit:
+        started = time.time()
+        step, is_last = computed.step, computed.step == self._config.trainer.steps
+        data = serialize(computed.weights)
+        manifest = None
+        if self._config.publishes(step):
+            manifest = self._publish(computed, data, is_last=is_last)
+        published = time.time()
+        if computed.state is not None:
+            save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
+            self.checkpoint_seconds = time.time() - published
+            self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
+        commit = self._commit_record(computed, hashlib.sha256(data).hexdigest())
+        commit = commit.model_copy(
+            update={
+                "manifest": manifest,
+                "metrics": {
+                    **computed.metrics,
+                    "time/commit_seconds": time.time() - started,
+                    "weights/published_seconds": published - started,
+                    "weights/bytes": float(len(data)),
+                },
+                "committed_at": time.time(),
+            }
+        )
+        check_not_fenced(self._store, self._epoch)
+        self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
+        # Whoever took over between these two has not adopted this commit: no hub may count on it.
+        check_not_fenced(self._store, self._epoch)
+        self.newest = commit
+        self._announce(commit, computed.reserved, is_last=is_last)
+        if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
+            self._announce_instead(self._broadcasts.deliver)
+        self._committed(commit)
+        if computed.state is not None:
+            prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+        return commit
+
+    def _commit_record(self, computed: ComputedStep, sha256: str) -> Commit:
+        reserved = computed.reserved or Reserved(re=0, is_ready=False)  # step 0 has no reservation
+        batches: tuple[FileEntry, ...] = ()
+        if computed.batch is not None:
+            try:
+                batches = (computed.batch.result(timeout=UPLOAD_DEADLINE_SECONDS),)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"step {computed.step}: its batch file was not written within {UPLOAD_DEADLINE_SECONDS:.0f} s"
+                ) from None
+        return Commit(
+            run_id=self._run_id,
+            step=computed.step,
+            epoch=self._epoch.epoch,
+            batches=batches,
+            weights_sha256=sha256,
+            manifest=None,
+            checkpoint=self._checkpoint,
+            fates=_fates(reserved),
+            swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps),
+            actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()},
+            **{name: getattr(reserved, name) for name in LedgerSnapshot.model_fields},
+            reserved_at=computed.reserved_at,
+            computed_at=computed.computed_at,
+            committed_at=time.time(),
+        )
+
+    def _announce(self, commit: Commit, reserved: Reserved | None, *, is_last: bool) -> None:
+        if self._link is None:
+            return
+        message = Committed(
+            step=commit.step,
+            epoch=commit.epoch,
+            manifest=commit.manifest,
+            groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups) if reserved else (),
+            fates=reserved.fates if reserved else (),
+            metrics=commit.metrics,
+            is_last=is_last,
+        )
+        try:
+            answer = self._link.request(message)
+        except RunOver:  # the hub has taken it, and left before its answer came
+            if not is_last:
+                raise
+            return
+        if isinstance(answer, Refused):
+            raise error_of(answer)
+
+
+def _fates(reserved: Reserved) -> tuple[FateRecord, ...]:
+    """Untrained fates the hub reported, and `trained` for the groups of the reservation."""
+    trained: Sequence[FateRecord] = [
+        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
+        for ref in reserved.groups
+    ]
+    return (*reserved.fates, *trained)

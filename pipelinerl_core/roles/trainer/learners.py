@@ -1,0 +1,201 @@
+"""The learner of a run: alone in this process, or rank 0 of several that are started here and end with it."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from pipelinerl_core.algo.adapters import AdapterNote
+from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import Learner, ObjectStore
+from pipelinerl_core.roles.runtime.device import model_device
+from pipelinerl_core.roles.runtime.process import leave
+from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, lost_ranks
+from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
+from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
+from pipelinerl_core.roles.trainer.rendezvous import announce_meeting, hold_meeting, own_address
+from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
+from pipelinerl_core.training.learner import TorchLearner
+from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
+from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
+from pipelinerl_core.training.ranks import ALONE, Ranks
+from pipelinerl_core.weights.base import BaseWeights
+
+# After a rank has ended, the others may still say why they cannot go on.
+_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+# A connection breaks a moment before its process is seen to have ended.
+_REAP_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Ranks on several hosts: each of the others runs roles/trainer/node.py."""
+
+    nodes: int
+    store: ObjectStore
+    """Of the run: rank 0 says there where it is."""
+    epoch: int
+    """Of the trainer."""
+
+
+@contextmanager
+def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Iterator["Learners"]:
+    """Builds learners; the other ranks, if there are any, are gone when this ends. Without `spread` on this host."""
+    with TemporaryDirectory(prefix="pipelinerl-ranks-") as directory:
+        spread = spread if spread is not None and spread.nodes > 1 else None
+        learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
+        try:
+            yield learners
+        except BaseException:
+            learners.close(at_once=True)  # a rank that hangs would take no word
+            raise
+        learners.close()
+
+
+class Learners:
+    """Builds learners on this process and, with several ranks, on processes that it starts."""
+
+    def __init__(self, ranks: int, spread: Spread | None, directory: Path, processes: RankProcesses) -> None:
+        self._ranks = Ranks(0, ranks, None if spread is None else ranks // spread.nodes)
+        self._spread = spread
+        self._directory = directory
+        self._channel: RankChannel | None = None
+        self._processes = processes
+        self._closing = threading.Event()
+
+    def build(self, config: RunConfig) -> Learner:
+        """The learner on the run's starting model, version 0. Raises ConfigError for what cannot be loaded."""
+        if self._ranks.size == 1 and config.learner.kind == "torch":
+            return build_alone(config)
+        if self._channel is None:
+            self._channel = self._start(config)
+        with lost_ranks("loading of the model"), self._channel.command():
+            self._channel.tell("build", config=config.model_dump(mode="json"))
+            local, batcher = build_rank(config, self._ranks)
+        return RankedLearner(local, self._channel, batcher)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the other ranks: by a word, or at once."""
+        self._closing.set()
+        if self._ranks.size > 1 and at_once:
+            self._processes.name_the_dead(_REAP_SECONDS)
+        if self._channel is not None and not at_once and self._processes.name_the_dead() is None:
+            with suppress(RuntimeError):  # they are on their way out already
+                self._channel.close()
+        self._processes.stop(0.0 if at_once else RANK_STOP_SECONDS)
+        if self._channel is not None and not at_once:  # else it would wait for those that are gone
+            dist.destroy_process_group()
+        self._channel = None
+
+    def _start(self, config: RunConfig) -> RankChannel:
+        ranks, seconds = self._ranks, config.trainer.collective_seconds
+        device = rank_device(config, ranks)
+        host = None if self._spread is None else own_address(config)
+        store, where = hold_meeting(ranks.size, seconds, directory=self._directory, host=host)
+        if self._spread is not None:
+            record = MeetingRecord(
+                epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
+                device=device.type, seconds=seconds,
+            )  # fmt: skip
+            announce_meeting(self._spread.store, record)
+        self._processes.start(
+            range(1, ranks.local_size), where=where, size=ranks.size, per_node=ranks.local_size, device=device.type,
+            seconds=seconds,
+        )  # fmt: skip
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        return join_ranks(0, ranks.size, store=store, device=device, collective_seconds=seconds)
+
+    def _watch(self) -> None:
+        """End this process soon after any of the others: without it no step can be taken."""
+        while not self._closing.wait(_POLL_SECONDS):
+            code = self._processes.name_the_dead()
+            if code is not None:
+                if not self._closing.wait(_GRACE_SECONDS):
+                    leave(code)
+                return
+
+
+def rank_device(config: RunConfig, ranks: Ranks) -> torch.device:
+    """Each rank has a GPU of its own, where the learner is on one."""
+    device = model_device(config)
+    if device.type != "cuda" or ranks.size == 1:
+        return device
+    if torch.cuda.device_count() < ranks.local_size:
+        raise ConfigError(
+            f"trainer.ranks={ranks.size}: this host has {torch.cuda.device_count()} GPUs, and each of its "
+            f"{ranks.local_size} ranks needs one. Set trainer.ranks lower, or placement.trainer_nodes higher"
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def build_alone(config: RunConfig) -> TorchLearner:
+    """The torch learner of one process on the run's starting model."""
+    return _build_torch(config, model_device(config), ALONE)[0]
+
+
+def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
+    """The learner of one rank, and what cuts its rows into packs; torch's process group is there."""
+    device = rank_device(config, ranks)
+    if config.learner.kind == "torch":
+        return _build_torch(config, device, ranks)
+    model, reference, note = _load(config, device, ranks)
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
+    return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference, note=note), batcher
+
+
+def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[TorchLearner, PackBatcher]:
+    model, reference, note = _load(config, device, ranks)
+    threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
+    threads = threads if device.type == "cpu" else 1
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
+    learner = TorchLearner(
+        model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks, note=note
+    )
+    return learner, batcher
+
+
+def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
+    """The model to train, the reference if there is one, and with weights.content=adapters what goes with them."""
+    path = resolve_model_path(config.model.path)
+    if path is None:
+        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    model = load_model(Path(path), config.model.dtype, device, config.learner.attention)
+    reference = _reference(config, path, model) if config.loss.kl_coefficient else None
+    if config.learner.lora_rank:
+        add_adapters(model, config.learner, config.seed)
+    if config.learner.activation_checkpointing:
+        checkpoint_activations(model)
+    note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
+    return model, reference, note
+
+
+def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:
+    """Raises ConfigError when whoever takes the adapters could not merge them into the files of the model."""
+    base_sha256 = ""
+    if ranks.rank == 0:  # the others publish nothing
+        base = BaseWeights(path)
+        weights = published_weights(model, config.learner.lora_scale)
+        base.check({weight.name: tuple(weight.base.shape) for weight in weights if weight.adapter is not None})
+        base_sha256 = base.sha256
+        base.close()
+    return AdapterNote(scale=config.learner.lora_scale, dtype=config.model.dtype, base_sha256=base_sha256)
+
+
+def _reference(config: RunConfig, path: Path | str, model: object) -> object:
+    # Adapters leave the base model as it was; only where ZeRO takes its weights apart it cannot be used beside them.
+    if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
+        return share_frozen(model)
+    return load_reference(config.loss.ref_model or path, model, config.learner.attention)

@@ -1,0 +1,379 @@
+"""The trainer: a step as soon as a step's worth of groups is ready, and the new weights out behind its back.
+
+    hub --reserve, rows--> assemble --> learner.step --> Committer (publish, checkpoint, commit, announce)
+              |                |
+              |                +--> batches/<step> (uploaded while the learner computes)
+              +-- waits only here: time/reserve_wait_seconds
+
+Start, restart and resume are one path: adopt the last commit that counts, load the newest finished checkpoint, train
+the recorded batches after it again, compare the weights with the commit, go on.
+"""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from pipelinerl_core.algo.parity import ParityReport, logprob_parity
+from pipelinerl_core.batching.assemble import assemble_rows
+from pipelinerl_core.channel.refusals import error_of
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.emulation.accelerators import emulated_learner
+from pipelinerl_core.errors import (
+    DeadlineExceeded,
+    HubUnavailable,
+    MissingObject,
+    RankLost,
+    RunOver,
+    SchemaMismatch,
+    StreamError,
+)
+from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
+from pipelinerl_core.roles.runtime.hub_link import HubLink
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
+from pipelinerl_core.roles.trainer.adopt import adopt
+from pipelinerl_core.roles.trainer.already_done import nothing_is_left
+from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
+from pipelinerl_core.roles.trainer.learners import Spread, open_learners
+from pipelinerl_core.roles.trainer.watch import TrainerWatch
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.drain import stop_when_drained
+from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.run.records import EpochRecord, batch_key
+from pipelinerl_core.telemetry.metrics import step_metrics
+from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
+from pipelinerl_core.weights.files import entry_of
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+# No further group for this long while the hub answers: every actor is dead, or every group fails or is filtered.
+RESERVE_DEADLINE_SECONDS = 600.0
+# Rows that the hub lost come again from their actor within a few syncs.
+ROWS_DEADLINE_SECONDS = 30.0
+# Reservations of one step, each after rows of the one before were lost.
+_RESERVATIONS = 20
+# Largest share of the time that copying and writing checkpoints may take, unless one takes less than a second.
+_CHECKPOINT_SHARE = 0.05
+_CHEAP_SECONDS = 1.0
+# Rollouts compared by the parity gate, at most.
+_PARITY_ROLLOUTS = 200
+
+
+class _Reservation(NamedTuple):
+    """The newest one; a thread that registers at a new hub reads both at once."""
+
+    step: int
+    answer: Reserved
+
+
+class Trainer:
+    """Takes the optimizer steps of a run, one rank."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        learner: Learner,
+        epoch: EpochRecord,
+        *,
+        link: Callable[[Callable[[], Register]], HubLink] | None = None,
+        monitor: RoleMonitor | None = None,
+    ) -> None:
+        self._context = context
+        self._config = context.config
+        self._store = context.store
+        self._learner = learner
+        self._epoch = epoch
+        self._reserved: _Reservation | None = None
+        self._uploads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="upload")
+        self._link = (link or self._default_link)(self._registration)
+        self._watch = TrainerWatch(monitor or RoleMonitor("trainer", "trainer", context.run_id), epoch.epoch)
+        self._committer = Committer(
+            context.store, context.config, run_id=context.run_id, epoch=epoch, link=self._link,
+            committed=self._watch.committed,
+        )  # fmt: skip
+        self._checkpointed_at = time.monotonic()
+        self._state_seconds = 0.0
+        self._started_at = time.time()
+        self._samples = 0
+        self._tokens = 0
+        self._parity_checked = False
+
+    def run(self, commits: dict[int, str], stop: threading.Event) -> None:
+        """From the last commit to the last step, or until `stop`."""
+        last = max(commits, default=-1)
+        if last >= 0:
+            self._adopt(commits)
+        self._link.connect()
+        self._watch.registered()
+        try:
+            if last < 0:
+                self._commit_initial()
+            while self._learner.version < self._config.trainer.steps and not stop.is_set():
+                self._step(self._learner.version + 1, stop)
+            self._committer.flush()
+        finally:
+            self._committer.close()
+            self._uploads.shutdown(wait=False, cancel_futures=True)
+            self._link.close()
+
+    # ---- start -----------------------------------------------------------------------------------------------
+
+    def _adopt(self, commits: dict[int, str]) -> None:
+        commit = adopt(self._store, self._learner, commits, self._config, self._watch.repeats)
+        self._committer.adopt(commit)
+        self._committer.republish(commit, self._learner.weights())
+        self._samples = int(commit.metrics.get("progress/samples", 0))
+        self._tokens = int(commit.metrics.get("progress/tokens", 0))
+        first = read_commit(self._store, commits[min(commits)])
+        self._started_at = first.committed_at
+
+    def _commit_initial(self) -> None:
+        """Commit 0: the weights every run starts from, durable, with a checkpoint."""
+        now = time.time()
+        self._committer.submit(
+            ComputedStep(
+                step=0,
+                weights=self._learner.weights(),
+                state=self._learner.state(),
+                batch=None,
+                reserved=None,
+                reserved_at=now,
+                computed_at=now,
+            )
+        )
+        self._committer.flush()
+
+    def _default_link(self, registration: Callable[[], Register]) -> HubLink:
+        return HubLink(
+            self._store, token=self._context.token, role="trainer", name="trainer", registration=registration
+        )
+
+    def _registration(self) -> Register:
+        newest, reserved = self._committer.newest, self._reserved
+        if reserved is not None and newest is not None and reserved.step <= newest.step:
+            reserved = None  # it is committed
+        return Register(
+            role="trainer",
+            name="trainer",
+            epoch=self._epoch.epoch,
+            step=reserved.step if reserved else None,
+            reservation=reserved.answer.groups if reserved else (),
+            committed_step=newest.step if newest else -1,
+            manifest=newest.manifest if newest else None,
+        )
+
+    # ---- one step --------------------------------------------------------------------------------------------
+
+    def _step(self, step: int, stop: threading.Event) -> None:
+        waited_from = time.time()
+        found = self._reserve_rows(step, stop)
+        if found is None:
+            return
+        reserved, groups = found
+        reserved_at = time.time()
+        self._watch.computes(step)
+        assembled = assemble_rows(step, groups, self._config)
+        batch = encode_batch(self._context.run_id, step, assembled.rows)
+        upload = self._uploads.submit(self._upload, step, batch)
+        rows = decode_batch(batch)  # train exactly what is recorded: a replay must see the same bits
+        self._pass_parity_gate(rows)
+        learned = self._learner.step(rows)
+        computed_at = time.time()
+        self._samples += len(rows)
+        self._tokens += sum(row.rollout.num_tokens for row in rows)
+        metrics = step_metrics(
+            learned,
+            rows,
+            step=step,
+            masked_stale=assembled.num_masked_stale,
+            num_errors=assembled.num_errors,
+            reserve_wait_seconds=reserved_at - waited_from,
+            samples=self._samples,
+            tokens=self._tokens,
+            seconds=computed_at - self._started_at,
+        )
+        metrics["time/cpu_seconds"] = time.process_time()
+        self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
+        logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
+        self._committer.submit(
+            ComputedStep(
+                step=step,
+                weights=self._learner.weights(),
+                state=self._state_if_due(step),
+                batch=upload,
+                reserved=reserved,
+                metrics=metrics,
+                reserved_at=reserved_at,
+                computed_at=computed_at,
+            )
+        )
+
+    def _reserve_rows(self, step: int, stop: threading.Event) -> tuple[Reserved, list[list[Rollout]]] | None:
+        """The groups of a step with their rollouts; None when asked to stop while waiting.
+
+        Groups whose rows are lost, because their segment is damaged, are given back and others taken.
+        """
+        lost: tuple[GroupKey, ...] = ()
+        for _ in range(_RESERVATIONS):
+            found = self._reserve(step, stop, lost)
+            if found is None:
+                return None
+            reserved, at_hand = found
+            keys = tuple((ref.group_id, ref.attempt) for ref in reserved.groups)
+            try:
+                return reserved, self._rows(step, keys, at_hand)
+            except (HubUnavailable, RunOver):
+                raise
+            except (StreamError, MissingObject) as error:
+                lost = tuple(key for key in keys if self._is_lost(step, key))
+                logger.error("step %d: rows of %s are lost, to be generated again: %s", step, list(lost), error)
+        raise MissingObject(f"step {step}: rows were lost {_RESERVATIONS} times in a row. Look at the hub's log")
+
+    def _is_lost(self, step: int, key: GroupKey) -> bool:
+        try:
+            self._link.request_rows(Rows(step=step, groups=(key,)))
+        except (HubUnavailable, RunOver):
+            raise
+        except (StreamError, MissingObject):
+            return True
+        return False
+
+    def _reserve(
+        self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]
+    ) -> tuple[Reserved, dict[GroupKey, pa.RecordBatch]] | None:
+        """The groups of a step, and the rows that came with them; None when asked to stop while waiting."""
+        deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+        reason, most_ready = "", 0
+        while not stop.is_set():
+            self._watch.waits(step)
+            answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
+            if isinstance(answer, Refused):
+                raise error_of(answer)
+            if isinstance(answer, Reserved) and answer.is_ready:
+                self._reserved = _Reservation(step, answer)
+                return answer, {(header.group_id, header.attempt): batch for header, batch in received}
+            if isinstance(answer, Reserved):
+                reason = answer.reason
+                self._committer.attend(answer.actors, self._learner.version, self._learner.weights)
+                if answer.ready_groups > most_ready:  # a long phase goes on as long as it fills
+                    most_ready = answer.ready_groups
+                    deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"step {step}: no {self._config.trainer.groups_per_step} groups within "
+                    f"{RESERVE_DEADLINE_SECONDS:.0f} s ({reason}). Look at the actors' logs"
+                )
+        return None
+
+    def _rows(
+        self, step: int, keys: tuple[GroupKey, ...], at_hand: dict[GroupKey, pa.RecordBatch]
+    ) -> list[list[Rollout]]:
+        """The rollouts of reserved groups, in the order of the reservation; what is not at hand is asked for.
+
+        Raises MissingObject when some have not come in time, SchemaMismatch when some are damaged.
+        """
+        deadline = time.monotonic() + ROWS_DEADLINE_SECONDS
+        while missing := tuple(key for key in keys if key not in at_hand):
+            try:
+                received = self._link.request_rows(Rows(step=step, groups=missing))
+            except (StreamError, MissingObject) as error:
+                if isinstance(error, SchemaMismatch | HubUnavailable | RunOver) or time.monotonic() > deadline:
+                    raise
+                logger.warning("step %d: rows not there yet: %s", step, error)
+                time.sleep(0.2)
+                continue
+            at_hand |= {(header.group_id, header.attempt): batch for header, batch in received}
+        return [decode_rollouts(at_hand[key]) for key in keys]
+
+    def _upload(self, step: int, batch: pa.RecordBatch) -> FileEntry:
+        data = to_segment([batch])
+        key = batch_key(step, self._epoch.epoch, rank=0)
+        self._store.put(key, data)
+        return entry_of(key, data)
+
+    def _state_if_due(self, step: int) -> "tuple[dict[str, torch.Tensor], dict[str, Any]] | None":
+        """The learner's state, when a checkpoint is due; large ones are due less often."""
+        now = time.monotonic()
+        pause_seconds = self._config.checkpoint.every_seconds
+        spent_seconds = self._state_seconds + self._committer.checkpoint_seconds
+        if spent_seconds > _CHEAP_SECONDS:
+            pause_seconds = max(pause_seconds, spent_seconds / _CHECKPOINT_SHARE)
+        if now - self._checkpointed_at < pause_seconds and step != self._config.trainer.steps:
+            return None
+        self._checkpointed_at = now
+        state = self._learner.state()
+        self._state_seconds = time.monotonic() - now
+        return state
+
+    def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
+        """Once per start: engine and trainer must agree on tokens that the trainer's own version sampled."""
+        version = self._learner.version
+        fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
+        if fresh and not self._parity_checked:
+            check_parity(self._learner, fresh[:_PARITY_ROLLOUTS], self._config)
+            self._parity_checked = True
+
+
+def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
+    """The parity gate on rollouts that were sampled by the learner's weights; raises ParityError beyond its bound."""
+    trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
+    rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
+    report = logprob_parity(rollout_logprobs, trainer_logprobs, config.model.dtype)
+    logger.info(
+        "parity gate: %d tokens, mean |difference| %.2g (at most %g), max %.2g (at most %g)",
+        report.num_tokens, report.mean, report.bound_mean, report.max, report.bound_max,
+    )  # fmt: skip
+    return report.check()
+
+
+def _train(own: RoleProcess) -> None:
+    keep_to_cores(own_cores(own.context.config, "trainer"))
+    train(own.context, own.stop, own.monitor)
+
+
+def main() -> int:
+    """Command line of the role."""
+    return run_role("trainer", "The trainer of a run.", _train)
+
+
+def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:
+    """Load, or train again, what was committed, and go on from there.
+
+    With nothing left to do it ends before anything is loaded: a start after the last commit, or after a drained one,
+    would wait in vain for ranks on other hosts, which may have been let go.
+    """
+    epochs = read_epochs(context.store)
+    commits = counted_commit_keys(context.store, epochs)
+    if nothing_is_left(context, commits, epochs, stop):
+        return
+    epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
+    spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
+    try:
+        with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:
+            learner = emulated_learner(learners.build(context.config), context.config)
+            trainer = Trainer(context, learner, epoch, monitor=monitor)
+            freeze_startup_objects()
+            stop_when_drained(context.store, stop)
+            trainer.run(commits, stop)
+    except RankLost:
+        check_not_fenced(
+            context.store, epoch
+        )  # gone to a newer trainer: another start of this one would take them back
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Ranks as child processes of this one: they end with it, and it learns when one of them ends."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+
+RANK_STOP_SECONDS = 5.0
+"""For a rank that was told to stop."""
+
+
+class RankProcesses:
+    """Some ranks of a trainer, on this host. Start them on the main thread: the kernel ends them with it."""
+
+    def __init__(self, run_url: str) -> None:
+        """`run_url` is on their command lines, for whoever looks at the processes of a host."""
+        self._run_url = run_url
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._named: set[int] = set()
+        self._size = 0
+
+    def start(
+        self, ranks: Iterable[int], *, where: str, size: int, per_node: int, device: str, seconds: float
+    ) -> None:
+        """Start these ranks of `size`; `where` is where they meet, the n-th on this host takes its n-th GPU."""
+        self._size = size
+        for rank in ranks:
+            options = {
+                "run": self._run_url,
+                "rank": rank,
+                "size": size,
+                "per-node": per_node,
+                "where": where,
+                "device": device,
+            }
+            options |= {"seconds": seconds, "parent-pid": os.getpid()}
+            command = [sys.executable, "-m", "pipelinerl_core.roles.trainer.rank"]
+            command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
+            self._processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def name_the_dead(self, wait_seconds: float = 0.0) -> int | None:
+        """Log each rank that has failed, once; returns the exit code for this process, None while none has.
+
+        wait_seconds: how long to look for one.
+        """
+        deadline = time.monotonic() + wait_seconds
+        while (code := self._name_the_dead()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def _name_the_dead(self) -> int | None:
+        worst = None
+        for rank, process in self._processes.items():
+            code = process.poll()
+            if not code:
+                continue
+            worst = max(code, 1)
+            if rank not in self._named:
+                self._named.add(rank)
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+                logger.error("rank %d of %d %s; the step in the making is not committed", rank, self._size, how)
+        return worst
+
+    def have_ended(self) -> bool:
+        """Whether none of them runs."""
+        return all(process.poll() is not None for process in self._processes.values())
+
+    def await_end(self, seconds: float) -> None:
+        """Wait at most so long for all of them to end by themselves."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self, seconds: float) -> None:
+        """Wait so long for them to end by themselves, then kill them."""
+        self.await_end(seconds)
+        for process in self._processes.values():
+            process.kill()
+            process.wait()

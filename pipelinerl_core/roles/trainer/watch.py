@@ -1,0 +1,67 @@
+"""What a trainer tells its monitor: what it does, how long that took, and what a step came to."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.roles.runtime.tracing import TrainerTraces
+from pipelinerl_core.run.records import Commit
+from pipelinerl_core.types import TrainingRow
+
+
+class TrainerWatch:
+    """Called by the trainer's main loop, and `committed` by the thread that commits."""
+
+    def __init__(self, monitor: RoleMonitor, epoch: int) -> None:
+        self._monitor = monitor
+        monitor.facts["epoch"] = epoch
+        self._traces = None if monitor.tracer is None else TrainerTraces(monitor.tracer, epoch)
+        self._checkpoint_at = time.monotonic()
+        self._checkpoint_step = -1
+        monitor.metrics.ask("trainer_checkpoint_age_seconds", lambda: time.monotonic() - self._checkpoint_at)
+
+    def registered(self) -> None:
+        """The model is loaded and the hub knows this trainer."""
+        self._monitor.beat("registered at the hub")
+        self._monitor.ready_unless(lambda: "")
+
+    def waits(self, step: int) -> None:
+        """It asks for the groups of a step, again and again."""
+        self._monitor.facts.update(step=step, weight_version=step - 1)
+        self._monitor.beat(f"waiting for the groups of step {step}")
+
+    def computes(self, step: int) -> None:
+        """A step begins."""
+        self._monitor.beat(f"computing step {step}")
+
+    def repeats(self, step: int) -> None:
+        """A recorded step was trained again."""
+        self._monitor.beat(f"trained step {step} again from its batch")
+
+    def computed(
+        self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]
+    ) -> None:
+        """A step has been computed from these rows, with these metrics of telemetry/metrics.py.
+
+        times: when it began to wait, had its groups, and had computed, in Unix seconds.
+        """
+        if self._traces is not None:
+            self._traces.computed(step, rows, metrics, times)
+        self._monitor.beat(f"step {step} is computed")
+        exported = self._monitor.metrics
+        exported.set("role_weight_version", step)
+        exported.observe("trainer_step_seconds", metrics["time/compute_seconds"])
+        exported.observe("trainer_wait_seconds", metrics["time/reserve_wait_seconds"])
+        exported.add("trainer_tokens_total", sum(row.rollout.num_tokens for row in rows))
+        for row in rows:
+            oldest = min((span.version for span in row.rollout.weight_spans), default=step - 1)
+            exported.observe("trainer_lag_steps", step - 1 - oldest)
+
+    def committed(self, commit: Commit) -> None:
+        """A step is committed and announced."""
+        self._monitor.metrics.observe("trainer_commit_seconds", commit.metrics.get("time/commit_seconds", 0.0))
+        if self._traces is not None:
+            self._traces.committed(commit)
+        checkpoint = commit.checkpoint
+        if checkpoint is not None and checkpoint.step > self._checkpoint_step:
+            self._checkpoint_step, self._checkpoint_at = checkpoint.step, time.monotonic()

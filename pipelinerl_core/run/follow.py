@@ -1,0 +1,139 @@
+"""Read a run from its objects while it grows: commits that count, evaluations, derived metrics."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipelinerl_core.interfaces import ObjectStore, Tracker
+from pipelinerl_core.run.history import counting
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
+from pipelinerl_core.telemetry.length_bias import length_metrics
+from pipelinerl_core.telemetry.metrics import finite
+
+PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
+"""Metrics that are x axes."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a refresh found."""
+
+    commits: tuple[Commit, ...]
+    """Newly counting, by step."""
+    evals: tuple[EvalRecord, ...]
+    """New, by version."""
+
+
+class RunFollower:
+    """Reads each object of a run once. Call `refresh` now and then; not safe between threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        """`store` is the store of the run, below its run_id."""
+        self.store = store
+        self.commits: dict[int, Commit] = {}
+        """Step -> the commit that counts, by step."""
+        self.evals: dict[int, EvalRecord] = {}
+        """Version -> evaluation, by version."""
+        self._run: RunRecord | None = None
+        self._epochs: dict[str, EpochRecord] = {}
+        self._eval_keys: set[str] = set()
+        self._cache: dict[str, Commit] = {}
+        self._delivered: set[str] = set()
+
+    @property
+    def run(self) -> RunRecord:
+        """run.json; raises MissingObject when there is no such run."""
+        if self._run is None:
+            self._run = read_record(self.store, RUN_KEY, RunRecord)
+        return self._run
+
+    @property
+    def last(self) -> Commit | None:
+        """The newest commit that counts."""
+        return next(reversed(self.commits.values()), None)
+
+    def before(self, commit: Commit) -> Commit | None:
+        """The counting commit before this one."""
+        steps = range(commit.step - 1, -1, -1)
+        return next((self.commits[step] for step in steps if step in self.commits), None)
+
+    def refresh(self) -> News:
+        """Read what is new."""
+        # Commits are listed before epochs: whatever fences a listed commit is then known, or still in the future.
+        commit_keys = self.store.list("commits")
+        self._read_epochs()
+        chosen = counting(commit_keys, self._epochs.values())
+        for key in chosen.values():
+            if key not in self._cache:
+                self._cache[key] = read_record(self.store, key, Commit)
+        self.commits = {step: self._cache[key] for step, key in chosen.items()}
+        evals = self._read_evals()  # before anything counts as delivered: a store that fails here loses nothing
+        fresh = tuple(self._cache[key] for key in chosen.values() if key not in self._delivered)
+        self._delivered.update(chosen.values())
+        return News(commits=fresh, evals=evals)
+
+    def _read_epochs(self) -> None:
+        for key in self.store.list("epochs"):
+            if key not in self._epochs:
+                self._epochs[key] = read_record(self.store, key, EpochRecord)
+
+    def _read_evals(self) -> tuple[EvalRecord, ...]:
+        new_keys = [key for key in self.store.list("evals") if key not in self._eval_keys]
+        fresh = [read_record(self.store, key, EvalRecord) for key in new_keys]
+        self._eval_keys.update(new_keys)
+        merged = {**self.evals, **{record.version: record for record in fresh}}
+        self.evals = {version: merged[version] for version in sorted(merged)}
+        return tuple(fresh)
+
+
+def forward(follower: RunFollower, tracker: Tracker) -> int:
+    """Refresh and log everything new; returns the number of commits and evaluations forwarded."""
+    news = follower.refresh()
+    for commit in news.commits:
+        tracker.log(commit.step, commit_metrics(commit, follower.before(commit)))
+    for record in news.evals:
+        tracker.log(record.version, eval_metrics(record))
+    return len(news.commits) + len(news.evals)
+
+
+def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
+    """Everything a commit says about its step: its own metrics and what follows from it and the commit before."""
+    versions = [sample.engine_version for sample in commit.actors.values()]
+    manifest = commit.manifest
+    derived = {
+        "swap/pause_seconds_max": max((swap.pause_seconds for swap in commit.swaps), default=None),
+        "weights/live_min": min(versions, default=None),
+        "weights/live_max": max(versions, default=None),
+        "weights/bytes": manifest.num_bytes if manifest else None,
+        "weights/published_seconds": max(0.0, manifest.published_at - commit.computed_at) if manifest else None,
+    }
+    tokens = {f"tokens/{name}": count for name, count in commit.tokens.items()}
+    # Where the x axes begin, so that the accuracy of version 0 has its place on them.
+    origin = dict.fromkeys(PROGRESS, 0.0) if commit.step == 0 else {}
+    speed = actor_speed(previous.actors, commit.actors) if previous else {}
+    lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
+    waits = wait_metrics(commit.waits, previous.waits if previous else {})
+    return finite({**derived, **origin, **tokens, **lengths, **waits, **speed, **commit.metrics})
+
+
+def eval_metrics(record: EvalRecord) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    return {"eval/accuracy": record.accuracy, "eval/mean_tokens": record.mean_tokens}
+
+
+def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """Seconds waited between two reservations, by cause."""
+    return {f"wait/{cause}_seconds": max(0.0, total - before.get(cause, 0.0)) for cause, total in now.items()}
+
+
+def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
+    """Mean running and tokens per second between two reservations, summed over the actor epochs seen at both."""
+    running, speed, is_known = 0.0, 0.0, False
+    for name, sample in now.items():
+        earlier = before.get(name)
+        if earlier is not None and sample.at > earlier.at:
+            seconds = sample.at - earlier.at
+            running += (sample.running_seconds - earlier.running_seconds) / seconds
+            speed += (sample.num_tokens - earlier.num_tokens) / seconds
+            is_known = True
+    return {"actor/running_mean": running, "actor/tokens_per_second": speed} if is_known else {}

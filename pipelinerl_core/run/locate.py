@@ -1,0 +1,169 @@
+"""Runs under a root: their ids, where RUN points, opening or creating one, and their shared memory."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipelinerl_core import __version__
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.history import read_epochs
+from pipelinerl_core.run.hub_status import process_lives, refuse_second_hub
+from pipelinerl_core.run.records import RUN_KEY, RunRecord
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.process_groups import is_descendant
+
+ROOT_VARIABLE = "PIPELINERL_ROOT"
+DEFAULT_ROOT = "./runs"
+LATEST_KEY = "latest.json"
+"""Under the root: the run that was started or resumed last."""
+SHARED_MEMORY = Path("/dev/shm")
+_SHORT_COMMIT = 7
+_GIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlflowRef:
+    """The MLflow run that records a run."""
+
+    uri: str
+    run_id: str
+
+
+def root_url(root: str) -> str:
+    """The root to use, as a URL: the given one, else $PIPELINERL_ROOT, else ./runs."""
+    return open_store(root or os.environ.get(ROOT_VARIABLE, "") or DEFAULT_ROOT).url
+
+
+def new_run_id(source: str, flow_run_id: str) -> str:
+    """<preset>-<8 of the flow run id>: a retry of the flow run is the same run. Letters, digits and dashes only."""
+    return f"{plain_name(source)}-{flow_run_id.replace('-', '')[:8]}"
+
+
+def plain_name(source: str) -> str:
+    """Name of a preset or TOML file in lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", Path(source).name.removesuffix(".toml").lower()).strip("-") or "run"
+
+
+def locate_run(run: str, root: str) -> str:
+    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError when there is none."""
+    if "://" in run or "/" in run or run in (".", ".."):
+        store = open_store(run)
+    else:
+        base = open_store(root_url(root))
+        store = base.child(_latest_id(base) if run == "latest" else _plain_id(run))
+    if not store.exists(RUN_KEY):
+        raise ConfigError(
+            f"{run}: no run at {store.url}. Give an id under --root, `latest`, or the path or URL of a run"
+        )
+    return store.url
+
+
+def _latest_id(base: ObjectStore) -> str:
+    try:
+        return str(json.loads(base.get(LATEST_KEY))["run_id"])
+    except MissingObject:
+        raise ConfigError(
+            f"latest: no run was started under {base.url} yet. Start one with `pipelinerl train`"
+        ) from None
+
+
+def _plain_id(run: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):
+        raise ConfigError(
+            f"{run!r}: not a run id. Ids are letters, digits, dots and dashes, like quickstart-1a2b3c4d"
+        )
+    return run
+
+
+def run_url(root: str, run_id: str) -> str:
+    """Where a run of this id is under a root."""
+    return open_store(root_url(root)).child(run_id).url
+
+
+def find_run(url: str) -> RunContext | None:
+    """The run at a URL, or None when there is none yet."""
+    return open_run(url) if open_store(url).exists(RUN_KEY) else None
+
+
+def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None) -> RunContext:
+    """Write run.json, once; whoever is second gets the first one's."""
+    store = open_store(url)
+    record = RunRecord(
+        run_id=url.rpartition("/")[2],
+        created_at=time.time(),
+        code_version=code_version(),
+        config=config.model_dump(mode="json"),
+        flow_run_id=flow_run_id,
+        mlflow_run_id=mlflow.run_id if mlflow else None,
+        mlflow_uri=mlflow.uri if mlflow else None,
+    )
+    with suppress(FileExistsError):
+        store.put(RUN_KEY, record.model_dump_json(indent=2).encode(), create_only=True)
+    return open_run(url)
+
+
+def remember_latest(url: str) -> None:
+    """Make `latest` mean this run."""
+    root, _, run_id = url.rpartition("/")
+    open_store(root).put(LATEST_KEY, json.dumps({"run_id": run_id, "at": time.time()}).encode())
+
+
+def code_version() -> str:
+    """Version of the package, and the commit of its checkout if it has one."""
+    commit = git_commit()
+    return f"{__version__}+{commit[:_SHORT_COMMIT]}" if commit else __version__
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this code lies in, 40 hex digits; None when it is no checkout."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def local_directory(url: str) -> Path | None:
+    """Directory of a file:// store, None for any other."""
+    return Path(url.removeprefix("file://")) if url.startswith("file://") else None
+
+
+def refuse_if_live(url: str) -> None:
+    """ConfigError when somebody runs this run already."""
+    refuse_second_hub(open_store(url), ConfigError)
+
+
+def shared_memory_of(run_id: str) -> Path:
+    """Directory of a run's weights in this host's shared memory."""
+    return SHARED_MEMORY / f"pipelinerl-{run_id}"
+
+
+def remove_shared_memory(run: RunContext) -> None:
+    """At the end of a start of a run: its weights go from this host, unless the trainer of another start is here."""
+    if not _is_trained_here(run):
+        shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
+
+
+def _is_trained_here(run: RunContext) -> bool:
+    try:
+        trainers = [record for record in read_epochs(run.store) if record.role == "trainer"]
+    except StoreError:
+        return False
+    newest = max(trainers, key=lambda record: record.epoch, default=None)
+    if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # ours is about to end
+        return False
+    return process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)

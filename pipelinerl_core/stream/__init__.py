@@ -1,1 +1,0 @@
-"""Arrow schemas, codec, Flight channel, segment log."""

@@ -1,0 +1,262 @@
+"""What must hold before anything starts. Each check raises ConfigError: one line with what, why and what to set."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from http import HTTPStatus
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from safetensors import safe_open
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
+from pipelinerl_core.storage.object_store import check_writable, open_store
+from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+from pipelinerl_core.supervision.temporary_directories import own_temporary
+from pipelinerl_core.telemetry.redact import redact_text
+
+HTTP_SECONDS = 5.0
+PROMPTS_SECONDS = 120.0
+"""Reading a data set over the network may take this long."""
+PREPARE_SECONDS = 900.0
+"""Building the built-in model takes about a minute on one core."""
+_MEGABYTE = 1_000_000
+_SMALL_FILES_BYTES = (
+    200 * _MEGABYTE
+)  # segments, batches, commits and logs of a run of the quickstart's size, and room
+_OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
+_KEPT_CHECKPOINTS = 3
+_STAGED_MODELS = 2  # that vLLM has loaded, and that it is to load; of a file in shared memory they are links
+_KEPT_VERSIONS = 5  # in shared memory: those the publisher keeps, and the one being written
+
+
+def check_engine(config: RunConfig) -> None:
+    """The engine must be installed where actors start; on work pools that is elsewhere."""
+    if config.engine.kind == "vllm" and config.placement.kind == "local" and find_spec("vllm") is None:
+        raise ConfigError(
+            "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
+            "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
+        )
+
+
+def check_learner(config: RunConfig) -> None:
+    """DeepSpeed must be installed where the trainer starts; on work pools that is elsewhere."""
+    needed = config.learner.kind == "deepspeed" and config.placement.kind == "local"
+    if needed and find_spec("deepspeed") is None:
+        raise ConfigError(
+            "learner.kind=deepspeed: DeepSpeed is not installed. Run `make install LEARNER=deepspeed`, or set "
+            "learner.kind=torch (one rank or several, all weights on each)"
+        )
+
+
+def check_context(config: RunConfig, directory: Path) -> None:
+    """The model must be made for sequences as long as the completions, and a prompt of at least one token."""
+    try:
+        limit = json.loads((directory / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from None
+    if isinstance(limit, int) and config.rollouts.max_tokens >= limit:
+        raise ConfigError(
+            f"rollouts.max_tokens={config.rollouts.max_tokens}: the model was made for sequences of {limit} tokens, "
+            f"prompt included. Set rollouts.max_tokens below {limit}"
+        )
+
+
+def check_all(config: RunConfig, root: str) -> None:
+    """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
+    check_root(root)
+    check_hub_address(config)
+    own_cores(config, "trainer")
+    check_engine(config)
+    check_learner(config)
+    check_mlflow(config.tracking.chosen_uri)
+    check_prompts(config)
+    check_model(config)
+    check_space(config, root)
+
+
+def check_root(root: str) -> None:
+    """The root can be written, or the endpoint answers."""
+    check_writable(open_store(root))
+
+
+def check_model(config: RunConfig) -> None:
+    """A directory with a config.json; a built-in model is built when it is missing."""
+    path = config.model.path
+    directory = resolve_model_path(path)
+    if directory is None and builtin_recipe(path) is not None:
+        prepare_model(path)
+    elif directory is None:
+        raise ConfigError(
+            f"model.path={path}: no such directory. Set it to a downloaded Hugging Face model, or builtin:sums"
+        )
+    elif not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path={path}: has no config.json, so it is not a Hugging Face model directory")
+    else:
+        check_context(config, directory)
+    check_reference(config)
+
+
+def check_reference(config: RunConfig) -> None:
+    """The reference model is there and has the vocabulary of the one that learns."""
+    reference = config.loss.ref_model
+    if not reference:
+        return
+    sizes = [_vocabulary(path) for path in (Path(reference), resolve_model_path(config.model.path))]
+    if sizes[0] is None:
+        raise ConfigError(f"loss.ref_model={reference}: no Hugging Face model there. Set it to a downloaded one")
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"loss.ref_model={reference}: its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}. "
+            "Take a reference with the same tokenizer"
+        )
+
+
+def _vocabulary(directory: Path | None) -> int | None:
+    """Tokens of the vocabulary of a model; None if there is none."""
+    try:
+        return None if directory is None else int(json.loads((directory / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def prepare_model(path: str) -> None:
+    """Build a built-in model unless it is cached; its progress goes to stderr."""
+    command = guarded(role_command("prepare", {"model": path}))
+    try:
+        with own_temporary(role_environment(1, "")) as own:
+            ended = subprocess.run(command, env=own, stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"model.path={path}: was not built within {PREPARE_SECONDS:.0f} s") from None
+    if ended.returncode != 0:
+        raise ConfigError(f"model.path={path}: could not be built (exit code {ended.returncode}, see above)")
+
+
+def check_prompts(config: RunConfig) -> None:
+    """The prompt source opens and gives a prompt; in a child process, because data set libraries are heavy."""
+    command = guarded([sys.executable, "-m", "pipelinerl_core.prompts.check"])
+    try:
+        ended = subprocess.run(
+            command,
+            input=json.dumps(config.model_dump(mode="json")),
+            env=role_environment(1, ""),
+            capture_output=True,
+            text=True,
+            timeout=PROMPTS_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"prompts: the source did not answer within {PROMPTS_SECONDS:.0f} s") from None
+    if ended.returncode != 0:
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
+
+
+def check_http(setting: str, url: str) -> None:
+    """A server answers its health page."""
+    try:
+        with urlopen(f"{url.rstrip('/')}/health", timeout=HTTP_SECONDS) as answer:
+            if answer.status == HTTPStatus.OK:
+                return
+        reason = f"answered {answer.status}"
+    except (URLError, OSError, ValueError) as error:
+        reason = str(getattr(error, "reason", error))
+    raise ConfigError(f"{setting}={redact_text(url)}: no answer ({reason}). Start the server or change {setting}")
+
+
+def check_mlflow(uri: str) -> None:
+    """An MLflow server answers; a database file needs no server."""
+    if uri.startswith(("http://", "https://")):
+        check_http("tracking.mlflow_uri", uri)
+    elif uri.startswith("file:") or (uri and uri != "none" and "://" not in uri):
+        raise ConfigError(
+            f"tracking.mlflow_uri={uri}: MLflow 3 no longer writes plain directories. "
+            "Set sqlite:////absolute/path/mlflow.db, a server's http URL, or none"
+        )
+
+
+def check_hub_address(config: RunConfig) -> None:
+    """The hub can bind its address and port."""
+    host, port = config.placement.hub_host, config.placement.hub_port
+    try:
+        with socket.create_server((host, port)):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"placement.hub_host={host} placement.hub_port={port}: cannot listen there ({error.strerror or error}). "
+            "Set placement.hub_port=0 for any free port, and placement.hub_host to an address of this host"
+        ) from None
+
+
+def check_space(config: RunConfig, root: str) -> None:
+    """Enough room on the root's disk and in shared memory for what this run will keep there."""
+    model_bytes = model_size(config.model.path)
+    version_bytes = _version_size(config, model_bytes)
+    num_durable = config.trainer.steps // config.weights.durable_every + 1
+    needed = num_durable * version_bytes + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS * model_bytes + _SMALL_FILES_BYTES
+    directory = local_directory(root)
+    if directory is not None:
+        _require_free(
+            directory,
+            needed,
+            f"for {num_durable} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
+            "checkpoints. Raise weights.durable_every or choose another --root",
+        )
+    if config.weights.transport == "shm":
+        _require_free(
+            SHARED_MEMORY,
+            _KEPT_VERSIONS * version_bytes,
+            f"for {_KEPT_VERSIONS} weight versions of {_size(version_bytes)}. "
+            "Enlarge it (docker run --shm-size) or set weights.transport=object_store",
+        )
+    if config.weights.content == "adapters" and config.engine.kind == "vllm" and config.placement.kind == "local":
+        staged = _STAGED_MODELS * config.placement.actors
+        _require_free(
+            SHARED_MEMORY,
+            staged * model_bytes,
+            f"for {staged} merged models of {_size(model_bytes)}. Enlarge it (docker run --shm-size)",
+        )
+
+
+def _version_size(config: RunConfig, model_bytes: int) -> int:
+    """Bytes of a published version; of adapters at most, as if every matrix of the model had one."""
+    directory = resolve_model_path(config.model.path)
+    if config.weights.content != "adapters" or directory is None:
+        return model_bytes
+    num_bytes = 4 if config.model.dtype == "float32" else 2
+    rows_and_columns = sum(sum(shape) for shape in _matrix_shapes(directory))
+    return min(model_bytes, config.learner.lora_rank * rows_and_columns * num_bytes)
+
+
+def _matrix_shapes(directory: Path) -> Iterator[list[int]]:
+    """Shapes of the matrices of a model, from the headers of its files."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        yield from (shape for shape in shapes if len(shape) == 2)
+
+
+def model_size(path: str) -> int:
+    """Bytes of the weights of a model."""
+    directory = resolve_model_path(path)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) if directory else 0
+
+
+def _require_free(directory: Path, needed: int, purpose: str) -> None:
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(f"{directory}: {_size(free)} free, but this run needs about {_size(needed)} {purpose}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"

@@ -1,0 +1,375 @@
+"""Every metric of a run, declared once; `python -m pipelinerl_core.telemetry.metrics` prints docs/metrics.md.
+
+A commit and MLflow have a metric under its name, Prometheus under `Metric.prometheus`, `status --json` and
+`replay --json` under `short_key`.
+
+A metric without a value at some step (no scored rollout, not a finite number) is left out there: it is never NaN.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_core.telemetry import measures
+from pipelinerl_core.types import Outcome, TrainingRow
+
+Group = Literal["trainer", "evaluator", "tracker", "system", "run", "role"]
+Kind = Literal["gauge", "counter", "histogram"]
+
+ALL_ROLES = ("hub", "actor", "trainer", "evaluator")
+# Seconds: a swap or a write to the store takes milliseconds, a step or a wait up to minutes.
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+_LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+# A Prometheus name ends with its unit, if that is one of these.
+_UNITS = ("seconds", "bytes", "tokens", "steps", "nats")
+# Groups whose metrics are known without the name of the group.
+_WELL_KNOWN = ("importance", "policy", "train", "time", "rollouts")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one metric means."""
+
+    name: str
+    """Key in MLflow and in the metrics of a commit, with a slash; of the groups run and role a name without one."""
+    unit: str
+    reduction: str
+    """What is reduced, and how, to the one number of a step."""
+    help: str
+    group: Group = "trainer"
+    """trainer: part of the commit of the step; evaluator: of an evaluation; tracker: derived from commits; system: of
+    the machine, its name may hold a <role> or <index>; run: of a run's status; role: of a process."""
+    kind: Kind = "gauge"
+    roles: tuple[str, ...] = ()
+    """Of the group role: the roles that export it."""
+    labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    """Every value of its one label, where they are known."""
+    buckets: tuple[float, ...] = _SECONDS
+
+    @property
+    def prometheus(self) -> str:
+        """Name of the exported metric, without the _bucket, _sum and _count of a histogram; empty: not exported."""
+        if self.group in ("tracker", "system"):
+            return ""
+        name, unit = f"pipelinerl_{self.name.replace('/', '_')}", self.unit.rpartition(" ")[2]
+        if unit in _UNITS and unit not in name:
+            name += f"_{unit}"
+        return f"{name}_total" if self.kind == "counter" and not name.endswith("_total") else name
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names that a query may use."""
+        ends = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
+        return tuple(f"{self.prometheus}{end}" for end in ends) if self.prometheus else ()
+
+
+_ROLE_HELP = "<role>: flow, hub, trainer, an actor's name or evaluator, with all processes below it."
+_SYSTEM = (
+    ("cpu_utilization_percentage", "%", "mean", "All cores of the host together."),
+    ("system_memory_usage_megabytes", "MB", "value", "Of the host."),
+    ("system_memory_usage_percentage", "%", "value", "Of the host."),
+    ("<role>/cpu_utilization_percentage", "% of a core", "mean", _ROLE_HELP),
+    ("<role>/memory_usage_megabytes", "MB", "sum", "Resident; pages that processes share are counted in each."),
+    ("gpu_<index>_utilization_percentage", "%", "value", "As nvidia-smi says."),
+    ("gpu_<index>_memory_usage_megabytes", "MB", "value", "As nvidia-smi says."),
+    ("gpu_<index>_memory_usage_percentage", "%", "value", "As nvidia-smi says."),
+    ("gpu_<index>_power_usage_watts", "W", "value", "As nvidia-smi says."),
+)
+
+_LENGTH_HELP = {
+    "generated": "Length of the completions that the tokens which arrived come from; tokens in flight have none yet.",
+    "trained": "The same for trained tokens; about the same number where no length is favoured.",
+    "masked": "The same for tokens that the lag rule masked.",
+    "dropped": "The same for tokens of groups given up by the lag rule.",
+}
+
+
+def _length_metrics() -> list[Metric]:
+    since = "tokens booked since the reservation before"
+    found = []
+    for word, text in _LENGTH_HELP.items():
+        found.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
+        for third in ("first", "last"):
+            text = f"In the {third} third of their completion; a third of the tokens where no part is favoured."
+            found.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
+    return found
+
+
+_DIFFERENCE_HELP = {
+    "mismatch": "Tokens of lag 0 in rollouts without older tokens: the same weights, but engine and trainer differ.",
+    "stale_kv": "Tokens of lag 0 after older ones of their rollout: mismatch, and with engine.kv=keep what comes of "
+    "keys and values that older weights computed.",
+    "staleness": "Tokens of lag 1 and more: mismatch, stale keys and values, and how far the policy moved since.",
+}
+
+
+def _difference_metrics() -> list[Metric]:
+    found = []
+    for cause, text in _DIFFERENCE_HELP.items():
+        size = f"How far trainer and rollout log-probability are apart. {text}"
+        found.append(Metric(f"{cause}/abs", "nats", "mean over such trained tokens", size))
+        signed = "As importance/kl, which is the mean over all three kinds of token."
+        found.append(Metric(f"{cause}/kl", "nats", "mean over the same tokens", signed))
+    return found
+
+
+def _run(name: str, unit: str, help: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name, unit, "value", help, "run", kind, labels=labels)
+
+
+def _role(
+    kind: Kind, name: str, roles: tuple[str, ...], help: str,
+    labels: tuple[str, ...] = (), values: tuple[str, ...] = (), buckets: tuple[float, ...] = _SECONDS,
+) -> Metric:  # fmt: skip
+    return Metric(name, "", "", help, "role", kind, roles, labels, values, buckets)
+
+
+_ACTOR, _TRAINER, _HUB = ("actor",), ("trainer",), ("hub",)
+_OPERATIONS = ("put", "get", "list", "exists", "delete")
+
+_DECLARED = (
+    Metric("reward/mean", "reward", "mean over scored rollouts", "Training reward of the step."),
+    Metric("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
+    Metric("rollout/length_mean", "tokens", "mean over rollouts", "Completion length."),
+    Metric("rollout/length_p995", "tokens", "99.5th percentile over rollouts",
+           "Length of the longest completions; generate-then-train would wait for these."),
+    Metric("lag/mean", "optimizer steps", "mean over trained tokens",
+           "Age of the trained tokens: step n trains a token of version v at lag n - 1 - v. Tokens beyond "
+           "schedule.max_lag are masked and not counted."),
+    Metric("lag/p99", "optimizer steps", "99th percentile over trained tokens", "Age of the oldest tokens."),
+    Metric("lag/max", "optimizer steps", "maximum over trained tokens", "Never above schedule.max_lag."),
+    Metric("importance/ess", "share", "(sum w)^2 / (n sum w^2) over sampled tokens",
+           "Effective sample size of the untruncated token ratios: 1 is on-policy."),
+    Metric("importance/ess_sequence", "share", "the same over rollouts", "A rollout's ratio is the product."),
+    Metric("importance/ratio_mean", "ratio", "mean over trained tokens", "Trainer over rollout probability."),
+    Metric("importance/ratio_clipped_fraction", "share", "mean over trained tokens",
+           "Tokens whose ratio the loss has truncated, clipped or refused."),
+    Metric("importance/kl", "nats", "mean over trained tokens",
+           "Rollout log-probability minus trainer log-probability: how far the policy moved since sampling (k1)."),
+    *_difference_metrics(),
+    Metric("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
+    Metric("policy/value_error", "1", "mean over trained tokens", "Squared error of the value head, if any."),
+    Metric("policy/kl_ref", "nats", "mean over trained tokens", "Divergence from loss.ref_model, if any (k3)."),
+    Metric("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
+    Metric("train/grad_norm", "norm", "global norm", "Before clipping."),
+    Metric("train/learning_rate", "rate", "value", "Learning rate of the step."),
+    Metric("train/tokens", "tokens", "sum", "Tokens of the forward pass, prompts included."),
+    Metric("train/trained_tokens", "tokens", "sum", "Completion tokens with a gradient."),
+    Metric("train/masked_stale_tokens", "tokens", "sum", "Sampled tokens that the lag rule masked."),
+    Metric("train/pack_fill", "share", "used over budget of the packs", "How full the forward passes were."),
+    Metric("train/num_packs", "packs", "count", "Forward passes of the step."),
+    Metric("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
+    Metric("time/reserve_wait_seconds", "seconds", "value", "How long the trainer waited for its groups."),
+    Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
+    Metric("time/commit_seconds", "seconds", "value",
+           "From the end of compute to the commit: uploads and publication."),
+    Metric("rollouts/multi_version_fraction", "share", "mean over rollouts",
+           "Rollouts whose tokens were sampled by two or more weight versions."),
+    Metric("rollouts/max_versions", "versions", "maximum over rollouts", "Most versions in one rollout."),
+    Metric("rollouts/error_fraction", "share", "errors over all rollouts of the step's groups",
+           "Rollouts that could not be scored; they have no reward and are not trained."),
+    Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
+    Metric("progress/tokens", "tokens", "running total", "Completion tokens of these; an x axis."),
+    Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
+    Metric("weights/published_seconds", "seconds", "value", "Serialising and publishing the version."),
+    Metric("weights/bytes", "bytes", "sum over files", "Size of the published version."),
+    Metric("eval/accuracy", "reward", "mean over held-out prompts", "One sample each; step = version.", "evaluator"),
+    Metric("eval/mean_tokens", "tokens", "mean over held-out prompts", "Length of the answers.", "evaluator"),
+    Metric("actor/running_mean", "sequences", "mean over the time between two reservations, summed over actors",
+           "Sequences in flight.", "tracker"),
+    Metric("actor/tokens_per_second", "tokens/s", "tokens over the time between two reservations, summed over actors",
+           "Speed of generation.", "tracker"),
+    Metric("swap/pause_seconds_max", "seconds", "maximum over the swaps reported since the commit before",
+           "Longest time that an engine sampled nothing because of a swap.", "tracker"),
+    Metric("weights/live_min", "version", "minimum over actors", "Oldest version that sampled at the reservation.",
+           "tracker"),
+    Metric("weights/live_max", "version", "maximum over actors", "Newest version that sampled at the reservation.",
+           "tracker"),
+    Metric("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
+    Metric("tokens/trained", "tokens", "running total", "Of these, with a gradient in a committed step.", "tracker"),
+    Metric("tokens/masked_stale", "tokens", "running total", "Masked by the lag rule in a trained group.", "tracker"),
+    Metric("tokens/dropped_stale", "tokens", "running total", "In groups given up by the lag rule.", "tracker"),
+    Metric("tokens/filtered", "tokens", "running total", "In groups whose rewards were all equal.", "tracker"),
+    Metric("tokens/failed", "tokens", "running total", "In groups that could not be scored.", "tracker"),
+    Metric("tokens/superseded", "tokens", "running total", "Sampled again by a later attempt.", "tracker"),
+    Metric("tokens/in_flight", "tokens", "value", "In groups that are not finished.", "tracker"),
+    Metric("tokens/ready", "tokens", "value", "In finished groups that no commit has taken.", "tracker"),
+    Metric("length/bias", "ratio", "mean length of trained over generated tokens",
+           "Below 1 long completions are lost on the way to the trainer. One step is noisy; the report has the run.",
+           "tracker"),
+    *_length_metrics(),
+    Metric("wait/engine_seconds", "seconds", "sum since the reservation before",
+           "The trainer waited for groups that were being generated.", "tracker"),
+    Metric("wait/window_seconds", "seconds", "sum since the reservation before",
+           "The trainer waited while slots stood empty that the schedule had no place for (weighted by their share).",
+           "tracker"),
+    Metric("wait/stale_wait_seconds", "seconds", "sum since the reservation before",
+           "Enough groups were ready, but schedule.stale=wait held the step back.", "tracker"),
+    Metric("wait/actors_seconds", "seconds", "sum over actors since the reservation before",
+           "Engine time lost to slots that stood empty because no group was granted.", "tracker"),
+    *(Metric(f"system/{key}", unit, how, text, "system") for key, unit, how, text in _SYSTEM),
+    _run("step", "", "Newest committed optimizer step."),
+    _run("steps", "", "Steps of the run."),
+    _run("weight_version", "", "Newest announced weight version."),
+    _run("pause_seconds", "seconds", "Median pause of recent weight swaps."),
+    _run("tokens_per_second", "tokens/s", "Tokens sampled per second, all actors."),
+    _run("ready_groups", "", "Finished groups that no step has reserved."),
+    _run("leased_groups", "", "Groups that actors work on."),
+    _run("state", "", "1 for the state of the run.", labels=("state",)),
+    _run("hub_silent_seconds", "seconds", "Since the last beat of the hub."),
+    _run("actor_running", "", "Sequences that are decoded.", labels=("actor",)),
+    _run("actor_waiting", "", "Sequences that wait for a slot.", labels=("actor",)),
+    _run("actor_slots", "", "Slots.", labels=("actor",)),
+    _run("actor_weight_version", "", "Weight version in the engine.", labels=("actor",)),
+    _run("tokens_total", "tokens", "Tokens by what became of them.", "counter", ("class",)),
+    _role("gauge", "role_info", ALL_ROLES, "1; which process this is.", ("run", "role", "name")),
+    _role("gauge", "role_healthy", ALL_ROLES, "1 while the main loop turns: what /healthz says."),
+    _role("gauge", "role_ready", ALL_ROLES, "1 while it does its work: what /readyz says."),
+    _role("gauge", "role_beat_age_seconds", ALL_ROLES, "Since the main loop turned last."),
+    _role("gauge", "role_weight_version", ALL_ROLES,
+          "Weight version that it holds; the hub: the newest announced one."),
+    _role("counter", "role_restarts_total", ALL_ROLES, "Times that its supervisor has started it again."),
+    _role("histogram", "store_seconds", ALL_ROLES, "Requests to the object store.", ("operation",), _OPERATIONS),
+    _role("counter", "store_errors_total", ALL_ROLES, "Requests that the object store failed.", ("operation",),
+          _OPERATIONS),
+    _role("gauge", "hub_row_bytes", _HUB, "Rows that the hub keeps in memory."),
+    _role("gauge", "hub_peers", _HUB, "Open exchanges: actors and the trainer."),
+    _role("counter", "actor_rollouts_total", _ACTOR, "Rollouts by outcome.", ("outcome",), ("scored", "error")),
+    _role("counter", "actor_lost_scorings_total", _ACTOR,
+          "Scorings without a result, which count as wrong answers: over their deadline, or their process died.",
+          ("cause",), ("timeout", "died")),
+    _role("counter", "actor_tokens_total", _ACTOR, "Completion tokens of finished rollouts."),
+    _role("counter", "actor_groups_total", _ACTOR, "Groups by what the hub said.", ("answer",),
+          ("accepted", "stale_lease", "other")),
+    _role("gauge", "actor_unsent_groups", _ACTOR, "Finished groups that wait for credit of the hub."),
+    _role("gauge", "actor_engine_running", _ACTOR, "Sequences that hold a slot."),
+    _role("gauge", "actor_engine_waiting", _ACTOR, "Sequences that wait for a slot."),
+    _role("gauge", "actor_kv_usage", _ACTOR, "Share of the KV memory in use."),
+    _role("histogram", "actor_generation_seconds", _ACTOR, "Generation of the longest rollout of a group."),
+    _role("histogram", "actor_scoring_seconds", _ACTOR, "From last token to reward, the slowest rollout of a group."),
+    _role("histogram", "actor_swap_pause_seconds", _ACTOR, "Time without sampling at a swap of weights."),
+    _role("histogram", "actor_weight_update_seconds", _ACTOR, "From hearing of a version to sampling from it."),
+    _role("histogram", "trainer_step_seconds", _TRAINER, "Forward, backward and optimizer of a step."),
+    _role("histogram", "trainer_wait_seconds", _TRAINER, "Waiting for the groups of a step."),
+    _role("histogram", "trainer_commit_seconds", _TRAINER, "From the start of publishing a step to its commit."),
+    _role("counter", "trainer_tokens_total", _TRAINER, "Completion tokens of trained rollouts."),
+    _role("histogram", "trainer_lag_steps", _TRAINER,
+          "Lag of the oldest token of each trained rollout, in optimizer steps.", buckets=_LAGS),
+    _role("gauge", "trainer_checkpoint_age_seconds", _TRAINER, "Since the newest checkpoint was finished."),
+)  # fmt: skip
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
+
+
+def step_metrics(
+    learned: Mapping[str, float],
+    rows: Sequence[TrainingRow],
+    *,
+    step: int,
+    masked_stale: int,
+    num_errors: int,
+    reserve_wait_seconds: float,
+    samples: int,
+    tokens: int,
+    seconds: float,
+) -> dict[str, float]:
+    """The metrics of a step that the trainer knows when it has computed it; the commit adds time/commit_seconds.
+
+    `learned` are the metrics of the learner, by name, `rows` all rows of the step, `masked_stale` the sampled tokens
+    that the lag rule masked in them, `num_errors` the rollouts of its groups without a reward. `samples` and `tokens`
+    are running totals with this step, `seconds` the time since the run began.
+    """
+    scored = [row.rollout.reward for row in rows if row.rollout.outcome is Outcome.SCORED]
+    rewards = np.array(scored, dtype=np.float64)
+    lengths = np.array([row.rollout.num_tokens for row in rows], dtype=np.float64)
+    versions = np.array([measures.num_versions(row.rollout.weight_spans) for row in rows])
+    lags_L = measures.lag_counts(
+        step, (measures.tokens_by_version(row.rollout.weight_spans, row.loss_mask) for row in rows)
+    )
+    values = {
+        "reward/mean": _mean(rewards),
+        "reward/std": float(rewards.std()) if len(rewards) else None,
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_p995": measures.percentile(lengths, 99.5),
+        "lag/mean": measures.mean_of_counts(lags_L),
+        "lag/p99": measures.quantile_of_counts(lags_L, 0.99),
+        "lag/max": measures.max_of_counts(lags_L),
+        "train/masked_stale_tokens": masked_stale,
+        "time/reserve_wait_seconds": reserve_wait_seconds,
+        "rollouts/multi_version_fraction": _mean(versions >= 2),
+        "rollouts/max_versions": int(versions.max()) if len(versions) else None,
+        "rollouts/error_fraction": num_errors / (len(rows) + num_errors) if len(rows) + num_errors else None,
+        "progress/samples": samples,
+        "progress/tokens": tokens,
+        "progress/seconds": seconds,
+    }
+    return finite({**learned, **values})
+
+
+def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:
+    """Only what is a finite number, as floats: JSON and MLflow have no NaN."""
+    return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
+
+
+def _mean(values: NDArray[Any]) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def short_key(name: str) -> str:
+    """Key of a metric among figures for people. Example: importance/ess is ess, reward/mean is reward_mean."""
+    group, _, rest = name.partition("/")
+    return rest if group in _WELL_KNOWN else name.replace("/", "_")
+
+
+_TITLES: Mapping[Group, tuple[str, ...]] = {
+    "trainer": ("## In the commit of every step (and in MLflow)",),
+    "evaluator": ("## Of every evaluation (in MLflow)",),
+    "tracker": ("## Derived from commits (MLflow only)",),
+    "system": ("## Of the host of the flow, every 10 s, at step = seconds since the run began (MLflow only)",),
+    "run": (
+        "## For Prometheus",
+        "",
+        "From the page of a run (`pipelinerl status --web`, /metrics), with the label `run`: the newest value of",
+        "each metric above that has a name for Prometheus, and",
+    ),
+    "role": ("From each role (its own /metrics); Prometheus knows run, role and name from /targets.json:",),
+}
+
+
+def as_markdown() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m pipelinerl_core.telemetry.metrics > docs/metrics.md`; edit the declarations there.",
+        "Every metric is logged at step = optimizer step = weight version. A metric without a value is left out.",
+        "A chart's x axis in MLflow can be a metric: `progress/samples`, `progress/tokens` or `progress/seconds`.",
+    ]
+    for group, title in _TITLES.items():
+        rows = [_cells(metric) for metric in METRICS.values() if metric.group == group]
+        table = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+        lines += ["", *title, "", *(f"| {' | '.join(cells)} |" for cells in table)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(metric: Metric) -> dict[str, str]:
+    """Column -> text of the metric's row."""
+    key = {"key": f"`{metric.name}`"} if "/" in metric.name else {}
+    exported = {"Prometheus": f"`{metric.prometheus}`"} if metric.prometheus else {}
+    if key:
+        figures = {"unit": metric.unit, "reduction": metric.reduction}
+    else:
+        label = ", ".join(metric.labels) + (f": {', '.join(metric.values)}" if metric.values else "")
+        roles = {"roles": "all" if metric.roles == ALL_ROLES else ", ".join(metric.roles)} if metric.roles else {}
+        figures = {"kind": metric.kind, **roles, "label": label}
+    return {**key, **exported, **figures, "meaning": metric.help}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())

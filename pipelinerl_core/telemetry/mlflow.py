@@ -1,0 +1,377 @@
+"""MLflow: one run per training run, written by one buffered thread. Losing the server later never stops a run.
+
+log, log_artifact, log_table -> buffers --(every 2 s or 500 metrics)--> writer thread --> MLflow
+                                                                            |
+                                             failed: kept and tried again, warned of once
+"""
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+# Read by mlflow when it is imported: no telemetry, no pictures on stdout, and no minutes of retries against a dead
+# server. A value that the user has set wins.
+for _name, _value in {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "GIT_PYTHON_REFRESH": "quiet",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from mlflow import MlflowClient  # noqa: E402
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag  # noqa: E402
+from mlflow.exceptions import MlflowException  # noqa: E402
+
+from pipelinerl_core.errors import ConfigError  # noqa: E402
+from pipelinerl_core.telemetry.datasets import DatasetNote  # noqa: E402
+from pipelinerl_core.telemetry.redact import flatten, redact, redact_text  # noqa: E402
+
+logger = logging.getLogger(__name__)
+logging.getLogger("alembic").setLevel(logging.WARNING)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every attempt; we do once
+
+T = TypeVar("T")
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+RUN_TAG = "pipelinerl.run_id"
+"""Tag that finds the MLflow run of a training run."""
+PARENT_TAG = "mlflow.parentRunId"
+"""Tag by which MLflow shows a run below another one."""
+SAMPLE_SECONDS = 10.0
+"""Shortest time between two readings of the machine."""
+
+_CONNECT_SECONDS = 9.0
+_FLUSH_SECONDS = 2.0
+_FLUSH_METRICS = 500
+# MLflow's own limits per request and value.
+_MAX_BATCH_METRICS = 1000
+_MAX_BATCH_PARAMS = 100
+_MAX_PARAM_CHARS = 6000
+_MAX_TAG_CHARS = 8000
+# Which artifacts MLflow's pages show as tables.
+_TABLES_TAG = "mlflow.loggedArtifacts"
+_CONTEXT_TAG = "mlflow.data.context"
+# MLflow's pages are for applications of language models unless they are told that this is training.
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+_TRAINING_VIEW = "workflowType=machine_learning"
+# While the server is away; beyond it the oldest are given up.
+_MAX_BUFFERED = 200_000
+# Between two attempts while the server is away.
+_RETRY_SECONDS = 15.0
+# How long the end of a run waits for it, and the end of one that was stopped.
+_CLOSE_SECONDS = 120.0
+_STOP_SECONDS = 5.0
+_CLOSE_RETRY_SECONDS = 2.0
+# Of an artifact, by an MLflow that answers otherwise.
+_MAX_REFUSALS = 3
+_MAX_REASON_CHARS = 200
+
+
+def tracking_uri(configured: str, root: str) -> str | None:
+    """The URI for tracking.mlflow_uri; None when it is `none`.
+
+    Empty means mlflow.db under the root, or in the working directory when the root is not a local directory.
+    """
+    if configured:
+        return None if configured == "none" else configured
+    path = root.removeprefix("file://")
+    directory = Path.cwd() if "://" in path else Path(path).absolute()
+    return f"sqlite:///{directory / 'mlflow.db'}"
+
+
+def run_page(uri: str, run_id: str) -> str | None:
+    """Page of a run on an MLflow server; None for a database file, which has no page."""
+    if not uri.startswith(("http://", "https://")):
+        return None
+    experiment = MlflowClient(tracking_uri=uri).get_run(run_id).info.experiment_id
+    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?{_TRAINING_VIEW}"
+
+
+class MlflowTracker:
+    """Writes the metrics of one run. Thread-safe."""
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        *,
+        run_id: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        config: Mapping[str, object] | None = None,
+        datasets: Sequence[DatasetNote] = (),
+        machine: Callable[[], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Connect, and find or create the run; raises ConfigError when that is impossible (a server within 10 s).
+
+        A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
+        becomes parameters with dotted keys; what looks like a secret is replaced there and in `tags`. `machine` is
+        asked every 10 s on the writer's thread; step of what it says: seconds since the MLflow run began.
+        """
+        self._tags = redact({RUN_TAG: run_name, **(tags or {})})
+        self._params = redact(flatten(config or {}))
+        self._datasets = datasets
+        self._machine = machine
+        self._sampled_at = time.monotonic()
+        connect = partial(self._connect, uri, experiment, run_name, run_id)
+        try:
+            is_local = urlsplit(uri).scheme.startswith("sqlite")
+            run, self._logged = connect() if is_local else _within(_CONNECT_SECONDS, connect)
+        except (MlflowException, OSError, TimeoutError) as error:
+            raise ConfigError(
+                f"tracking.mlflow_uri={redact_text(uri)}: MLflow cannot be reached or used ({_reason(error)}). Start "
+                "the server, correct the URI, or set tracking.mlflow_uri=none"
+            ) from None
+        self.run_id: str = run.info.run_id
+        self._began = run.info.start_time / 1000
+        self._tables: list[dict[str, str]] = json.loads(run.data.tags.get(_TABLES_TAG, "[]"))
+        self.num_lost = 0
+        """Metrics given up because MLflow was away."""
+        self.num_failures = 0
+        """Failed attempts to write."""
+        self._buffer: deque[Metric] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._files: dict[str, bytes] = {}
+        self._refusals: dict[str, int] = {}
+        self._is_closing = False
+        self._close_at = 0.0
+        self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
+        self._writer.start()
+
+    def log(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
+        """Buffer metrics of one step; keys that the run already has for that step are skipped. `at`: Unix seconds."""
+        timestamp = round((time.time() if at is None else at) * 1000)
+        with self._lock:
+            for key, value in metrics.items():
+                steps = self._logged.setdefault(key, set())
+                if step not in steps:
+                    steps.add(step)
+                    self._buffer.append(Metric(key, float(value), timestamp, step))
+            while len(self._buffer) > _MAX_BUFFERED:
+                self._buffer.popleft()
+                self.num_lost += 1
+            is_full = len(self._buffer) >= _FLUSH_METRICS
+        if is_full:
+            self._wake.set()
+
+    def log_artifact(self, name: str, data: bytes) -> None:
+        """Store a small file with the run soon; a newer one of the same name takes its place."""
+        with self._lock:
+            self._files[name] = data
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """The same for a table that MLflow's pages show; `name` ends in .json, `rows` hold JSON values."""
+        self.log_artifact(name, json.dumps({"columns": list(columns), "data": list(map(list, rows))}).encode())
+        entry = {"path": name, "type": "table"}
+        with self._lock:
+            if entry not in self._tables:
+                self._tables = [*self._tables, entry]
+
+    def close(self, status: Status = "FINISHED") -> None:
+        """Flush, end the run with `status` and stop; an MLflow that is away is waited for, by a stopped run not long.
+
+        What is not written then is in the run's objects still: resuming the run writes it. Repeats do nothing.
+        """
+        if self._is_closing:
+            return
+        limit_seconds = _STOP_SECONDS if status == "KILLED" else _CLOSE_SECONDS
+        self._close_at = time.monotonic() + limit_seconds
+        self._is_closing = True
+        self._wake.set()
+        self._writer.join(_CLOSE_RETRY_SECONDS)
+        if self._writer.is_alive() and self._left:
+            logger.warning("MLflow is away: waiting %.0f s for it to take %s", limit_seconds, self._left)
+        self._writer.join(limit_seconds)
+        left = self._left
+        if self._writer.is_alive() or left:
+            self.num_lost += len(self._buffer)
+            logger.warning(
+                "MLflow was away at the end: %s were not written; `pipelinerl resume` of the run writes them",
+                left or "some metrics",
+            )
+            return
+        self._try("end of run", partial(self._client.set_terminated, self.run_id, status))
+
+    @property
+    def _left(self) -> str:
+        """What is still to be written, for people; empty: nothing."""
+        counts = {"metrics": len(self._buffer) + self.num_lost, "files": len(self._files)}
+        return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+    # ---- start -----------------------------------------------------------------------------------------------
+
+    def _connect(
+        self, uri: str, experiment: str, run_name: str, run_id: str | None
+    ) -> tuple[Run, dict[str, set[int]]]:
+        """The run, and key -> steps it already has."""
+        self._client = client = MlflowClient(tracking_uri=uri)
+        experiment_id = _experiment_id(client, uri, experiment)
+        found = _find_run(client, experiment_id, run_name, run_id)
+        if found is None:
+            found = client.create_run(experiment_id, run_name=run_name).info.run_id
+        run = client.get_run(found)
+        client.update_run(found, status="RUNNING")
+        tags = [RunTag(key, value[:_MAX_TAG_CHARS]) for key, value in self._tags.items()]
+        client.log_batch(found, tags=tags)
+        new = [
+            Param(key, value[:_MAX_PARAM_CHARS]) for key, value in self._params.items() if key not in run.data.params
+        ]
+        for start in range(0, len(new), _MAX_BATCH_PARAMS):
+            client.log_batch(found, params=new[start : start + _MAX_BATCH_PARAMS])
+        known = {one.dataset.digest for one in run.inputs.dataset_inputs} if run.inputs else set()
+        inputs = [_input(note) for note in self._datasets if note.digest not in known]
+        if inputs:
+            client.log_inputs(found, inputs)
+        logged = {key: {one.step for one in client.get_metric_history(found, key)} for key in run.data.metrics}
+        return run, logged
+
+    # ---- writer thread ---------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        is_away = False
+        while True:
+            self._wake.wait(_RETRY_SECONDS if is_away else _FLUSH_SECONDS)
+            self._wake.clear()
+            is_closing = self._is_closing
+            if not is_closing:
+                self._sample()
+            is_away = not self._flush()
+            while is_closing and is_away and time.monotonic() < self._close_at:
+                time.sleep(_CLOSE_RETRY_SECONDS)
+                is_away = not self._flush()
+            if is_closing:
+                return
+
+    def _sample(self) -> None:
+        """What the machine does now, as metrics."""
+        if self._machine is None or time.monotonic() - self._sampled_at < SAMPLE_SECONDS:
+            return
+        self._sampled_at = time.monotonic()
+        try:
+            self.log(max(0, round(time.time() - self._began)), self._machine())
+        except Exception as error:  # noqa: BLE001 - whatever the system says must not end the writer
+            logger.warning("no system metrics: %s", _reason(error))
+            self._machine = None
+
+    def _flush(self) -> bool:
+        """Write everything buffered; False when MLflow refused, and the rest stays buffered."""
+        while batch := self._next_batch():
+            if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=batch)):
+                with self._lock:
+                    self._buffer.extendleft(reversed(batch))
+                return False
+        return all(self._upload(name) for name in list(self._files))
+
+    def _next_batch(self) -> list[Metric]:
+        with self._lock:
+            return [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
+
+    def _upload(self, name: str) -> bool:
+        """Write one file, and that it is a table if it is; it is forgotten unless a newer one has come meanwhile."""
+        data, entry = self._files[name], {"path": name, "type": "table"}
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / Path(name).name
+            path.write_bytes(data)
+            is_written = self._try(f"artifact {name}", partial(self._client.log_artifact, self.run_id, str(path)))
+        if is_written and entry in self._tables:
+            tag = RunTag(_TABLES_TAG, json.dumps(self._tables))
+            is_written = self._try(f"tag {_TABLES_TAG}", partial(self._client.log_batch, self.run_id, tags=[tag]))
+        is_refused = not is_written and self._is_refused(name)
+        with self._lock:
+            if (is_written or is_refused) and self._files[name] is data:
+                del self._files[name]
+        return is_written or is_refused
+
+    def _is_refused(self, name: str) -> bool:
+        """Whether a file is given up: MLflow answers, but has not taken it three times."""
+        if self._try("a question", partial(self._client.get_run, self.run_id)):
+            self._refusals[name] = self._refusals.get(name, 0) + 1
+        if self._refusals.get(name, 0) < _MAX_REFUSALS:
+            return False
+        logger.warning("MLflow answers but does not take the artifact %s: it is left out", name)
+        return True
+
+    def _try(self, what: str, call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whatever breaks in tracking must not break the run
+            self.num_failures += 1
+            level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
+            logger.log(level, "MLflow did not take %s (%s); the run goes on without", what, _reason(error))
+            return False
+        return True
+
+
+def _input(note: DatasetNote) -> DatasetInput:
+    source, profile = redact_text(json.dumps(note.source)), json.dumps({"num_prompts": note.num_prompts})
+    columns = [{"name": name, "type": "string", "required": True} for name in note.columns]
+    schema = json.dumps({"mlflow_colspec": columns})
+    dataset = Dataset(note.name, note.digest, note.source_type, source, schema, profile if note.num_prompts else None)
+    return DatasetInput(dataset, [InputTag(_CONTEXT_TAG, note.context)])
+
+
+def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    # Beside the database, not in whatever directory the command was started from.
+    database = uri.removeprefix("sqlite:///")
+    location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
+    try:
+        return str(client.create_experiment(name, location, _EXPERIMENT_TAGS))
+    except MlflowException:
+        found = client.get_experiment_by_name(name)  # another run has just created it
+        if found is None:
+            raise
+        return str(found.experiment_id)
+
+
+def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str | None) -> str | None:
+    if run_id is not None:
+        try:
+            return str(client.get_run(run_id).info.run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("MLflow knows no run %s: its database was replaced; a new run is made", run_id)
+    quoted = run_name.replace("'", "")
+    runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
+    return str(runs[0].info.run_id) if runs else None
+
+
+def _reason(error: BaseException) -> str:
+    return redact_text(str(error)).strip().partition("\n")[0][:_MAX_REASON_CHARS]
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`, or TimeoutError; the call then goes on in a daemon thread that dies with the process."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="mlflow-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,144 @@
+"""What Prometheus scrapes: the metrics of one process, and those of a run as its status has them.
+
+Run, role and name of a process are labels of its target in /targets.json (`pipelinerl status --web`) and of
+pipelinerl_role_info. The samples have labels with few values only.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from pipelinerl_core.telemetry.metrics import METRICS, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = ("running", "stopped", "finished")
+
+
+class RoleMetrics:
+    """The metrics of one process. Every method takes microseconds and is safe between threads.
+
+    Names are those of METRICS; a name that is not among the role's is a KeyError.
+    """
+
+    def __init__(self, role: str, name: str, run_id: str) -> None:
+        self._registry = _empty_registry()
+        ProcessCollector(registry=self._registry)
+        self._known = {one.name: _build(one, self._registry) for one in METRICS.values() if role in one.roles}
+        info = self._known["role_info"].labels(run_id, role, name)
+        assert isinstance(info, Gauge)
+        info.set(1)
+
+    def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
+        """Count; `label` is the value of the metric's label, if it has one."""
+        counter = self._child(name, label)
+        assert isinstance(counter, Counter)
+        counter.inc(amount)
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        gauge = self._child(name, "")
+        assert isinstance(gauge, Gauge)
+        gauge.set(value)
+
+    def ask(self, name: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for at every scrape, on the server's thread."""
+        gauge = self._child(name, "")
+        assert isinstance(gauge, Gauge)
+        gauge.set_function(value)
+
+    def observe(self, name: str, value: float, label: str = "") -> None:
+        """Add to a histogram."""
+        histogram = self._child(name, label)
+        assert isinstance(histogram, Histogram)
+        histogram.observe(value)
+
+    def exposition(self) -> bytes:
+        """All of it in the text format."""
+        return generate_latest(self._registry)
+
+    def _child(self, name: str, label: str) -> Counter | Gauge | Histogram:
+        parent = self._known[name]
+        if not label:
+            return parent
+        if label not in METRICS[name].values:
+            raise KeyError(f"{name}: label {label} is not declared")
+        return parent.labels(label)
+
+
+def run_exposition(status: Mapping[str, Any]) -> bytes:
+    """The metrics of a run as text, of a document of `tracking.live.run_status`; what has no value is left out."""
+    registry, run = _empty_registry(), str(status["run_id"])
+    for name, value in _run_values(status).items():
+        samples = value if isinstance(value, dict) else {"": value}
+        if not samples or None in samples.values():
+            continue
+        built = _build(METRICS[name], registry)
+        assert not isinstance(built, Histogram)
+        for label, one in samples.items():
+            built.labels(*((run, label) if METRICS[name].labels else (run,))).inc(float(one))
+    return generate_latest(registry)
+
+
+def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> value, or values by label."""
+    actors = _newest_epochs(status["actors"])
+
+    def of_actors(key: str) -> dict[str, int]:
+        return {name: one[key] for name, one in actors.items()}
+
+    hub = status["hub"]
+    of_steps = {one.name for one in METRICS.values() if one.group in ("trainer", "evaluator")}
+    return {
+        **{name: one for name, one in status["metrics"].items() if name in of_steps},
+        "step": status["step"],
+        "steps": status["steps"],
+        "weight_version": status["newest_version"],
+        "pause_seconds": status["swap_pause_seconds"],
+        "tokens_per_second": status["tokens_per_second"],
+        "ready_groups": status["ready"],
+        "leased_groups": status["leased"],
+        "state": {state: status["state"] == state for state in STATES},
+        "hub_silent_seconds": hub and hub["silent_seconds"],
+        "actor_running": of_actors("running"),
+        "actor_waiting": of_actors("waiting"),
+        "actor_slots": of_actors("concurrency"),
+        "actor_weight_version": of_actors("engine_version"),
+        "tokens_total": dict(status["ledger"]),
+    }
+
+
+def _newest_epochs(actors: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Name -> what is known of its newest epoch; keys are "<name>/<epoch>"."""
+    found: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    for key, one in actors.items():
+        name, _, epoch = key.partition("/")
+        found[name] = max(found.get(name, (-1, one)), (int(epoch or 0), one), key=lambda known: known[0])
+    return {name: one for name, (_, one) in found.items()}
+
+
+def _empty_registry() -> CollectorRegistry:
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter: when the process began
+    return CollectorRegistry(auto_describe=False)
+
+
+def _build(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    labels = [*([] if metric.group == "role" else ["run"]), *metric.labels]
+    if metric.kind == "histogram":
+        built: Counter | Gauge | Histogram = Histogram(
+            metric.prometheus, metric.help, labels, buckets=metric.buckets, registry=registry
+        )
+    else:
+        kind = Counter if metric.kind == "counter" else Gauge
+        built = kind(metric.prometheus, metric.help, labels, registry=registry)
+    for value in metric.values:  # at 0 from the start: a rate over a series that appears later misses its first value
+        built.labels(value)
+    return built

@@ -1,0 +1,1 @@
+"""Commands on a run that is not live: audit, gc, export, prepare, replay."""

@@ -1,0 +1,333 @@
+"""Does a run close? From its objects alone: one fate for every group, one step for every row, whole files, lineage.
+
+Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit 1 if anything does not close.
+
+| check    | closes when |
+|----------|-------------|
+| commits  | 0, 1, 2, ... s count exactly once each, each of an epoch that exists; epochs name their parents |
+| groups   | every group below the frontier has exactly one fate, or is open at the last commit |
+| rows     | the rows of each step are those of its trained groups, each trained once |
+| tokens   | every commit's ledger closes, and what it calls trained and masked is what the batches before it hold |
+| versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
+| objects  | batch files and the newest durable weights are whole |
+
+Older weights, checkpoints and segments that are damaged are named, but nothing depends on them any more: a replay of
+the batches gives the weights back, and groups whose segment cannot be read are generated again.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.data.codec import decode_batch, from_segment
+from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.roles.runtime.process import RUN, run_main
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import CheckpointManifest, Commit, checkpoint_prefix
+from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
+from pipelinerl_core.weights.files import verify
+
+_SHOWN_PROBLEMS = 50
+
+
+class Audit:
+    """Reads a run once, from its first commit to its last, and collects what does not close."""
+
+    def __init__(self, store: ObjectStore, config: RunConfig) -> None:
+        self._store = store
+        self._config = config
+        self.problems: list[str] = []
+        self.damaged: list[str] = []
+        """Objects that are not whole, and are not needed for the proof."""
+        self._durable_weights: dict[str, str] = {}
+        """Key -> what is wrong with it, "" for nothing; in the order of the commits."""
+        self.num_commits = 0
+        self.num_files = 0
+        self.num_bytes = 0
+        self.lost: list[int] = []
+        """Groups below the frontier without a fate that are not open."""
+        self.trained_twice: list[int] = []
+        self.taken_over_tokens = 0
+        """Trained tokens whose group was finished by another actor epoch than the one that sampled them."""
+        self.tokens: dict[str, int] = {}
+        """The token ledger of the last commit."""
+        self._fates: dict[int, str] = {}
+        self._found: Counter[str] = Counter()
+        """Trained and masked tokens in the batches so far."""
+        self._trained_tokens = 0
+        """Of the trained groups so far, rollouts without a reward included."""
+        self._is_one_hub = True
+
+    def run(self) -> "Audit":
+        """Check everything; reading stops at nothing."""
+        epochs = read_epochs(self._store)
+        commits = counted_commit_keys(self._store, epochs)
+        self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
+        self._check_lineage({record.epoch: record.parent for record in epochs}, commits)
+        last = None
+        for step, key in commits.items():
+            last = self._read(key)
+            if last is not None:
+                self._check_commit(step, last)
+        if last is not None:
+            self._check_groups(last)
+        self._check_newest_weights()
+        self._check_segments()
+        return self
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "closes": not self.problems,
+            "commits": self.num_commits,
+            "groups": dict(Counter(self._fates.values())),
+            "lost": len(self.lost),
+            "trained_twice": len(self.trained_twice),
+            "taken_over_tokens": self.taken_over_tokens,
+            "tokens": self.tokens,
+            "files": self.num_files,
+            "bytes": self.num_bytes,
+            "problems": self.problems,
+            "damaged": self.damaged,
+        }
+
+    # ---- what counts -----------------------------------------------------------------------------------------
+
+    def _check_lineage(self, parents: Mapping[int, int | None], commits: Mapping[int, str]) -> None:
+        for epoch, parent in parents.items():
+            if parent is not None and (parent not in parents or parent >= epoch):
+                self._problem(f"epoch {epoch}: its parent {parent} is no earlier epoch")
+        missing = sorted(set(range(max(commits, default=-1) + 1)) - set(commits))
+        if missing:
+            self._problem(f"commits {missing[:8]} are missing below {max(commits)}")
+        if not commits:
+            self._problem("there is no commit")
+        for key in commits.values():
+            epoch = int(key.rpartition("/")[2].split(".")[1])
+            if epoch not in parents:
+                self._problem(f"{key}: its epoch has no record")
+
+    def _read(self, key: str) -> Commit | None:
+        try:
+            return read_commit(self._store, key)
+        except (StoreError, ValueError) as error:
+            self._problem(f"{key}: cannot be read: {str(error).splitlines()[0]}")
+            return None
+
+    def _check_commit(self, step: int, commit: Commit) -> None:
+        self.num_commits += 1
+        if commit.step != step:
+            self._problem(f"commit {step} says it is of step {commit.step}")
+        self._check_tokens(step, commit)
+        rows = [row for entry in commit.batches for row in self._batch(entry)]
+        self._check_fates(step, commit, rows)
+        for row in rows:
+            self._check_versions(step, row)
+        self._check_weights(step, commit)
+        if commit.checkpoint is not None and commit.checkpoint.step == step:
+            self._check_checkpoint(step, commit.checkpoint.epoch)
+
+    def _check_tokens(self, step: int, commit: Commit) -> None:
+        """The ledger is that of the moment of reservation: it holds the steps before this one.
+
+        A hub that was restarted may know of a trained group no more than how many tokens it had: then its ledger
+        says trained for masked ones, and only their sum can be compared.
+        """
+        self.tokens = tokens = dict(commit.tokens)
+        if not tokens:
+            return
+        total = sum(number for name, number in tokens.items() if name != "generated")
+        if total != tokens["generated"]:
+            self._problem(f"commit {step}: {tokens['generated']} tokens generated, {total} accounted for")
+        placed = tokens["trained"] + tokens["masked_stale"]
+        if not placed <= self._trained_tokens <= placed + tokens["failed"]:
+            self._problem(
+                f"commit {step}: its ledger has {placed} tokens trained or masked, the groups trained before it had "
+                f"{self._trained_tokens}"
+            )
+        for name in ("trained", "masked_stale"):
+            if self._is_one_hub and tokens[name] != self._found[name]:
+                self._problem(
+                    f"commit {step}: its ledger has {tokens[name]} tokens {name}, the batches before it "
+                    f"{self._found[name]}"
+                )
+
+    def _check_fates(self, step: int, commit: Commit, rows: list[TrainingRow]) -> None:
+        trained: Counter[tuple[int, int]] = Counter()
+        for row in rows:
+            trained[row.rollout.group_id, row.rollout.attempt] += row.rollout.num_tokens
+            live = int(row.loss_mask.sum()) + self._num_live_unsampled(step, row.rollout)
+            self._found["trained"] += live
+            self._found["masked_stale"] += row.rollout.num_tokens - live
+            self.taken_over_tokens += sum(origin.num_tokens for origin in row.rollout.origins)
+        for record in commit.fates:
+            before = self._fates.get(record.group_id)
+            if before is not None:
+                self._problem(f"commit {step}: group {record.group_id} is {record.fate}, it was {before} before")
+                if record.fate == "trained" and before == "trained":
+                    self.trained_twice.append(record.group_id)
+            self._fates[record.group_id] = record.fate
+            if record.fate != "trained":
+                continue
+            self._trained_tokens += record.num_tokens
+            key = (record.group_id, record.attempt)
+            num_tokens = trained.pop(key, 0)
+            if num_tokens == 0:
+                self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
+            elif num_tokens > record.num_tokens:
+                self._problem(
+                    f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in all"
+                )
+        for key in trained:
+            self._problem(f"commit {step}: the batch holds rows of group {key}, which is not among its trained ones")
+
+    def _num_live_unsampled(self, step: int, rollout: Rollout) -> int:
+        """Tokens between turns that the ledger has among the live ones: it knows of versions, not of masks."""
+        lag_C = step - 1 - _token_versions(rollout)
+        return int(np.count_nonzero(~rollout.loss_mask & (lag_C <= self._config.schedule.max_lag)))
+
+    def _check_versions(self, step: int, row: TrainingRow) -> None:
+        versions = _token_versions(row.rollout)
+        if len(versions) and int(versions.max()) >= step:
+            self._problem(
+                f"step {step}: group {row.rollout.group_id} has tokens of version {versions.max()}, which did not "
+                "exist when it was trained"
+            )
+        lags = step - 1 - versions[row.loss_mask]
+        if len(lags) and int(lags.max()) > self._config.schedule.max_lag:
+            self._problem(f"step {step}: group {row.rollout.group_id} was trained with a lag of {lags.max()}")
+
+    def _check_groups(self, last: Commit) -> None:
+        still_open = set(last.open_groups)
+        for group_id in range(last.next_group_id):
+            if group_id not in self._fates and group_id not in still_open:
+                self.lost.append(group_id)
+            elif group_id in self._fates and group_id in still_open:
+                self._problem(f"group {group_id} is open at the end, but was {self._fates[group_id]}")
+            elif group_id in still_open:
+                self._fates[group_id] = "open"
+        if self.lost:
+            self._problem(f"{len(self.lost)} groups have no fate and are not open: {self.lost[:8]}")
+
+    # ---- objects ---------------------------------------------------------------------------------------------
+
+    def _batch(self, entry: FileEntry) -> list[TrainingRow]:
+        data, wrong = self._file(entry.name, entry)
+        if data is None:
+            self._problem(wrong)
+            return []
+        try:
+            return [row for batch in from_segment(data, entry.name) for row in decode_batch(batch)]
+        except SchemaMismatch as error:
+            self._problem(str(error))
+            return []
+
+    def _file(self, key: str, entry: FileEntry) -> tuple[bytes | None, str]:
+        """The bytes of an object, compared with what vouches for it, or what is wrong with them."""
+        try:
+            data = self._store.get(key)
+            verify(data, entry, key.rpartition("/")[0])
+        except StoreError as error:
+            return None, str(error)
+        self.num_files += 1
+        self.num_bytes += len(data)
+        return data, ""
+
+    def _check_weights(self, step: int, commit: Commit) -> None:
+        manifest = commit.manifest
+        if manifest is None or manifest.key is None:
+            return
+        for entry in manifest.files:
+            if entry.sha256 != commit.weights_sha256:
+                self._problem(f"commit {step}: its weights have another checksum than its manifest says")
+            key = f"{manifest.key}/{entry.name}"
+            self._durable_weights[key] = self._file(key, entry)[1]
+
+    def _check_newest_weights(self) -> None:
+        """Older ones can be made again, but those are what the run was for."""
+        *older, newest = self._durable_weights.values() or [""]
+        self.damaged += filter(None, older)
+        if newest:
+            self._problem(newest)
+
+    def _check_checkpoint(self, step: int, epoch: int) -> None:
+        """As long as it is kept: only the newest few are."""
+        prefix = checkpoint_prefix(step, epoch)
+        if not self._store.exists(f"{prefix}/manifest.json"):
+            return
+        try:
+            manifest = read_record(self._store, f"{prefix}/manifest.json", CheckpointManifest)
+        except BrokenRecord as error:
+            self.damaged.append(str(error))
+            return
+        for entry in manifest.files:
+            _, wrong = self._file(f"{prefix}/{entry.name}", entry)
+            self.damaged += filter(None, [wrong])
+
+    def _check_segments(self) -> None:
+        for key in self._store.list("rollouts"):
+            try:
+                data = self._store.get(key)
+                from_segment(data, key)
+            except (StoreError, SchemaMismatch) as error:
+                self.damaged.append(str(error))
+                continue
+            self.num_files += 1
+            self.num_bytes += len(data)
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(text)
+
+
+def _token_versions(rollout: Rollout) -> NDArray[np.int64]:
+    """[C] of each token, 0 where no span says; whatever the spans, where algo/staleness.py would refuse them."""
+    versions_C = np.zeros(rollout.num_tokens, np.int64)
+    for span in rollout.weight_spans:
+        versions_C[span.start : span.end] = span.version
+    return versions_C
+
+
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """For people."""
+    groups = ", ".join(f"{number:,} {fate}" for fate, number in sorted(document["groups"].items()))
+    tokens = ", ".join(f"{number:,} {name}" for name, number in document["tokens"].items())
+    shown = document["problems"][:_SHOWN_PROBLEMS]
+    more = len(document["problems"]) - len(shown)
+    return [
+        f"{document['commits']} commits, {document['files']} files of {document['bytes']:,} bytes read",
+        f"groups: {groups}; lost {document['lost']}, trained twice {document['trained_twice']}",
+        f"tokens at the last reservation: {tokens}",
+        f"tokens taken over from actors that were gone, and trained: {document['taken_over_tokens']:,}",
+        *(f"DOES NOT CLOSE: {problem}" for problem in shown),
+        *([f"and {more} more"] if more else []),
+        *(f"damaged, and not needed any more: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
+        "the run closes" if document["closes"] else "the run does not close",
+    ]
+
+
+def main() -> int:
+    """Command line of the role."""
+    arguments = {**RUN, "--json": {"action": "store_true"}}
+    return run_main((__doc__ or "").splitlines()[0], arguments, _audit, logs=False)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    context = open_run(arguments.run)
+    document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
+    print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201
+    return 0 if document["closes"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

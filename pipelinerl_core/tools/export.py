@@ -1,0 +1,76 @@
+"""A weight version of a run as a model directory that any library reads."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.records import WEIGHTS_FILE, Commit
+from pipelinerl_core.run.versions import find_commit
+from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+from pipelinerl_core.supervision.temporary_directories import own_temporary
+
+ORIGIN = "pipelinerl.json"
+"""Beside the model: the run, the version and the sha256 of what was served."""
+# Of the starting model everything else is copied: configuration, tokenizer, chat template.
+_OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+# Reading, merging adapters and writing take minutes for the largest models.
+_WRITE_SECONDS = 1800.0
+
+
+def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
+    """Write a durable version and the starting model's other files into a new directory; returns what ORIGIN says.
+
+    version: see `find_commit`. Raises ConfigError for a directory that has something in it, a
+    version that is not durable, or a starting model that is not on this host.
+    """
+    run = open_run(url)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory}: not an empty directory. Name one that is not there yet")
+    source = resolve_model_path(run.config.model.path)
+    if source is None:
+        raise ConfigError(
+            f"model.path={run.config.model.path}: the starting model is not on this host, and its configuration and "
+            "tokenizer belong to the export. Run it where the model is"
+        )
+    commit = find_commit(run, version)
+    shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
+    file = directory / WEIGHTS_FILE
+    _write_model(run, commit, file)
+    origin = {
+        "run_id": run.run_id,
+        "run": url,
+        "version": commit.step,
+        "epoch": commit.epoch,
+        "weights_sha256": commit.weights_sha256,
+        "starting_model": run.config.model.path,
+    }
+    (directory / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n")
+    return {**origin, "directory": str(directory), "num_bytes": file.stat().st_size}
+
+
+def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
+    """All weights of a version as one file; in a process of its own, because this one does not load torch.
+
+    On failure the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
+    """
+    arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
+    try:
+        with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
+            ended = subprocess.run(
+                guarded(role_command("merge", arguments)), env=own, capture_output=True, text=True, check=False,
+                timeout=_WRITE_SECONDS,
+            )  # fmt: skip
+        if ended.returncode != 0:
+            lines = ended.stderr.strip().splitlines() or [f"writing the model ended with code {ended.returncode}"]
+            raise (ConfigError if ended.returncode == EXIT_CONFIG else PipelineRLError)(lines[-1])
+    except subprocess.TimeoutExpired:
+        shutil.rmtree(file.parent)
+        raise DeadlineExceeded(f"{file}: was not written within {_WRITE_SECONDS:.0f} s") from None
+    except PipelineRLError:
+        shutil.rmtree(file.parent)
+        raise

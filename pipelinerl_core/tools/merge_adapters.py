@@ -1,0 +1,47 @@
+"""All weights of a durable version as one safetensors file, for `pipelinerl export`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from pipelinerl_core.algo.adapters import Adapters
+from pipelinerl_core.roles.runtime.inference import base_weights
+from pipelinerl_core.roles.runtime.process import RUN, limit_threads, run_main
+from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.versions import find_commit
+from pipelinerl_core.weights.subscribe import WeightSubscriber
+
+
+def write_model(context: RunContext, version: str, file: Path) -> None:
+    """Write all weights of a version to `file`, in the type of the run; adapters are merged into the starting model.
+
+    The header has the note `format: pt`, which many readers of safetensors files require. Raises ConfigError for a
+    version that is not durable, StoreError for one that is damaged or whose base model is not the one that is here.
+    """
+    manifest = find_commit(context, version).manifest
+    assert manifest is not None
+    weights = WeightSubscriber(context.store).read(manifest)
+    if isinstance(weights, Adapters):
+        base = base_weights(context.config)
+        assert base is not None
+        weights = base.whole(weights, f"weights of version {version}")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+
+
+def _merge(arguments: argparse.Namespace) -> None:
+    context = open_run(arguments.run)
+    limit_threads(context.config.placement.threads)
+    write_model(context, arguments.version, arguments.file)
+
+
+def main() -> int:
+    """Command line of the role."""
+    version = {"required": True, "help": "last, or the number of a durable version"}
+    file = {"type": Path, "required": True, "help": "where to write"}
+    return run_main(__doc__, {**RUN, "--version": version, "--file": file}, _merge)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`pipelinerl prepare`: builds a model that a configuration names, once, without any network.
+
+Run: python -m pipelinerl_core.tools.prepare --model builtin:sums [--json]
+"""
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+from pipelinerl_core.config.model_path import SumsModel, builtin_recipe, model_directory, resolve_model_path
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
+from pipelinerl_core.prompts.sums import demonstrations
+
+LOCK_SECONDS = 900.0
+"""Longest wait for another process that builds the same model; it takes about a minute."""
+LOCK_POLL_SECONDS = 0.2
+
+
+def prepare(path: str, report: Callable[[str], None]) -> Path:
+    """The directory of the model `path` names, built first where it is a built-in one that is not there yet.
+
+    Raises ConfigError when there is nothing to build it from.
+    """
+    directory = resolve_model_path(path)
+    if directory is not None:
+        return directory
+    recipe = builtin_recipe(path)
+    if recipe is None:
+        raise ConfigError(f"model.path={path}: no such directory. Set a directory of a model, or builtin:sums")
+    return build(recipe, report)
+
+
+def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
+    """Build a model into the cache unless it is there; of several processes one builds and the others wait."""
+    directory = model_directory(recipe)
+    if directory.is_dir():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(directory.with_suffix(".lock"), report):
+        if directory.is_dir():  # built while we waited
+            return directory
+        partial = directory.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        report(f"building {directory}")
+        warm_start = import_module("pipelinerl_core.training.warm_start")  # torch: only when there is work for it
+        warm_start.build_model(recipe, demonstrations(recipe), partial, report)
+        (partial / "recipe.json").write_text(recipe.model_dump_json(indent=2) + "\n", encoding="ascii")
+        partial.rename(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
+    """Hold an exclusive lock that the kernel releases with the process. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    told = False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"waited {LOCK_SECONDS:.0f} s for {path}, where another process builds the same model. "
+                        "End that process, or wait for it and call again"
+                    ) from None
+            if not told:
+                report(f"another process builds the same model; waiting for {path}")
+                told = True
+            time.sleep(LOCK_POLL_SECONDS)
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command: the model's directory on stdout, progress on stderr; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="pipelinerl prepare", description="Build the model of a configuration.")
+    parser.add_argument("--model", default="builtin:sums", help="model.path of the configuration")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    was_there = False
+    try:
+        was_there = resolve_model_path(options.model) is not None
+        directory = prepare(options.model, _to_stderr)
+    except PipelineRLError as error:
+        _to_stderr(str(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    seconds = round(time.monotonic() - started, 3)
+    document = {"model": options.model, "path": str(directory), "built": not was_there, "seconds": seconds}
+    sys.stdout.write((json.dumps(document) if options.json else str(directory)) + "\n")
+    return 0
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a build shares its cores
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Metric declarations, MLflow, run reports."""

@@ -1,0 +1,231 @@
+"""Follow a run from its objects: metrics to MLflow, artifacts to Prefect, a line to the terminal.
+
+It costs little by construction: it pauses at least fifty times as long as its last reading took.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+
+from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
+from pipelinerl_core.report.live_view import LiveView
+from pipelinerl_core.report.markdown import report_markdown
+from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
+from pipelinerl_core.report.samples import token_decoder
+from pipelinerl_core.run.context import RunContext, log_directory
+from pipelinerl_core.run.follow import RunFollower, forward
+from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.locate import MlflowRef
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
+from pipelinerl_core.supervision.role_logs import digest_rows
+from tasks.alarms import RUN_STALLED, Alarms
+from tasks.mlflow_runs import RunTracker, mlflow_link
+
+logger = logging.getLogger(__name__)
+
+READ_SECONDS = 2.0
+"""Shortest time between two readings of the run's commits."""
+READ_SHARE = 0.02
+"""Largest share of a core spent on reading: a long run or a slow store is read less often."""
+PROGRESS_SECONDS = 10.0
+"""Shortest time between two updates of the progress artifact."""
+TABLE_SECONDS = 30.0
+"""Shortest time between two writings of the table of sampled rollouts."""
+TABLE_BATCHES = 5
+"""Batches read for it at once while the run goes on."""
+STALL_SECONDS = 1200.0
+"""Neither a commit nor a sampled token for this long: something hangs that no other deadline saw.
+
+After a start the trainer may train many steps again while the actors wait for it: each of them counts too.
+"""
+TABLE_VERSIONS = 50
+"""Newest weight versions in the table artifact; weights.parquet has them all."""
+
+
+class RunWatch:
+    """Everything that looks at a run while it goes on. Losing MLflow or the Prefect server never ends the run."""
+
+    def __init__(self, run: RunContext, tracker: RunTracker) -> None:
+        """`tracker` is closed at the end of the watch."""
+        self._run = run
+        self._view = LiveView(None, run.config.trainer.steps)
+        self._follower = RunFollower(run.store)
+        self._alarms = Alarms(run.run_id)
+        self._tracker = tracker
+        model = resolve_model_path(run.config.model.path)
+        decode = token_decoder(str(model)) if model else None
+        self._table = RolloutTable(run.store, run.config.trainer.steps, decode)
+        self._table_at = -TABLE_SECONDS
+        self._table_rows = 0
+        self._progress: UUID | None = None
+        self._progress_at = -PROGRESS_SECONDS
+        self._next_reading = 0.0
+        self._live: dict[str, Any] = {}
+        self._seen: object = None
+        self._changed_at = time.monotonic()
+        self._read()
+
+    def __enter__(self) -> "RunWatch":
+        self._view.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Hand the last metrics and rollouts to MLflow, with how the run ended, and close the view."""
+        was_stopped = kind is not None and not issubclass(kind, Exception)
+        self._read()
+        _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
+        self._view.__exit__(kind, error, trace)
+        _quietly("table of logs", self._show_logs)
+        self._tracker.close("KILLED" if was_stopped else "FAILED" if kind else "FINISHED")
+
+    @property
+    def committed_step(self) -> int:
+        """Newest committed step, -1 before there is one."""
+        last = self._follower.last
+        return last.step if last else -1
+
+    @property
+    def commits(self) -> Mapping[int, Commit]:
+        """Step -> commit that counts, as of the last reading."""
+        return self._follower.commits
+
+    def poll(self) -> None:
+        """Read what is new, if it is time. Raises DeadlineExceeded when the run has stalled."""
+        if time.monotonic() < self._next_reading:
+            return
+        self._read()
+        if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = time.monotonic()
+            _quietly("progress artifact", self._show_progress)
+            _quietly("alarm", lambda: self._alarms.look(self.commits))
+        self._check_stall()
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Read the rest and leave the run's artifacts: progress, weight versions, report, link to MLflow."""
+        self._read()
+        key = self._run.run_id
+        _quietly("progress artifact", self._show_progress)
+        rows = version_rows(list(self._follower.commits.values())[-TABLE_VERSIONS:])
+        if rows:
+            _quietly("table artifact", lambda: create_table_artifact(rows, key=f"{key}-versions"))
+        _quietly("report artifact", lambda: create_markdown_artifact(report_markdown(report), key=f"{key}-report"))
+        for name in (REPORT_JSON_KEY, REPORT_HTML_KEY):
+            self._tracker.log_artifact(name, self._run.store.get(name))
+        _quietly("link artifact", self._show_link)
+
+    def _read(self) -> None:
+        """Forward new commits and evaluations, and show them with the hub's live totals."""
+        begun = time.monotonic()
+        try:
+            forward(self._follower, self._tracker)
+            hub = read_hub(self._run.store)
+            self._live = hub.live if hub else {}
+            self._view.update(hub, self._follower)
+            if begun - self._table_at >= TABLE_SECONDS:
+                self._write_table()
+        except StoreError as error:  # the roles have their own deadlines for the store; watching waits for it
+            logger.warning("the run could not be read: %s", error)
+        now = time.monotonic()
+        self._next_reading = now + max(READ_SECONDS, (now - begun) / READ_SHARE)
+
+    def _write_table(self, limit: int = TABLE_BATCHES) -> None:
+        """Give the tracker the table of sampled rollouts if it has grown; reads at most `limit` batches."""
+        self._table.update(self._follower.commits, limit)
+        rows = self._table.rows
+        if len(rows) > self._table_rows:
+            self._table_at, self._table_rows = time.monotonic(), len(rows)
+            self._tracker.log_table(TABLE_NAME, COLUMNS, rows)
+
+    def _show_progress(self) -> None:
+        percent = 100.0 * max(0, self.committed_step) / self._run.config.trainer.steps
+        if self._progress is None:
+            made = create_progress_artifact(
+                percent, key=f"{self._run.run_id}-progress", description="optimizer steps"
+            )
+            self._progress = made if isinstance(made, UUID) else None
+        else:
+            update_progress_artifact(self._progress, percent)
+
+    def _show_logs(self) -> None:
+        """How many warnings and errors each role of this host has logged, and the last of them."""
+        rows = digest_rows(log_directory(self._run.store.url, self._run.run_id))
+        if rows:
+            create_table_artifact(rows, key=f"{self._run.run_id}-logs", description="logs of the roles of this host")
+
+    def _show_link(self) -> None:
+        record = self._run.record
+        if record.mlflow_uri is None or record.mlflow_run_id is None:
+            return
+        link = mlflow_link(MlflowRef(uri=record.mlflow_uri, run_id=record.mlflow_run_id))
+        if link:
+            create_link_artifact(link, link_text="MLflow run", key=f"{record.run_id}-mlflow")
+
+    def _check_stall(self) -> None:
+        seen = (self.committed_step, self._live.get("step"), self._live.get("tokens"))
+        if seen != self._seen:
+            self._seen, self._changed_at = seen, time.monotonic()
+        elif time.monotonic() - self._changed_at > STALL_SECONDS and not self._starts_still():
+            self._alarms.tell(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
+            raise DeadlineExceeded(
+                f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
+                "the roles' logs say what they wait for. Resume the run to go on"
+            )
+
+    def _starts_still(self) -> bool:
+        """Whether the trainer has trained a step again, or come to its work, within the time: until then all wait."""
+        try:
+            trainer = read_record(self._run.store, role_key("trainer", "trainer"), RoleRecord)
+        except MissingObject:
+            return False
+        except StoreError as error:
+            logger.warning("whether the trainer has started could not be read: %s", error)
+            return True
+        return time.time() - trainer.start_beat < STALL_SECONDS
+
+
+def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:
+    """One row per weight version, newest last: what it was trained on and what its swaps cost."""
+    pauses: dict[int, list[float]] = {}
+    for commit in commits:
+        for swap in commit.swaps:
+            pauses.setdefault(swap.version, []).append(swap.pause_seconds)
+    return [
+        {
+            "version": commit.step,
+            "reward": _rounded(commit.metrics.get("reward/mean")),
+            "lag": _rounded(commit.metrics.get("lag/mean")),
+            "ess": _rounded(commit.metrics.get("importance/ess")),
+            "swaps": len(pauses.get(commit.step, ())),
+            "worst_pause_ms": _rounded(max(pauses[commit.step]) * 1e3) if commit.step in pauses else None,
+            "megabytes": _rounded(commit.manifest.num_bytes / 1e6) if commit.manifest else None,
+            "sha256": commit.weights_sha256[:12],
+        }
+        for commit in commits
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _quietly(what: str, action: Callable[[], Any]) -> None:
+    """An artifact is for looking at: an outage of the Prefect server must not end the run."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 (whatever the client raises: the run does not depend on it)
+        logger.warning("%s: %s", what, error)
