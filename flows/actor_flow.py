@@ -7,8 +7,8 @@ from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import described
-from tasks.pooled import run_pooled
+from pipelinerl.flows.parameters import described
+from pipelinerl.tasks.pooled import run_pooled
 
 RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
 Name = Annotated[str, Field(description="Name of the actor in the run, unique among its actors.")]

@@ -9,8 +9,12 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import described
-from flows.train_flow import Overrides, Preset, Root, open_at, run_roles
+from pipelinerl.flows.parameters import described
+from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
+from pipelinerl.tasks.mlflow_runs import closing, log_comparison, open_comparison
+from pipelinerl.tasks.placement import Crew
+from pipelinerl.tasks.report import write_comparison, write_reports
+from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
 from pipelinerl_core.comparison.plan import (
@@ -29,10 +33,6 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
-from tasks.mlflow_runs import closing, log_comparison, open_comparison
-from tasks.placement import Crew
-from tasks.report import write_comparison, write_reports
-from tasks.run_watch import RunWatch
 
 Arms = Annotated[
     dict[str, list[str]],

@@ -7,10 +7,10 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import described
+from pipelinerl.flows.parameters import described
+from pipelinerl.tasks.role_tasks import run_evaluation
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import locate_run
-from tasks.role_tasks import run_evaluation
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Version = Annotated[

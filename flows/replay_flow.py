@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import described
+from pipelinerl.flows.parameters import described
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.tools.replay_child import replay_run

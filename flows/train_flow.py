@@ -12,7 +12,13 @@ from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import Settings, described
+from pipelinerl.flows.parameters import Settings, described
+from pipelinerl.tasks.mlflow_runs import RunTracker, open_tracker
+from pipelinerl.tasks.placement import HUB, TRAINER, Crew, hub_token
+from pipelinerl.tasks.preflight import preflight
+from pipelinerl.tasks.report import write_reports
+from pipelinerl.tasks.restart_limit import count_start, forget_drain
+from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
@@ -27,12 +33,6 @@ from pipelinerl_core.run.locate import (
     run_url,
 )
 from pipelinerl_core.run.records import eval_key
-from tasks.mlflow_runs import RunTracker, open_tracker
-from tasks.placement import HUB, TRAINER, Crew, hub_token
-from tasks.preflight import preflight
-from tasks.report import write_reports
-from tasks.restart_limit import count_start, forget_drain
-from tasks.run_watch import RunWatch
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from prefect.client.schemas.objects import State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.parameters import described
-from tasks.placement import TRAINER
-from tasks.pooled import run_pooled
-from tasks.role_tasks import NODE_PREFIX
+from pipelinerl.flows.parameters import described
+from pipelinerl.tasks.placement import TRAINER
+from pipelinerl.tasks.pooled import run_pooled
+from pipelinerl.tasks.role_tasks import NODE_PREFIX
 
 RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
 

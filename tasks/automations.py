@@ -24,9 +24,9 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
+from pipelinerl.tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
-from tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
 
 HEARTBEAT_SECONDS = 30
 """Set as PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml; Prefect's own default is 180."""

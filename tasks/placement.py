@@ -28,12 +28,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
 from prefect.states import Cancelled, Cancelling
 
+from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed, restart_rule
-from tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from pipelinerl.tasks.placement import TRAINER, Crew, load_token
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import remove_shared_memory
-from tasks.placement import TRAINER, Crew, load_token
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ Whatever crashes a flow run again and again would do so for ever.
 import logging
 from uuid import UUID
 
+from pipelinerl.tasks.automations import was_resumed
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.restart_budget import restart_text, spent_text
@@ -14,7 +15,6 @@ from pipelinerl_core.run.history import counted_commit_keys, read_epochs
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import STARTS_KEY, StartsRecord
 from pipelinerl_core.storage.object_store import open_store
-from tasks.automations import was_resumed
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 
+from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
+from pipelinerl.tasks.mlflow_runs import RunTracker, mlflow_link
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.report.live_view import LiveView
@@ -31,8 +33,6 @@ from pipelinerl_core.run.locate import MlflowRef
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.supervision.role_logs import digest_rows
-from tasks.alarms import RUN_STALLED, Alarms
-from tasks.mlflow_runs import RunTracker, mlflow_link
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from flows.cli import (
+from pipelinerl.flows.cli import (
     actor,
     audit,
     bench,
@@ -23,8 +23,8 @@ from flows.cli import (
     status,
     train,
 )
-from flows.cli.console import exit_codes
-from flows.environment import set_defaults
+from pipelinerl.flows.cli.console import exit_codes
+from pipelinerl.flows.environment import set_defaults
 from pipelinerl_core.errors import ConfigError
 
 COMMANDS = (

@@ -1,5 +1,5 @@
-"""`python -m flows.cli`."""
+"""`python -m pipelinerl.flows.cli`."""
 
-from flows.cli import main
+from pipelinerl.flows.cli import main
 
 main()

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Root, Run
-from flows.cli.child import take_over
+from pipelinerl.flows.cli.arguments import Root, Run
+from pipelinerl.flows.cli.child import take_over
 
 
 def actor(

@@ -1,7 +1,7 @@
 """`pipelinerl audit`: nothing of a run was lost or trained twice."""
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.child import run_role
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.child import run_role
 
 
 def audit(run: Run, root: Root = "", as_json: Json = False) -> None:

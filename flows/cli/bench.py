@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.child import run_role
+from pipelinerl.flows.cli.child import run_role
 from pipelinerl_core.errors import ConfigError
 
 ROLES = ("adapters", "engine", "gpu", "learner", "stream", "vllm")
@@ -27,7 +27,7 @@ def bench(
     Examples: `pipelinerl bench engine --json`, `pipelinerl bench learning --short`
     """
     if name == "learning":
-        from flows.cli.bench_learning import main
+        from pipelinerl.flows.cli.bench_learning import main
 
         main(context.args)
     elif name in ROLES:

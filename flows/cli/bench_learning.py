@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.cli.comparing import carry_out, parse_seeds
-from flows.cli.console import answer
+from pipelinerl.flows.cli.comparing import carry_out, parse_seeds
+from pipelinerl.flows.cli.console import answer
 from pipelinerl_core.comparison.figure import figure_title
 from pipelinerl_core.comparison.learning_claims import claim_lines, claims
 from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted, plan_comparison

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
+from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 
 
 def run_role(role: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:

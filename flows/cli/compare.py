@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json, Overrides, Root
+from pipelinerl.flows.cli.arguments import Json, Overrides, Root
 
 
 def compare(
@@ -33,7 +33,7 @@ def compare(
 
     Every arm runs with every seed; runs that are done are found again. Ctrl-C stops; the same command goes on.
     """
-    from flows.cli.comparing import arms_of, carry_out, parse_seeds, show, split_source
+    from pipelinerl.flows.cli.comparing import arms_of, carry_out, parse_seeds, show, split_source
     from pipelinerl_core.comparison.plan import Wanted, plan_comparison
 
     preset, settings = split_source(source, overrides or ())

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
@@ -34,7 +34,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
     """Check the first run, then run the flow, which checks each other run when it starts; returns comparison.json."""
     check_all(plan.runs[0].config, root_url(root))
-    from flows.cli.launch import run_comparison
+    from pipelinerl.flows.cli.launch import run_comparison
 
     return run_comparison(plan, root)
 

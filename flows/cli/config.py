@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.arguments import Json, Overrides
-from flows.cli.console import answer
+from pipelinerl.flows.cli.arguments import Json, Overrides
+from pipelinerl.flows.cli.console import answer
 
 
 def config(

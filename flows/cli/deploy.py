@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json
-from flows.cli.console import answer
+from pipelinerl.flows.cli.arguments import Json
+from pipelinerl.flows.cli.console import answer
 
 
 def deploy(
@@ -31,8 +31,8 @@ def deploy(
     With images, schedules or resources of your own: `pipelinerl deploy --show > prefect.yaml`, edit,
     `pipelinerl deploy --file prefect.yaml`.
     """
-    from flows.cli import deployment
-    from tasks.automations import DEFAULT_MAX_RESUMES
+    from pipelinerl.flows.cli import deployment
+    from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES
 
     if show:
         text = deployment.SHIPPED.read_text()

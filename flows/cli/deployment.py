@@ -17,11 +17,11 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.settings import get_current_settings
 
-from flows.cli.console import say
-from flows.source import installed
+from pipelinerl.flows.cli.console import say
+from pipelinerl.flows.source import installed
+from pipelinerl.tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.supervision.checks import check_http
-from tasks.automations import DEFAULT_MAX_RESUMES, LEAST_RESUMES, apply_automations, wanted_automations
 
 KINDS = ("process", "docker", "kubernetes")
 SHIPPED = Path(installed()["directory"]) / "flows" / "prefect.yaml"

@@ -2,13 +2,13 @@
 
 import typer
 
-from flows.cli.arguments import Json, Root
-from flows.cli.console import EXIT_FAILURE, EXIT_OK, answer
+from pipelinerl.flows.cli.arguments import Json, Root
+from pipelinerl.flows.cli.console import EXIT_FAILURE, EXIT_OK, answer
 
 
 def doctor(root: Root = "", as_json: Json = False) -> None:
     """Say whether this machine is ready: versions, cores, thread settings, memory, disk, servers; exit 1 if not."""
-    from flows.cli.examination import examine
+    from pipelinerl.flows.cli.examination import examine
 
     examination = examine(root)
     answer(examination.document, examination.lines, as_json=as_json)

@@ -1,7 +1,7 @@
 """`pipelinerl drain`: a live run stops after its next commit."""
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.console import answer
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.console import answer
 
 
 def drain(run: Run, root: Root = "", as_json: Json = False) -> None:

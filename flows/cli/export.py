@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.console import answer
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.console import answer
 
 
 def export(

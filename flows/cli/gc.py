@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.child import run_role
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.child import run_role
 
 
 def gc(

@@ -14,10 +14,10 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
-from flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
-from flows.cli.local_server import local_server
-from flows.compare_flow import compare, compare_runs
-from flows.train_flow import train, train_run
+from pipelinerl.flows.cli.console import EXIT_INTERRUPTED, EXIT_TERMINATED, say
+from pipelinerl.flows.cli.local_server import local_server
+from pipelinerl.flows.compare_flow import compare, compare_runs
+from pipelinerl.flows.train_flow import train, train_run
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreError

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from flows.cli.console import say
+from pipelinerl.flows.cli.console import say
 from pipelinerl_core.config import stored_config
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.report.samples import token_decoder

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.console import answer, say
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.console import answer, say
 from pipelinerl_core.errors import ConfigError
 
 

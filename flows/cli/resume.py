@@ -1,6 +1,6 @@
 """`pipelinerl resume`: a run that was stopped goes on."""
 
-from flows.cli.arguments import Json, Overrides, Root, Run
+from pipelinerl.flows.cli.arguments import Json, Overrides, Root, Run
 
 
 def resume(run: Run, overrides: Overrides = None, root: Root = "", as_json: Json = False) -> None:
@@ -10,7 +10,7 @@ def resume(run: Run, overrides: Overrides = None, root: Root = "", as_json: Json
 
     Examples: `pipelinerl resume latest`, `pipelinerl resume latest trainer.ranks=1`. Refused while the run is live.
     """
-    from flows.cli.training import carry_out
+    from pipelinerl.flows.cli.training import carry_out
     from pipelinerl_core.run.jobs import resume_job
 
     carry_out(resume_job(run, overrides or (), root), as_json=as_json)

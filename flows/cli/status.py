@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json, Root, Run
-from flows.cli.console import answer
+from pipelinerl.flows.cli.arguments import Json, Root, Run
+from pipelinerl.flows.cli.console import answer
 
 
 def status(
@@ -26,7 +26,7 @@ def status(
     Examples: `pipelinerl status`, `pipelinerl status --web`, `pipelinerl status quickstart-1a2b3c4d --json`
     """
     if web:
-        from flows.cli.live_page import serve
+        from pipelinerl.flows.cli.live_page import serve
 
         serve(run, root, host, port)
         return

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.arguments import Json, Overrides, Root
+from pipelinerl.flows.cli.arguments import Json, Overrides, Root
 
 
 def train(
@@ -23,7 +23,7 @@ def train(
 
     `pipelinerl config --keys` lists every setting. Ctrl-C stops everything; `resume` goes on.
     """
-    from flows.cli.training import carry_out
+    from pipelinerl.flows.cli.training import carry_out
     from pipelinerl_core.run.jobs import new_job
 
     carry_out(new_job(source, overrides or (), root), as_json=as_json)

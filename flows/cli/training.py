@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.records import REPORT_HTML_KEY
@@ -13,7 +13,7 @@ from pipelinerl_core.supervision.checks import check_all
 def carry_out(job: Job, *, as_json: bool) -> None:
     """Check, run the flow, print what it came to. Bad input is refused before Prefect is even imported."""
     check_all(job.config, root_url(job.root))
-    from flows.cli.launch import run_training
+    from pipelinerl.flows.cli.launch import run_training
 
     report = run_training(job)
     answer(report, summary(report, report_location(report["run_id"], job.root)), as_json=as_json)

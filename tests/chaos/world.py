@@ -142,7 +142,7 @@ class World:
     def _launch(self, *arguments: str) -> None:
         environment = {**os.environ, "TMPDIR": str(self._temporary), **self.aws(self.proxy)}
         environment["PREFECT_API_URL"] = f"{self.prefect.url}/api"
-        command = [sys.executable, "-m", "flows.cli", *arguments, "--root", self.root, "--json"]
+        command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", self.root, "--json"]
         with (self.home / "stdout.txt").open("w") as results, (self.home / "stderr.txt").open("a") as log:
             self._command = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=results, stderr=log, text=True, start_new_session=True

@@ -128,7 +128,7 @@ class Prefect:
 
     def deploy(self, *arguments: str) -> dict[str, Any]:
         """`pipelinerl deploy --json`."""
-        command = [sys.executable, "-m", "flows.cli", "deploy", "--json", *arguments]
+        command = [sys.executable, "-m", "pipelinerl.flows.cli", "deploy", "--json", *arguments]
         done = subprocess.run(
             command, env=self.environment, cwd=ROOT, check=True, timeout=120, stdout=subprocess.PIPE, text=True
         )

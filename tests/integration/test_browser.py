@@ -89,7 +89,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path) -> Ite
 
 def start(prefect: Prefect, *arguments: str) -> "subprocess.Popen[bytes]":
     """A pipelinerl command with the server, its root and its output beside it."""
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(prefect.home / "runs")]
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", str(prefect.home / "runs")]
     with (prefect.home / "log").open("ab") as log, (prefect.home / f"{arguments[0]}.out").open("wb") as output:
         prefect.processes.append(
             subprocess.Popen(command, env=prefect.environment, cwd=ROOT, stdout=output, stderr=log)

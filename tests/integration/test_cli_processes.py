@@ -48,7 +48,7 @@ def nothing_is_left() -> "Iterator[None]":
 
 
 def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root), "--json"]
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", str(root), "--json"]
     with (root / "stderr.txt").open("a") as log, (root / "stdout.txt").open("w") as results:
         STARTED.append(subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY))
     return STARTED[-1]

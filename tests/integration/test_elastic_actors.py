@@ -28,7 +28,7 @@ def join(url, name, log, token=TOKEN):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PIPELINERL_TOKEN": token}
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "actor", url, "--name", name],
+            [sys.executable, "-m", "pipelinerl.flows.cli", "actor", url, "--name", name],
             cwd=ROOT, env=environment, stdout=stream, stderr=stream,
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ CLOSE = 1e-3
 def answer(place: Path, *arguments: str) -> dict[str, Any]:
     """JSON of a `pipelinerl` command in `place`, where the run and its model lie."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--json"]
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--json"]
     with (place / "log").open("ab") as log:
         done = subprocess.run(
             command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=log, timeout=600, check=False

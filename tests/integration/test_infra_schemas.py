@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli.deployment import SHIPPED, read_project
-from tasks.placement import STOP_SECONDS
+from pipelinerl.flows.cli.deployment import SHIPPED, read_project
+from pipelinerl.tasks.placement import STOP_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

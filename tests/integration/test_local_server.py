@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import psutil
 import pytest
 
-from flows.cli.local_server import local_server
+from pipelinerl.flows.cli.local_server import local_server
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_two_commands_on_one_root_do_not_share_a_database(tmp_path):
 
 def test_it_dies_with_a_parent_that_is_killed(tmp_path):
     program = (
-        "import sys, time\nfrom flows.cli.local_server import local_server\n"
+        "import sys, time\nfrom pipelinerl.flows.cli.local_server import local_server\n"
         f"with local_server('file://{tmp_path}') as url:\n    print(url, flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
@@ -73,9 +73,9 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path):
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.cli.local_server.sys.executable", "/bin/false")
+    monkeypatch.setattr("pipelinerl.flows.cli.local_server.sys.executable", "/bin/false")
     monkeypatch.setattr(
-        "flows.cli.local_server.guarded", lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"]
+        "pipelinerl.flows.cli.local_server.guarded", lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"]
     )
     with (
         pytest.raises(Exception, match=r"ended with code 1; set PREFECT_API_URL(.|\n)*no such port"),

@@ -22,7 +22,7 @@ SMALL = ["trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompt
 @pytest.mark.timeout(500)
 def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    command = [sys.executable, "-m", "flows.cli", "train", "quickstart", f"trainer.steps={STEPS}"]
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", "train", "quickstart", f"trainer.steps={STEPS}"]
     command += [*SMALL, f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
     with (tmp_path / "log").open("w") as log:
         printed = subprocess.run(
@@ -57,7 +57,7 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     assert last["manifest"]["key"].startswith(f"weights/{STEPS:08d}.")
 
     audited = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "audit", report["run_id"], "--root", s3_url, "--json"],
+        [sys.executable, "-m", "pipelinerl.flows.cli", "audit", report["run_id"], "--root", s3_url, "--json"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=120,
     )  # fmt: skip
     document = json.loads(audited.stdout)

@@ -34,7 +34,7 @@ def command(root: Path, *arguments: str) -> "Iterator[subprocess.Popen[bytes]]":
     """A `pipelinerl` command, killed at the end of the block if it still runs."""
     with (root / "output.txt").open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments, "--root", str(root)],
+            [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", str(root)],
             cwd=ROOT,
             stdout=output,
             stderr=output,

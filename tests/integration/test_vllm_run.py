@@ -33,7 +33,7 @@ def train(root: Path, *overrides: str) -> subprocess.Popen[str]:
     arguments = ["train", "quickstart", *SETTINGS, *overrides, "--root", str(root), "--json"]
     with (root / "stderr.log").open("w") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", "pipelinerl.flows.cli", *arguments],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
 

@@ -129,7 +129,7 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     job.take_steps(3, "the retry")
     assert Path(job.url, "run.json").read_text() == mlflow, "the same run, under the same MLflow run"
 
-    drain = [sys.executable, "-m", "flows.cli", "drain", job.url]
+    drain = [sys.executable, "-m", "pipelinerl.flows.cli", "drain", job.url]
     subprocess.run(drain, env=prefect.environment, cwd=ROOT, check=True, timeout=180)
     await_(lambda: job.state in ("COMPLETED", "FAILED"), "the end", 300)
     run = prefect.run(job.id)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.tasks.run_watch import version_rows
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.bundles import unbundled
 from pipelinerl_core.channel.dispatcher import Desk
@@ -68,7 +69,6 @@ from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.weights.files import entry_of
-from tasks.run_watch import version_rows
 
 CONFIG = build_config(
     {

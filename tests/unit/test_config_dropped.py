@@ -65,7 +65,7 @@ def test_an_override_of_one_is_refused_in_one_line(key):
 def test_the_command_line_and_a_file_end_with_exit_code_2(tmp_path):
     (tmp_path / "mine.toml").write_text("[placement]\nhub_local = true\n")
     for arguments in (["quickstart", "placement.hub_local=false"], [str(tmp_path / "mine.toml")]):
-        command = [sys.executable, "-m", "flows.cli", "train", *arguments]
+        command = [sys.executable, "-m", "pipelinerl.flows.cli", "train", *arguments]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
         assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
         assert "placement.hub_local: dropped after 0.1.0: roles on the hub's host use Arrow Flight" in ended.stderr

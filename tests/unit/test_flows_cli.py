@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", *arguments]
+    command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
 
 
@@ -107,11 +107,11 @@ def test_help_of_a_command_answers_at_once_and_shows_an_example():
 
 def test_no_help_imports_anything_heavy():
     program = (
-        "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\nimport flows.cli\n"
-        "names = list(get_command(flows.cli.app).commands)\n"
+        "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\nimport pipelinerl.flows.cli\n"
+        "names = list(get_command(pipelinerl.flows.cli.app).commands)\n"
         "assert {'train', 'bench'} <= set(names)\n"
         "for arguments in (['--help'], *([name, '--help'] for name in names)):\n"
-        "    assert CliRunner().invoke(flows.cli.app, arguments).exit_code == 0, arguments\n"
+        "    assert CliRunner().invoke(pipelinerl.flows.cli.app, arguments).exit_code == 0, arguments\n"
         "heavy = ('prefect', 'mlflow', 'torch', 'pyarrow', 'transformers', 'psutil', 'numpy')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

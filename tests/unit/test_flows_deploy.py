@@ -9,9 +9,9 @@ from uuid import UUID
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.cli.deployment import KINDS, SHIPPED, deploy, read_project
+from pipelinerl.flows.cli.deployment import KINDS, SHIPPED, deploy, read_project
+from pipelinerl.tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
 from pipelinerl_core.errors import ConfigError
-from tasks.automations import HEARTBEAT_SECONDS, TAG, wanted_automations
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,13 +5,13 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from flows.actor_flow import actor
-from flows.compare_flow import compare
-from flows.evaluate_flow import evaluate
-from flows.parameters import KEYS, Settings
-from flows.replay_flow import replay
-from flows.train_flow import train
-from flows.trainer_flow import trainer
+from pipelinerl.flows.actor_flow import actor
+from pipelinerl.flows.compare_flow import compare
+from pipelinerl.flows.evaluate_flow import evaluate
+from pipelinerl.flows.parameters import KEYS, Settings
+from pipelinerl.flows.replay_flow import replay
+from pipelinerl.flows.train_flow import train
+from pipelinerl.flows.trainer_flow import trainer
 from pipelinerl_core.algo.losses import LOSSES
 from pipelinerl_core.config import RunConfig, load_config
 

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from flows import train_flow
+from pipelinerl.flows import train_flow
 from pipelinerl_core.config import load_config
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.testing.fakes import MemoryStore

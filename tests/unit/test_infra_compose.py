@@ -11,8 +11,8 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from flows.cli import app
-from tasks.placement import STOP_SECONDS
+from pipelinerl.flows.cli import app
+from pipelinerl.tasks.placement import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 INFRA = ROOT / "infra"

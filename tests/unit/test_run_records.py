@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pipelinerl.tasks.restart_limit import count_start
 from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.report.scrape_targets import live_roles
 from pipelinerl_core.roles.trainer.rendezvous import newest_meeting
@@ -40,7 +41,6 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
 from pipelinerl_core.training.checkpoint import load_checkpoint
-from tasks.restart_limit import count_start
 
 HUB = HubRecord(url="grpc://h:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=1.0)
 ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)

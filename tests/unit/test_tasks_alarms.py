@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks import alarms
-from tasks.alarms import RUN_STALLED, WINDOW_STEPS, Alarms, reward_fall
+from pipelinerl.tasks import alarms
+from pipelinerl.tasks.alarms import RUN_STALLED, WINDOW_STEPS, Alarms, reward_fall
 
 RISE = [0.2 + 0.002 * step for step in range(150)]  # from 0.2 to 0.5
 

@@ -7,11 +7,11 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
 
+from pipelinerl.tasks import automations
+from pipelinerl.tasks.automations import RESUME_MESSAGE
+from pipelinerl.tasks.restart_limit import forget_drain
 from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.testing.fakes import MemoryStore
-from tasks import automations
-from tasks.automations import RESUME_MESSAGE
-from tasks.restart_limit import forget_drain
 
 FIRST = [Scheduled(), Pending(), Running()]
 RESUMED = [Crashed(message="no heartbeat"), AwaitingRetry(message=RESUME_MESSAGE), Pending(), Running()]

@@ -12,13 +12,13 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
+from pipelinerl.tasks import placement
+from pipelinerl.tasks.placement import Crew, DeployedMember, LocalMember
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.run.records import EpochRecord
 from pipelinerl_core.supervision import run_roles
 from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed
-from tasks import placement
-from tasks.placement import Crew, DeployedMember, LocalMember
 
 
 class Server:

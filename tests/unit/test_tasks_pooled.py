@@ -8,11 +8,11 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
+from pipelinerl.tasks import pooled
 from pipelinerl_core.config import load_config
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
-from tasks import pooled
 
 DEADLINE_LOOKS = 100
 

@@ -11,7 +11,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from flows.cli.logs import show
+from pipelinerl.flows.cli.logs import show
+from pipelinerl.tasks import run_watch
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, log_as
 from pipelinerl_core.run.context import open_run
@@ -21,7 +22,6 @@ from pipelinerl_core.supervision.role_logs import RoleLog, digest_rows, follow, 
 from pipelinerl_core.supervision.supervise import RoleFailed, supervise_role
 from pipelinerl_core.telemetry.log_lines import RoleFormatter, level_of
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from tasks import run_watch
 
 SECRET = "S3cretTokenOfTheRun"
 

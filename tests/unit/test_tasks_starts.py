@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
+from pipelinerl.tasks.restart_limit import count_start
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.storage.object_store import open_store
-from tasks.restart_limit import count_start
 
 LIMIT = 2
 

@@ -6,13 +6,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from pipelinerl.tasks import run_watch
+from pipelinerl.tasks.run_watch import STALL_SECONDS, RunWatch
 from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
-from tasks import run_watch
-from tasks.run_watch import STALL_SECONDS, RunWatch
 
 STEP_SECONDS = STALL_SECONDS / 3
 

@@ -8,7 +8,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flows.cli import live_page
+from pipelinerl.flows.cli import live_page
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.report import facts, web
 from pipelinerl_core.report.live_view import run_status
