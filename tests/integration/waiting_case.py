@@ -2,7 +2,7 @@
 
     python -m tests.integration.waiting_case
 
-Ends with 1 and the operation that waits, where there is one (tests/unit/test_no_waiting.py).
+Ends with 1 and the operation that waits, where there is one (tests/unit/training/test_no_waiting.py).
 """
 
 import tempfile
@@ -18,7 +18,7 @@ from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums
-from tests.unit.test_no_waiting import NoWaiting, packs_of
+from tests.unit.training.test_no_waiting import NoWaiting, packs_of
 
 
 def run(stage, dtype):

@@ -13,7 +13,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
 from pipelinerl_core.storage.object_store import open_store
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def pipelinerl(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "infra" / "install.py"
 
 specification = importlib.util.spec_from_file_location("install", PROGRAM)

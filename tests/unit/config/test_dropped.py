@@ -14,7 +14,7 @@ from pipelinerl_core.run.context import change_for_resume, open_run
 from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def with_dropped(config: RunConfig) -> dict:

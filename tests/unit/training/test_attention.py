@@ -30,7 +30,7 @@ from pipelinerl_core.training.attention_choice import Heads, choose_attention, l
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import hidden_states, prepare_model
-from tests.unit.test_no_waiting import NoWaiting
+from tests.unit.training.test_no_waiting import NoWaiting
 
 # Torch's tracer of the plain form of flex attention looks at it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

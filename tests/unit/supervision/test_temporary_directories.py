@@ -15,7 +15,7 @@ from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory
 from pipelinerl_core.supervision import temporary_directories
 from pipelinerl_core.supervision.temporary_directories import compiler_cache, own_temporary, scratch_directory
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # What vLLM calls its sockets.
 SOCKET = "1a423857-47e1-469b-8d08-a6800a88a956"
 

@@ -38,7 +38,7 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 TURNS = (TurnSpan(0, 2), TurnSpan(2, 4))  # the last token of `by_hand` was not sampled
 
 

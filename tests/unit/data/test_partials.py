@@ -41,7 +41,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("version", ["v1.1", "v1.2"])
 def test_the_golden_log_of_every_version_still_reads(version):
-    path = Path(__file__).parents[1] / "golden" / f"partials_{version}.arrow"
+    path = Path(__file__).parents[2] / "golden" / f"partials_{version}.arrow"
     (batch,) = from_segment(path.read_bytes(), path.name)
     for found, expected in zip(decode_partials(batch), [row(2, 3), row(0, 4, index=1, **ENDED)], strict=True):
         assert_same(found, expected)

@@ -27,7 +27,7 @@ from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
-from tests.unit.test_roles_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
+from tests.unit.tools.test_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
 
 __all__ = ["store"]
 

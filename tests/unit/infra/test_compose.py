@@ -14,7 +14,7 @@ from typer.main import get_command
 from pipelinerl.flows.cli import app
 from pipelinerl.tasks.placement import STOP_SECONDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 INFRA = ROOT / "infra"
 FILES = [INFRA / "compose.yaml", INFRA / "compose.gpu.yaml"]
 COMPOSE, GPU = (yaml.safe_load(path.read_text()) for path in FILES)

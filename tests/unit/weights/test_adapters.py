@@ -28,7 +28,7 @@ from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import deserialize, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.unit.test_roles_actor_loop import Engine, Link, actor, turns
+from tests.unit.roles.actor.test_loop import Engine, Link, actor, turns
 
 LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 

@@ -20,7 +20,7 @@ from pipelinerl_core.messages import Register, Request, Sync
 from pipelinerl_core.storage.keys import check_key
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import WeightManifest
-from tests.unit.test_stream_partials import row
+from tests.unit.data.test_partials import row
 
 FAST = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SEGMENT = to_segment([encode_rollouts("run", build_group(0, group_id=1, size=2))])

@@ -13,7 +13,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import PpoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
-from tests.unit.test_training_learner import config, groups, learner_of, tiny_model
+from tests.unit.training.test_learner import config, groups, learner_of, tiny_model
 
 VALUE = ReinforceLoss(advantage="value", value_coefficient=0.5)
 

@@ -23,7 +23,7 @@ from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.errors import ConfigError
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "config_keys.txt"
+GOLDEN = Path(__file__).parents[2] / "golden" / "config_keys.txt"
 
 
 @pytest.mark.parametrize("preset", preset_names())

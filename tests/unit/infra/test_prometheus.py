@@ -9,7 +9,7 @@ import yaml
 
 from pipelinerl_core.telemetry.metrics import METRICS
 
-INFRA = Path(__file__).parents[2] / "infra"
+INFRA = Path(__file__).parents[3] / "infra"
 DASHBOARDS = {
     name: json.loads((INFRA / "grafana" / "dashboards" / f"{name}.json").read_text())
     for name in ("pipelinerl", "pipelinerl-roles")
