@@ -8,8 +8,8 @@
 | pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
 
 A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
-One that does run counts its starts without a new commit itself (tasks/restart_limit.py); one that dies before, for want of
-an image say, can count nothing, and its run count stands still: there the server counts.
+A flow run that runs counts its starts without a new commit itself (tasks/restart_limit.py). If it dies before it runs,
+for example because an image is missing, it cannot count, and its run count does not change: then the server counts.
 """
 
 from collections.abc import Iterable

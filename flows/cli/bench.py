@@ -4,11 +4,11 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.child import run_role
+from pipelinerl.flows.cli.child import run_module
 from pipelinerl_core.errors import ConfigError
 
-ROLES = ("adapters", "engine", "gpu", "learner", "stream", "vllm")
-"""Benchmarks that are a role of the core, bench_<name>; `learning` is the compare flow."""
+MODULES = ("adapters", "engine", "gpu", "learner", "stream", "vllm")
+"""Benchmarks that are a module of pipelinerl_core.bench; `learning` is the compare flow."""
 
 
 def bench(
@@ -30,8 +30,8 @@ def bench(
         from pipelinerl.flows.cli.bench_learning import main
 
         main(context.args)
-    elif name in ROLES:
-        run_role(f"bench_{name}", {}, context.args)
+    elif name in MODULES:
+        run_module(f"bench.{name}", {}, context.args)
     else:
-        known = ", ".join(sorted((*ROLES, "learning")))
+        known = ", ".join(sorted((*MODULES, "learning")))
         raise ConfigError(f"bench {name}: no such benchmark; there are: {known}")

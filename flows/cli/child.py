@@ -1,4 +1,4 @@
-"""Commands that are a role of the core: one child process, whose result is the result of the command."""
+"""Commands that are a tool or a benchmark of the core: one child process, whose result is that of the command."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ import typer
 from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 
 
-def run_role(role: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
-    """Run a role as a child that writes the result to our stdout, and take over its exit code."""
-    from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+def run_module(module: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
+    """Run `python -m pipelinerl_core.MODULE` as a child that writes to our stdout; its exit code becomes ours."""
+    from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
     from pipelinerl_core.supervision.temporary_directories import own_temporary
 
-    command = guarded([*role_command(role, arguments), *flags])
+    command = guarded([*module_command(f"pipelinerl_core.{module}", arguments), *flags])
     with own_temporary(role_environment(1, "")) as environment:
         code = subprocess.run(command, env=environment, check=False).returncode
     raise take_over(code)

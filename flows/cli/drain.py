@@ -9,9 +9,9 @@ def drain(run: Run, root: Root = "", as_json: Json = False) -> None:
 
     Unlike Ctrl-C it waits for a step that takes longer than a few seconds. Example: `pipelinerl drain latest`
     """
-    from pipelinerl_core.run.drain_request import drain as drain_run
+    from pipelinerl_core.run.drain import request_drain
     from pipelinerl_core.run.locate import locate_run
 
-    document = drain_run(locate_run(run, root))
+    document = request_drain(locate_run(run, root))
     line = f"{document['run_id']} stops after its next commit (the newest is {document['step']})"
     answer(document, [line], as_json=as_json)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
-from pipelinerl.flows.cli.child import run_role
+from pipelinerl.flows.cli.child import run_module
 
 
 def gc(
@@ -27,4 +27,4 @@ def gc(
     url = locate_run(run, root)
     refuse_if_live(url)
     flags = {"--rollouts": rollouts, "--dry-run": dry_run, "--json": as_json}
-    run_role("gc", {"run": url}, [flag for flag, is_set in flags.items() if is_set])
+    run_module("tools.gc", {"run": url}, [flag for flag, is_set in flags.items() if is_set])

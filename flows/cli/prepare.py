@@ -5,11 +5,11 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli.arguments import Json
-from pipelinerl.flows.cli.child import run_role
+from pipelinerl.flows.cli.child import run_module
 
 
 def prepare(
     model: Annotated[str, typer.Option(help="The built-in model to build.")] = "builtin:sums", as_json: Json = False
 ) -> None:
     """Build a built-in model now rather than at the first `train`; no network, about a minute, cached."""
-    run_role("prepare", {"model": model}, ["--json"] if as_json else [])
+    run_module("tools.prepare", {"model": model}, ["--json"] if as_json else [])

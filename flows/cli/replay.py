@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
-from pipelinerl.flows.cli.child import run_role
+from pipelinerl.flows.cli.child import run_module
 
 
 def replay(
@@ -30,4 +30,4 @@ def replay(
     arguments |= {
         key: str(step) for key, step in (("from-step", from_step), ("to-step", to_step)) if step is not None
     }
-    run_role("replay", arguments, [*(["--json"] if as_json else []), *(overrides or [])])
+    run_module("tools.replay", arguments, [*(["--json"] if as_json else []), *(overrides or [])])

@@ -122,8 +122,8 @@ def _measure_learner(options: argparse.Namespace) -> dict[str, list[dict[str, An
     found: dict[str, list[dict[str, Any]]] = {"learner": [], "attention": []}
     if importlib.util.find_spec("pydantic") is None:
         return found
-    from pipelinerl_core.bench.gpu_attention import compare_attention  # noqa: PLC0415 - optional
-    from pipelinerl_core.bench.gpu_learner import measure_learner  # noqa: PLC0415 - optional
+    from pipelinerl_core.bench.gpu_attention import compare_attention
+    from pipelinerl_core.bench.gpu_learner import measure_learner
 
     how = {"device": options.device, "dtype": options.dtype, "pack_tokens": options.learner_tokens}
     for size in options.learner_sizes:
@@ -192,9 +192,9 @@ async def _start(kind: str, slots: int, scratch: Path, options: argparse.Namespa
     max_len = PROMPT_TOKENS + options.max_tokens
     if kind == "embedded":
         return EmbeddedEngine(model.to(options.device), slots=slots, max_len=max_len, eos_token_ids=())
-    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore  # noqa: PLC0415
-    from pipelinerl_core.engine.vllm.engine import VLLMEngine  # noqa: PLC0415 - optional
-    from pipelinerl_core.engine.vllm.weights import StagedWeights  # noqa: PLC0415
+    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
+    from pipelinerl_core.engine.vllm.engine import VLLMEngine
+    from pipelinerl_core.engine.vllm.weights import StagedWeights
 
     model.save_pretrained(scratch)
     settings = CoreSettings(

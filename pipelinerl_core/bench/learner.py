@@ -101,7 +101,7 @@ def table(result: dict[str, Any]) -> str:
         for row in result["fill"]
     ]
     if result["memory"]:
-        from pipelinerl_core.bench.learner_memory import table as memory_table  # noqa: PLC0415
+        from pipelinerl_core.bench.learner_memory import table as memory_table
 
         lines += ["", *memory_table(result["memory"], result["memory_tokens"])]
     return "\n".join(lines) + "\n"

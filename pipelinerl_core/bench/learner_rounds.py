@@ -123,7 +123,7 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
         "bare loop": BareLoop(workload, rows),
     }
     if with_trl:
-        from pipelinerl_core.bench.learner_trl import TRLStep  # noqa: PLC0415 - optional
+        from pipelinerl_core.bench.learner_trl import TRLStep
 
         steps["TRL"] = TRLStep(workload.random_model(), rows, workload.config())
     seconds = _in_turns(steps, rounds)

@@ -170,7 +170,7 @@ class HubUnderLoad:
                 "pause-seconds": cell.pause_seconds,
             }
             options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-            self.actors.append(self._start("bench_stream_actors", options, stderr=None))
+            self.actors.append(self._start("pipelinerl_core.bench.stream_actors", options, stderr=None))
         for actor in self.actors:
             self._hear(actor)
 
@@ -185,11 +185,13 @@ class HubUnderLoad:
 
     def _start_hub(self) -> subprocess.Popen[str]:
         with open(self._log, "w", encoding="utf-8") as log:
-            return self._start("hub", ["--run", self.url, "--parent-pid", str(os.getpid())], stderr=log)
+            return self._start(
+                "pipelinerl_core.roles.hub.main", ["--run", self.url, "--parent-pid", str(os.getpid())], stderr=log
+            )
 
-    def _start(self, role: str, options: list[str], stderr: Any) -> subprocess.Popen[str]:
+    def _start(self, module: str, options: list[str], stderr: Any) -> subprocess.Popen[str]:
         child = subprocess.Popen(
-            [sys.executable, "-m", f"pipelinerl_core.roles.{role}", *options],
+            [sys.executable, "-m", module, *options],
             env={**os.environ, TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -1,13 +1,18 @@
-"""What people want of a run, in its own objects: `pipelinerl drain` writes it, the trainer looks."""
+"""A request to drain a run, as an object of the run: `pipelinerl drain` writes it, the trainer reads it."""
 
+import getpass
 import logging
+import socket
 import threading
 import time
+from typing import Any
 
-from pipelinerl_core.errors import BrokenRecord, MissingObject
+from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord
+from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord, parse_commit_key
+from pipelinerl_core.storage.object_store import open_store
 
 logger = logging.getLogger(__name__)
 
@@ -15,8 +20,18 @@ LOOK_SECONDS = 2.0
 """How soon a wish is seen."""
 
 
+def request_drain(url: str) -> dict[str, Any]:
+    """Let the live run at a URL stop after its next commit; ConfigError when it is not live."""
+    store = open_store(url)
+    if not is_live(read_hub(store)):
+        raise ConfigError(f"{url}: this run is not live, there is nothing to drain")
+    ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
+    steps = [parse_commit_key(key)[0] for key in store.list("commits")]
+    return {"run_id": url.rpartition("/")[2], "step": max(steps, default=-1)}
+
+
 def ask_to_drain(store: ObjectStore, by: str) -> None:
-    """Let the run stop after its next commit; `by` says who wants it."""
+    """Write the request; `by` says who made it."""
     store.put(CONTROL_KEY, ControlRecord(desired="drain", at=time.time(), by=by).model_dump_json().encode())
 
 

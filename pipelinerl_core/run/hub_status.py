@@ -1,5 +1,6 @@
 """hub.json: where the hub of a run is, and whether that hub lives."""
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -53,3 +54,11 @@ def refuse_second_hub(store: ObjectStore, refusal: type[PipelineRLError] = Pipel
             f"{store.url}: this run is live: its hub has pid {hub.pid} on {hub.host} and beat "
             f"{time.time() - hub.beat:.1f} s ago. Stop it first, or follow the run with `pipelinerl status`"
         )
+
+
+def is_descendant(pid: int) -> bool:
+    """Whether a process was started by this one, or by one that this one has started."""
+    try:
+        return os.getpid() in {process.pid for process in psutil.Process(pid).parents()}
+    except psutil.Error:
+        return False

@@ -17,10 +17,9 @@ from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_epochs
-from pipelinerl_core.run.hub_status import process_lives, refuse_second_hub
+from pipelinerl_core.run.hub_status import is_descendant, process_lives, refuse_second_hub
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.supervision.process_groups import is_descendant
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"
 DEFAULT_ROOT = "./runs"

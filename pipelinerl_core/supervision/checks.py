@@ -20,7 +20,7 @@ from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.storage.object_store import check_writable, open_store
-from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
 
@@ -131,7 +131,7 @@ def _vocabulary(directory: Path | None) -> int | None:
 
 def prepare_model(path: str) -> None:
     """Build a built-in model unless it is cached; its progress goes to stderr."""
-    command = guarded(role_command("prepare", {"model": path}))
+    command = guarded(module_command("pipelinerl_core.tools.prepare", {"model": path}))
     try:
         with own_temporary(role_environment(1, "")) as own:
             ended = subprocess.run(command, env=own, stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False)

@@ -48,14 +48,6 @@ def _leaders() -> list[int]:
     return found
 
 
-def is_descendant(pid: int) -> bool:
-    """Whether a process was started by this one, or by one that this one has started."""
-    try:
-        return os.getpid() in {process.pid for process in psutil.Process(pid).parents()}
-    except psutil.Error:
-        return False
-
-
 def _members(group: int) -> list[psutil.Process]:
     found = []
     for pid in psutil.pids():

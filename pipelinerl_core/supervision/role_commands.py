@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 from pipelinerl_core import parent_death
 from pipelinerl_core.run.context import TOKEN_VARIABLE
 
-_RUN_ROLES = frozenset({"hub", "trainer", "trainer_node", "actor", "evaluator"})
+_ROLES = {
+    "hub": "pipelinerl_core.roles.hub.main",
+    "trainer": "pipelinerl_core.roles.trainer.main",
+    "trainer_node": "pipelinerl_core.roles.trainer.node",
+    "actor": "pipelinerl_core.roles.actor.main",
+    "evaluator": "pipelinerl_core.roles.evaluator.main",
+}
 
 # Thread pools of the libraries in a role. Each defaults to all cores, for every role on the host.
 _THREAD_VARIABLES = (
@@ -30,10 +36,14 @@ def role_environment(threads: int, token: str) -> dict[str, str]:
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:
-    """`python -m pipelinerl_core.roles.<role> --key value ...`; roles of a run are told whose child they are."""
+    """Command line of a role of a run: `python -m MODULE --key value ... --parent-pid PID`."""
+    return [*module_command(_ROLES[role], arguments), "--parent-pid", str(os.getpid())]
+
+
+def module_command(module: str, arguments: Mapping[str, str]) -> list[str]:
+    """`python -m MODULE --key value ...`: a tool or a benchmark, which loads libraries that this process does not."""
     options = [text for key, value in arguments.items() for text in (f"--{key}", value)]
-    parent = ["--parent-pid", str(os.getpid())] if role in _RUN_ROLES else []
-    return [sys.executable, "-m", f"pipelinerl_core.roles.{role}", *options, *parent]
+    return [sys.executable, "-m", module, *options]
 
 
 def guarded(command: Sequence[str]) -> list[str]:

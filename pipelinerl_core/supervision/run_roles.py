@@ -11,11 +11,10 @@ from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import is_complete, read_epochs
-from pipelinerl_core.run.hub_status import is_live, read_hub
+from pipelinerl_core.run.hub_status import is_descendant, is_live, read_hub
 from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import ALL, names_several
-from pipelinerl_core.supervision.process_groups import is_descendant
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 

@@ -25,7 +25,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RoleFormatter(logging.Formatter):
-    """Formats what a role logs; long-lived secrets are named, others are known by their look (telemetry/redact.py)."""
+    """Formats the log lines of a role. Named secrets are removed, and what looks like one (telemetry/redact.py)."""
 
     def __init__(
         self,

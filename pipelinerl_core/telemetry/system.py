@@ -86,9 +86,10 @@ class SystemSampler:
 
     def _role_of(self, command: list[str]) -> str | None:
         """Role, or name of an actor, of a command line; None for what is no role of this run."""
-        role = next((word.removeprefix(_MODULE) for word in command if word.startswith(_MODULE)), None)
-        if role is None or self._run_url not in command:
+        module = next((word.removeprefix(_MODULE) for word in command if word.startswith(_MODULE)), None)
+        if module is None or self._run_url not in command:
             return None
+        role = module.removesuffix(".main").replace(".", "_")  # trainer.node -> trainer_node
         options = dict(pairwise(command))
         return options.get("--name", role)
 

@@ -11,7 +11,7 @@ from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, P
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import WEIGHTS_FILE, Commit
 from pipelinerl_core.run.versions import find_commit
-from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
 ORIGIN = "pipelinerl.json"
@@ -62,8 +62,8 @@ def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(
-                guarded(role_command("merge", arguments)), env=own, capture_output=True, text=True, check=False,
-                timeout=_WRITE_SECONDS,
+                guarded(module_command("pipelinerl_core.tools.write_model", arguments)),
+                env=own, capture_output=True, text=True, check=False, timeout=_WRITE_SECONDS,
             )  # fmt: skip
         if ended.returncode != 0:
             lines = ended.stderr.strip().splitlines() or [f"writing the model ended with code {ended.returncode}"]

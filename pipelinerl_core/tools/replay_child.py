@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, PipelineRLError
 from pipelinerl_core.run.context import RunContext, log_directory
-from pipelinerl_core.supervision.role_commands import guarded, role_command, role_environment
+from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
     environment = role_environment(run.config.placement.threads, run.token)
     with log_path.open("wb") as log, own_temporary(environment) as own:
         process = subprocess.Popen(
-            guarded([*role_command("replay", arguments), "--json", *overrides]),
+            guarded([*module_command("pipelinerl_core.tools.replay", arguments), "--json", *overrides]),
             env=own,
             stdout=subprocess.PIPE,
             stderr=log,

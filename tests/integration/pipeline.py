@@ -44,7 +44,8 @@ def start_role(role: str, url: str, log: Path, *arguments: str) -> subprocess.Po
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
     }
-    command = [sys.executable, "-m", f"pipelinerl_core.roles.{role}", "--run", url, *arguments]
+    module = "tools.replay" if role == "replay" else f"roles.{role}.main"
+    command = [sys.executable, "-m", f"pipelinerl_core.{module}", "--run", url, *arguments]
     if role != "replay":
         command += ["--parent-pid", str(os.getpid())]
     with log.open("ab") as stream:

@@ -4,11 +4,12 @@ import pytest
 from safetensors.torch import load_file
 
 from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.roles.trainer.retrain import replay_steps
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.records import ADAPTERS_FILE
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
-from pipelinerl_core.tools.replay import replay_run, replay_steps
+from pipelinerl_core.tools.replay import replay_run
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, wait_for
 

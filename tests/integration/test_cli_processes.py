@@ -159,7 +159,7 @@ def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
         with suppress(psutil.NoSuchProcess):
             process_of = psutil.Process(pid)
             words = [word for word in process_of.cmdline() if word.startswith("pipelinerl_core.roles.")]
-            found |= {word.rpartition(".")[2]: process_of for word in words}
+            found |= {word.split(".")[2]: process_of for word in words}
     hub, trainer, actor = (found[name] for name in ("hub", "trainer", "actor"))
     trainer.suspend()
     process.send_signal(signal.SIGINT)

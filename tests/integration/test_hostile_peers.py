@@ -59,7 +59,7 @@ VALUES = {
 # The hub as it is, but for smaller limits, so that a giant is quickly sent, and totals that are told more often.
 HUB = """
 import functools, sys
-from pipelinerl_core.roles import hub
+from pipelinerl_core.roles.hub import main as hub
 from pipelinerl_core.roles.runtime.process import leave
 hub._BEAT_SECONDS = 0.0
 hub.HubServer = functools.partial(hub.HubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)

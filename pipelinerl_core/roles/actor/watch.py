@@ -2,17 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
+from pipelinerl_core.roles.runtime.inference import BEAT_SECONDS, beating
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import ActorTraces
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupRef, Outcome, Rollout, SwapReport, WeightManifest
 
-BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
 """A hub that has not answered for so long is away."""
 
@@ -106,28 +105,3 @@ class ActorWatch:
             is_known = self._manifest is not None and self._manifest.version == swap.version
             self._traces.swapped(swap, self._manifest if is_known else None, swap.at - took_seconds)
         return swap
-
-
-@asynccontextmanager
-async def beating(
-    monitor: RoleMonitor, engine: Engine, is_paused: Callable[[], bool] = lambda: False
-) -> AsyncIterator[None]:
-    """For the time of the block: beat while the event loop turns and the engine gets on with what it has to do."""
-
-    async def beat() -> None:
-        seen: tuple[int, int] | None = None
-        while True:
-            stats = engine.stats()
-            grown = (stats.num_tokens, stats.num_steps)
-            if grown != seen or stats.running == 0 or is_paused():
-                seen = grown
-                monitor.beat(f"{stats.running} sequences under version {engine.weight_version}")
-                monitor.metrics.set("role_weight_version", engine.weight_version)
-                monitor.facts["weight_version"] = engine.weight_version
-            await asyncio.sleep(BEAT_SECONDS)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        task.cancel()

@@ -19,8 +19,7 @@ from pipelinerl_core.errors import RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor.watch import beating
-from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
+from pipelinerl_core.roles.runtime.inference import base_weights, beating, build_codec, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import Arguments, RoleProcess, run_role
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed

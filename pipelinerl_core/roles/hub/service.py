@@ -63,8 +63,8 @@ _ROW_BYTES = 1000
 class Hub:
     """The HubService of a run. `handle` raises StaleLease, WrongPeer, SchemaMismatch, Fenced and StoreError.
 
-    The channel turns them into refusals, and holds a peer to the role and name of its exchange (channel/admission.py); here
-    an actor is held to the actor epoch that it registered.
+    The channel turns them into refusals and checks that a peer keeps the role and the name of its exchange
+    (channel/admission.py). The hub checks that an actor keeps the actor epoch that it registered.
     """
 
     def __init__(

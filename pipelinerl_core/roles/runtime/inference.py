@@ -1,5 +1,8 @@
 """What every role with an engine builds: the engine on the run's starting model, and its tokenizer."""
 
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,13 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.roles.runtime.device import model_device
+from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.rollouts.runner import TextCodec
 from pipelinerl_core.types import Int32Array, Prompt
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory
+
+BEAT_SECONDS = 1.0
 
 
 def model_directory(config: RunConfig) -> Path:
@@ -74,3 +80,28 @@ def build_codec(config: RunConfig) -> TextCodec:
         return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     return TextCodec(encode=encode, decode=decode)
+
+
+@asynccontextmanager
+async def beating(
+    monitor: RoleMonitor, engine: Engine, is_paused: Callable[[], bool] = lambda: False
+) -> AsyncIterator[None]:
+    """For the time of the block: beat while the event loop turns and the engine gets on with what it has to do."""
+
+    async def beat() -> None:
+        seen: tuple[int, int] | None = None
+        while True:
+            stats = engine.stats()
+            grown = (stats.num_tokens, stats.num_steps)
+            if grown != seen or stats.running == 0 or is_paused():
+                seen = grown
+                monitor.beat(f"{stats.running} sequences under version {engine.weight_version}")
+                monitor.metrics.set("role_weight_version", engine.weight_version)
+                monitor.facts["weight_version"] = engine.weight_version
+            await asyncio.sleep(BEAT_SECONDS)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()

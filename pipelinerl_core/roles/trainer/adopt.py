@@ -15,9 +15,9 @@ from pipelinerl_core.algo.adapters import is_factor
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
+from pipelinerl_core.roles.trainer.retrain import foreign_steps, replay_steps, restore, weights_sha256
 from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.run.records import Commit, holds_adapters
-from pipelinerl_core.tools.replay import foreign_steps, replay_steps, restore, weights_sha256
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ def test_both_contents_are_measured_and_nothing_is_left(tmp_path, monkeypatch, c
     monkeypatch.setattr(adapters, "limit_threads", lambda threads: None)
     monkeypatch.setattr(sys, "argv", ["bench", "--model", str(tmp_path / "model"), "--rank", "2", "--versions", "2"])
     assert adapters.main() == 0
-    _, _, _, _, merged, adapters = capsys.readouterr().out.splitlines()
-    assert merged.startswith("| `merged` | 0.07 |")
-    assert adapters.startswith("| `adapters` | 0.01 |")
+    _, _, _, _, whole, low_rank = capsys.readouterr().out.splitlines()
+    assert whole.startswith("| `merged` | 0.07 |")
+    assert low_rank.startswith("| `adapters` | 0.01 |")
     assert list(Path(tmp_path / "shm").iterdir()) == []

@@ -107,7 +107,8 @@ def test_help_of_a_command_answers_at_once_and_shows_an_example():
 
 def test_no_help_imports_anything_heavy():
     program = (
-        "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\nimport pipelinerl.flows.cli\n"
+        "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\n"
+        "import pipelinerl.flows.cli\n"
         "names = list(get_command(pipelinerl.flows.cli.app).commands)\n"
         "assert {'train', 'bench'} <= set(names)\n"
         "for arguments in (['--help'], *([name, '--help'] for name in names)):\n"

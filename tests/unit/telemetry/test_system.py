@@ -28,7 +28,7 @@ def start():
     started = []
 
     def start(module, *arguments):
-        command = [sys.executable, "-c", BUSY, f"pipelinerl_core.roles.{module}", *arguments]
+        command = [sys.executable, "-c", BUSY, f"pipelinerl_core.roles.{module}.main", *arguments]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
         started[-1].stdout.readline()
 

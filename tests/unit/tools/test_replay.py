@@ -8,11 +8,12 @@ import torch
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError, MissingObject
+from pipelinerl_core.roles.trainer import retrain
+from pipelinerl_core.roles.trainer.retrain import foreign_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef, Commit, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools import replay
-from pipelinerl_core.tools.replay import foreign_steps, replay_steps, restore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 
 EPOCH = 2
@@ -105,7 +106,7 @@ def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(ru
         pass
     assert foreign_steps(store, commits, config) == list(range(6))
     assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
-    monkeypatch.setattr(replay, "model_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(retrain, "model_device", lambda _: torch.device("cuda"))
     assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
 
 

@@ -18,10 +18,10 @@ from pipelinerl_core.roles.runtime.inference import base_weights
 from pipelinerl_core.roles.trainer.adopt import _take_committed_weights
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
+from pipelinerl_core.roles.trainer.retrain import restore
 from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, Commit, EpochRecord, commit_key, holds_adapters
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.tools.replay import restore
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights

@@ -15,9 +15,8 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.messages import SyncReply
 from pipelinerl_core.report.scrape_targets import live_roles, targets
-from pipelinerl_core.roles.actor import watch
 from pipelinerl_core.roles.actor.watch import ActorWatch
-from pipelinerl_core.roles.runtime import monitor
+from pipelinerl_core.roles.runtime import inference, monitor
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
@@ -127,7 +126,7 @@ class Engine:
 
 
 def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
-    monkeypatch.setattr(watch, "BEAT_SECONDS", 0.005)
+    monkeypatch.setattr(inference, "BEAT_SECONDS", 0.005)
 
     async def main():
         engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
