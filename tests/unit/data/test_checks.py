@@ -240,6 +240,7 @@ FAULTS = {
 BAD_SPANS = (
     [(0, 1, 12)], [(0, 0, 6), (0, 7, 12)], [(2, 0, 6), (1, 6, 12)], [(0, 0, 13)], [], [(-1, 0, 12)],
     [(1 << 31, 0, 12)], [(0, 0, 6), (0, 6, 6), (0, 6, 12)], [(0, 0, 6), (0, 3, 12)],
+    [(0, 0, 6), (0, 7, 13)],
 )  # fmt: skip
 
 
@@ -303,6 +304,15 @@ def test_origins_that_cannot_be_are_refused(counts):
         check(by_hand(0), replace(by_hand(1), origins=origins))
 
 
+@pytest.mark.parametrize(("name", "limit"), [("rollout_logprobs", 1e6), ("reward", 1e9), ("top_p", 1e11)])
+def test_a_number_at_its_limit_passes_and_one_beyond_is_refused(sound, name, limit):
+    refs, batch = sound
+    for value in (limit, 1.1 * limit):
+        values = [[-value] * 12] * 6 if name == "rollout_logprobs" else [value] * 6
+        with nullcontext() if value == limit else pytest.raises(SchemaMismatch, match=f"row 0: {name}"):
+            check_groups(refs, changed(batch, name, values))
+
+
 @pytest.mark.parametrize("name", ["prompt_token_ids", "completion_token_ids"])
 def test_a_negative_token_is_refused(sound, name):
     refs, batch = sound
@@ -328,6 +338,7 @@ def test_a_logprob_where_the_mask_is_false_is_refused(sound):
         ({"rollout_logprobs": np.zeros(4, np.float32)}, "row 1: rollout_logprobs has 4 values for 5"),
         ({"loss_mask": np.ones(6, np.bool_)}, "row 1: loss_mask has 6 values for 5"),
         ({"rollout_index": 2}, "row 1: rollout_index is 2"),
+        ({"rollout_index": -1}, "row 1: rollout_index is -1"),
         ({"reward": 0.0}, "row 1: reward with outcome 'error' has a value: True; null exactly with error"),
         ({"outcome": Outcome.SCORED}, "row 1: reward with outcome 'scored' has a value: False"),
         ({"source": "x" * 10**6, "lease_id": "y" * 10**6}, "row 1: lease_id is 'y{12}...y{13}' after 'lease'; "),
