@@ -8,7 +8,7 @@
 | pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
 
 A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
-A flow run that runs counts its starts without a new commit itself (tasks/restart_limit.py). If it dies before it runs,
+A flow run that runs counts its starts without a new commit itself (tasks/restart_limit.py). If it dies before that,
 for example because an image is missing, it cannot count, and its run count does not change: then the server counts.
 """
 
