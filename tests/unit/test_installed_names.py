@@ -56,3 +56,9 @@ def test_the_package_installs_no_top_level_name_that_a_repository_may_have():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {name.partition(".")[0] for name in done.stdout.split()} == {"pipelinerl", "pipelinerl_core"}
     assert {"pipelinerl.flows", "pipelinerl.tasks"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["flows", "tasks", "pipelinerl", "pipelinerl_core"])
+def test_the_image_holds_every_folder_that_is_installed(name):
+    assert f"COPY {name} /{name}\n" in (ROOT / "infra" / "docker" / "Dockerfile").read_text()
+    assert f"!{name}\n" in (ROOT / ".dockerignore").read_text()
