@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.ranges import Attempt, Count, Finite, Number, Seconds, Step, StepOrNone, Total
-from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder, Prompt, WeightManifest
 
 
 class Message(BaseModel):
@@ -45,7 +44,7 @@ class Lease(Message):
     """Unix seconds at which it expires unless renewed by a sync."""
     group_size: Count
     prompt: Prompt
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[PreviousHolder, ...] = ()
     """Who held the group before, newest first: their logs may hold tokens of it, to be continued."""
 
 

@@ -64,6 +64,14 @@ class Origin(NamedTuple):
     num_tokens: Count
 
 
+class PreviousHolder(NamedTuple):
+    """An actor that held the lease of a group before; its log of open groups may hold tokens of the group."""
+
+    actor: str
+    epoch: Count
+    attempt: Attempt
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One problem of a prompt source."""
@@ -225,6 +233,33 @@ class Rollout:
     def num_turns(self) -> int:
         """At least one."""
         return len(self.turn_spans) or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialRow:
+    """New tokens of one rollout of an unfinished group: one row of the `partial` schema."""
+
+    group_id: int
+    rollout_index: int
+    attempt: int
+    start: int
+    """Offset of the tokens in the completion. The row replaces everything recorded from this offset on."""
+    token_ids: Int32Array
+    rollout_logprobs: Float32Array
+    weight_spans: tuple[WeightSpan, ...]
+    """Weight spans of the tokens; offsets count from the start of the completion."""
+    finish_reason: FinishReason | None = None
+    """None while the rollout is being sampled."""
+    reward: float | None = None
+    outcome: Outcome | None = None
+    """None until the rollout is scored."""
+    origins: tuple[Origin, ...] = ()
+    """Actor epochs that sampled the first tokens of the completion, other than the epoch that writes the row."""
+
+    @property
+    def end(self) -> int:
+        """Number of completion tokens known up to and including the row."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

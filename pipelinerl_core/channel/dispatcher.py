@@ -21,7 +21,7 @@ import pyarrow.flight as fl
 from pipelinerl_core.channel.admission import check_sender, id_of, parse
 from pipelinerl_core.channel.bundles import bundled
 from pipelinerl_core.channel.refusals import code_of
-from pipelinerl_core.data.checks import apart, check_groups, check_places
+from pipelinerl_core.data.checks import check_groups, check_row_count, rows_of_groups
 from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import HubService
@@ -56,11 +56,11 @@ class PeerWriter(Protocol):
         ...
 
 
-class Peer:
+class PeerConnection:
     """One exchange with a peer. Its methods may be called from any thread at any time.
 
     A writer waits for as long as its peer does not read. That is the trouble of the thread that answers the peer, and
-    of no other: what nobody has asked for goes out on a thread of the peer's own (`tell_on`).
+    of no other: what nobody has asked for goes out on a thread of the peer's own (`send_unsolicited`).
     """
 
     def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
@@ -70,8 +70,8 @@ class Peer:
         self._lock = threading.Lock()
         self._is_dead = False
         self._num_faults = 0
-        self._unasked: list[Credit | Goodbye | None] = []  # None: nothing follows
-        self._has_unasked = threading.Condition()
+        self._unsolicited: list[Credit | Goodbye | None] = []  # None: nothing follows
+        self._has_unsolicited = threading.Condition()
 
     def note_fault(self, error: PipelineRLError) -> None:
         """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
@@ -107,26 +107,26 @@ class Peer:
         self._tell(Goodbye())
 
     def _tell(self, news: Credit | Goodbye | None) -> None:
-        with self._has_unasked:
-            before = self._unasked[-1] if self._unasked else None
+        with self._has_unsolicited:
+            before = self._unsolicited[-1] if self._unsolicited else None
             if isinstance(before, Credit) and isinstance(news, Credit):  # the peer has not heard of that one yet
-                self._unasked[-1] = Credit(num_groups=before.num_groups + news.num_groups)
+                self._unsolicited[-1] = Credit(num_groups=before.num_groups + news.num_groups)
             else:
-                self._unasked.append(news)
-            self._has_unasked.notify()
+                self._unsolicited.append(news)
+            self._has_unsolicited.notify()
 
-    def tell_on(self) -> None:
+    def send_unsolicited(self) -> None:
         """Send what nobody has asked for, until `end`."""
         while True:
-            with self._has_unasked:
-                self._has_unasked.wait_for(lambda: self._unasked)
-                news = self._unasked.pop(0)
+            with self._has_unsolicited:
+                self._has_unsolicited.wait_for(lambda: self._unsolicited)
+                news = self._unsolicited.pop(0)
             if news is None:
                 return
             self.write(news)
 
 
-class Desk:
+class Dispatcher:
     """Answers peers for a HubService. Thread-safe."""
 
     def __init__(self, service: HubService, *, max_row_bytes: int, max_tokens_per_row: int) -> None:
@@ -135,15 +135,15 @@ class Desk:
         self._service = service
         self._max_row_bytes = max_row_bytes
         self._max_tokens_per_row = max_tokens_per_row
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerConnection] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
         self._turn = threading.Lock()
 
-    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
+    def connect(self, who: Introduction, writer: PeerWriter) -> PeerConnection:
         """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
-        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
-        threading.Thread(target=peer.tell_on, name=f"tell-{peer.name}", daemon=True).start()
+        peer = PeerConnection(f"{who}#{next(self._serials)}", who, writer)
+        threading.Thread(target=peer.send_unsolicited, name=f"tell-{peer.name}", daemon=True).start()
         with self._lock:
             self._peers[peer.name] = peer
         if not self.is_open:  # it came while goodbye was said to the others
@@ -151,11 +151,11 @@ class Desk:
         try:
             self._service.connected(peer.name, peer.return_credit)
         except BaseException:
-            self.part(peer)
+            self.disconnect(peer)
             raise
         return peer
 
-    def part(self, peer: Peer) -> None:
+    def disconnect(self, peer: PeerConnection) -> None:
         """A peer has gone; nothing is written to it when this has returned."""
         peer.end()
         with self._lock:
@@ -170,7 +170,7 @@ class Desk:
         for peer in peers:
             peer.say_goodbye()
 
-    def answer(self, peer: Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+    def answer(self, peer: PeerConnection, metadata: bytes, rows: pa.RecordBatch | None) -> None:
         """Answer one message, whatever is wrong with it."""
         try:
             request = parse(metadata)
@@ -184,13 +184,13 @@ class Desk:
         for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
             peer.write(answer, answer_rows)
 
-    def _answer_groups(self, peer: Peer, request: Groups, rows: pa.RecordBatch | None) -> Answers:
+    def _answer_groups(self, peer: PeerConnection, request: Groups, rows: pa.RecordBatch | None) -> Answers:
         """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
         refs = [group.ref for group in request.groups]
         with self._turn:
             try:
                 whole = self._sized(rows)
-                check_places(refs, whole)
+                check_row_count(refs, whole)
                 is_checked = self._are_sound(refs, whole)
             except SchemaMismatch as error:
                 refusals = tuple(_refusal(peer, group, error) for group in request.groups)
@@ -200,11 +200,11 @@ class Desk:
             else:
                 answers = [
                     self._answer_group(peer, group, part, is_checked)
-                    for group, part in zip(request.groups, apart(refs, whole), strict=True)
+                    for group, part in zip(request.groups, rows_of_groups(refs, whole), strict=True)
                 ]
         return Answers.model_validate({"re": request.id, "answers": answers})
 
-    def _take_together(self, peer: Peer, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
+    def _take_together(self, peer: PeerConnection, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
         try:
             found = self._service.handle_groups(peer.name, groups, rows)
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
@@ -214,7 +214,7 @@ class Desk:
             for group, answer in zip(groups, found, strict=True)
         ]
 
-    def _answer_group(self, peer: Peer, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
+    def _answer_group(self, peer: PeerConnection, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
         try:
             check_sender(peer.who, group)
             [(answer, _)] = self._service.handle(peer.name, group, rows if is_checked else self._admit(group, rows))
@@ -230,7 +230,7 @@ class Desk:
         return True
 
     def _answers_to(
-        self, peer: Peer, request: Request, rows: pa.RecordBatch | None
+        self, peer: PeerConnection, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
         """What the service says, or why it was not asked."""
         try:
@@ -263,7 +263,7 @@ class Desk:
         return conform(rows)
 
 
-def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
+def _refusal(peer: PeerConnection, request: Request, error: Exception) -> Refused:
     """One bad request must not end the hub, nor show its insides."""
     if not isinstance(error, PipelineRLError):
         _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from pipelinerl_core.channel.admission import introduction
-from pipelinerl_core.channel.dispatcher import Desk, Peer
+from pipelinerl_core.channel.dispatcher import Dispatcher, PeerConnection
 from pipelinerl_core.channel.tls import Credentials
 from pipelinerl_core.data.checks import MAX_TOKENS_PER_ROW
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
@@ -45,20 +45,20 @@ class HubServer:
         if not token:
             raise ValueError("the hub needs a token; an empty one would let everybody in")
         scheme = "grpc" if credentials is None else "grpc+tls"
-        self._desk = Desk(service, max_row_bytes=max_row_bytes, max_tokens_per_row=max_tokens_per_row)
-        self._flight = _Flight(self._desk, f"{scheme}://{host}:{port}", token, credentials)
+        self._dispatcher = Dispatcher(service, max_row_bytes=max_row_bytes, max_tokens_per_row=max_tokens_per_row)
+        self._flight = _Flight(self._dispatcher, f"{scheme}://{host}:{port}", token, credentials)
         self.url = f"{scheme}://{host}:{self._flight.port}"
 
     def start(self) -> None:
         """Let peers in; earlier ones are told to come again. Peers are served on threads of their own."""
-        self._desk.is_open = True
+        self._dispatcher.is_open = True
 
     def shutdown(self, seconds: float) -> bool:
         """Say goodbye to every peer, wait up to `seconds` for them to leave; True if all have.
 
         Whatever it returns, the process must then leave by os._exit: threads of open streams would hold up its exit.
         """
-        self._desk.say_goodbye()
+        self._dispatcher.say_goodbye()
         waiter = threading.Thread(target=self._flight.shutdown, name="flight-shutdown", daemon=True)
         waiter.start()
         waiter.join(seconds)
@@ -66,29 +66,29 @@ class HubServer:
 
 
 class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    def __init__(self, desk: Desk, location: str, token: str, credentials: Credentials | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, location: str, token: str, credentials: Credentials | None) -> None:
         certificates = None if credentials is None else [tuple(credentials)]
         super().__init__(location, tls_certificates=certificates, middleware={"token": _TokenCheck(token)})
-        self._desk = desk
+        self._dispatcher = dispatcher
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """One peer, from its coming to its going."""
         who = introduction(descriptor.command)
-        if not self._desk.is_open:
+        if not self._dispatcher.is_open:
             raise fl.FlightUnavailableError("the hub is starting or shutting down")
         writer.begin(ROLLOUT_SCHEMA)
         try:
-            peer = self._desk.welcome(who, writer)
+            peer = self._dispatcher.connect(who, writer)
             try:
                 self._converse(peer, reader)
             finally:
-                self._desk.part(peer)
+                self._dispatcher.disconnect(peer)
         except Exception as error:  # noqa: BLE001 - a traceback must not reach the peer
             _log.exception("%s: exchange failed", who)
             raise fl.FlightInternalError(f"the hub ended the exchange: {type(error).__name__}") from None
         _log.info("%s has gone%s", peer.name, " (connection lost)" if context.is_cancelled() else "")
 
-    def _converse(self, peer: Peer, reader: Any) -> None:
+    def _converse(self, peer: PeerConnection, reader: Any) -> None:
         while True:
             try:
                 chunk = reader.read_chunk()
@@ -98,7 +98,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
                 _log.info("%s: read failed: %s", peer.name, error)
                 return
             metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-            self._desk.answer(peer, metadata, chunk.data)
+            self._dispatcher.answer(peer, metadata, chunk.data)
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types

@@ -10,13 +10,13 @@ SWAP_COUNTER = "swap_version"
 """Counter of an ActorSample: newest version whose swap had been heard of (and is in a commit up to this one)."""
 
 
-class ActorBook:
+class ActorReports:
     """Samples and swaps by actor epoch."""
 
     def __init__(self) -> None:
         """Empty."""
         self.samples: dict[ActorKey, ActorSample] = {}
-        self._heard: dict[ActorKey, int] = {}  # newest swap version
+        self._reported: dict[ActorKey, int] = {}  # newest swap version
         self._committed: dict[ActorKey, int] = {}
         self._pending: list[SwapRecord] = []  # in no reservation
 
@@ -25,9 +25,9 @@ class ActorBook:
         for key, sample in actors.items():
             actor = ActorKey.parse(key)
             self.samples[actor] = sample
-            self._heard[actor] = self._committed[actor] = int(sample.counters.get(SWAP_COUNTER, -1))
+            self._reported[actor] = self._committed[actor] = int(sample.counters.get(SWAP_COUNTER, -1))
 
-    def hear(self, actor: ActorKey, sync: Sync, now: float) -> list[SwapRecord]:
+    def record_sync(self, actor: ActorKey, sync: Sync, now: float) -> list[SwapRecord]:
         """Take in a sync; returns the swaps that are new."""
         self.samples[actor] = ActorSample(
             at=now,
@@ -40,9 +40,9 @@ class ActorBook:
             counters=sync.counters,
         )
         reported = sorted((SwapRecord.model_validate(swap) for swap in sync.swaps), key=lambda swap: swap.version)
-        new = [swap for swap in reported if swap.version > self._heard.get(actor, -1)]
+        new = [swap for swap in reported if swap.version > self._reported.get(actor, -1)]
         if new:
-            self._heard[actor] = new[-1].version
+            self._reported[actor] = new[-1].version
             self._pending.extend(new)
         return new
 
@@ -63,8 +63,8 @@ class ActorBook:
 
     def acknowledged(self, actor: ActorKey, *, is_final: bool) -> int:
         """Newest swap version that the actor may forget: in a commit, or heard when no commit follows."""
-        return (self._heard if is_final else self._committed).get(actor, -1)
+        return (self._reported if is_final else self._committed).get(actor, -1)
 
     def swap_version(self, actor: ActorKey) -> int:
         """Newest swap version heard of."""
-        return self._heard.get(actor, -1)
+        return self._reported.get(actor, -1)

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.run.records import SwapRecord
-from pipelinerl_core.types import GroupRef, LengthTotals
+from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder
 
 
 class ActorKey(NamedTuple):
@@ -45,7 +44,7 @@ class Grant:
     lease_id: str
     deadline_seconds: float
     """Unix seconds."""
-    holders: tuple[Holder, ...] = ()
+    holders: tuple[PreviousHolder, ...] = ()
     """Who held the group before, newest first."""
 
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.ledger.groups import ActorKey, Grant
 from pipelinerl_core.messages import LeaseRef
+from pipelinerl_core.types import PreviousHolder
 
 # The last one has nearly always all there is; an actor that died before its first write has nothing.
 _HOLDERS = 4
@@ -38,7 +38,7 @@ class Leases:
         self._by_actor: dict[ActorKey, dict[str, HeldLease]] = {}
         self._queue: dict[int, int] = {}  # group_id -> attempt of its next lease
         self._queue_order: list[int] = []  # a heap of its groups, and of some that have left it
-        self._holders: dict[int, tuple[Holder, ...]] = {}  # of groups without a fate, newest first
+        self._holders: dict[int, tuple[PreviousHolder, ...]] = {}  # of groups without a fate, newest first
         self._none_late_until = -math.inf  # no deadline is earlier
 
     @property
@@ -87,7 +87,7 @@ class Leases:
         known = None if group_id in self._holders else version
         return self._hold(group_id, attempt, lease_id, actor, now, is_claimed=False, version=known)
 
-    def held_before(self, group_id: int, holders: Iterable[Holder]) -> None:
+    def add_previous_holders(self, group_id: int, holders: Iterable[PreviousHolder]) -> None:
         """Name earlier holders of a group that is queued, newest first, after those that are known."""
         if group_id in self._queue:
             known = self._holders.get(group_id, ())
@@ -174,7 +174,7 @@ class Leases:
         lease = self._drop(group_id)
         if lease is not None:
             self.queue(group_id, lease.grant.attempt + 1)
-            holder = Holder(lease.actor.name, lease.actor.epoch, lease.grant.attempt)
+            holder = PreviousHolder(lease.actor.name, lease.actor.epoch, lease.grant.attempt)
             others = [other for other in self._holders.get(group_id, ()) if other != holder]
             self._holders[group_id] = (holder, *others)[:_HOLDERS]
 

@@ -8,20 +8,19 @@ from itertools import islice
 
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import Fenced
-from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorBook
+from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorReports
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
 from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule, build_schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
-from pipelinerl_core.ledger.tokens import SETTLED_COUNTER, TokenLedger
+from pipelinerl_core.ledger.tokens import DECIDED_COUNTER, TokenLedger
 from pipelinerl_core.ledger.view import LedgerView
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
 from pipelinerl_core.run.records import ActorSample, Commit, SwapRecord
-from pipelinerl_core.types import GroupRef, WeightManifest
+from pipelinerl_core.types import GroupRef, PreviousHolder, WeightManifest
 
 # Actors find a restarted hub within a second or two; until then their leases are nobody else's.
 GRACE_SECONDS = 5.0
@@ -51,9 +50,9 @@ class Ledger(LedgerView):
         if first_attempt:
             self._grace_until += min(config.placement.lease_seconds, GRACE_SECONDS)
         self._newest_epochs: dict[str, int] = {}
-        self._heard: dict[ActorKey, float] = {}
+        self._last_seen: dict[ActorKey, float] = {}
         self._trainer_epoch = -1
-        self.book = ActorBook()
+        self.actor_reports = ActorReports()
         self.waits = Waits()
         self.is_draining = False
         """Grant nothing more."""
@@ -73,7 +72,7 @@ class Ledger(LedgerView):
             pool.leases.queue(group_id)
         pool.tokens = TokenLedger.restore(commit.tokens, commit.actors, commit.lengths)
         pool.segments = SegmentIndex(commit.low_water)
-        self.book.restore(commit.actors)
+        self.actor_reports.restore(commit.actors)
         self.waits = Waits(commit.waits)
         trained = {record.group_id: record for record in commit.fates if record.fate == "trained"}
         for group_id in trained:
@@ -82,9 +81,9 @@ class Ledger(LedgerView):
         refs = ((group, group.summary.ref) for group in sealed)
         self.restore_segments(g for g, ref in refs if attempts.get(ref.group_id, ref.attempt) == ref.attempt)
         for record in trained.values():
-            pool.close(record, commit.step)
+            pool.decide_by_commit(record, commit.step)
         for key in commit.actors:
-            self._heard[ActorKey.parse(key)] = self._grace_until - self._config.placement.lease_seconds
+            self._last_seen[ActorKey.parse(key)] = self._grace_until - self._config.placement.lease_seconds
 
     def restore_segments(self, sealed: Iterable[SealedGroup]) -> None:
         """Groups found in the store, before any peer registers."""
@@ -93,19 +92,19 @@ class Ledger(LedgerView):
             self._pool.segments.seal(summary.actor, group.seq)
             if ref.group_id >= self._pool.next_group_id or self._pool.leases.is_queued(ref.group_id):
                 self._pool.add(summary, "")
-            self.place(ref.group_id, ref.attempt, summary.actor, group.seq)
+            self.record_segment(ref.group_id, ref.attempt, summary.actor, group.seq)
 
-    def restore_holders(self, holders: Mapping[int, Sequence[Holder]]) -> None:
+    def restore_holders(self, holders: Mapping[int, Sequence[PreviousHolder]]) -> None:
         """Whose logs hold tokens of which group, found in the store."""
         for group_id, found in holders.items():
-            self._pool.leases.held_before(group_id, found)
+            self._pool.leases.add_previous_holders(group_id, found)
 
     # ---- actors ----------------------------------------------------------------------------------------------
 
     def register_actor(self, actor: ActorKey, leases: Sequence[LeaseRef] = ()) -> None:
         """An actor epoch (re)appears with the leases it holds; earlier epochs of its name are gone. Raises Fenced."""
         self._check_actor(actor)
-        for other in [key for key in self._heard if key.name == actor.name and key.epoch < actor.epoch]:
+        for other in [key for key in self._last_seen if key.name == actor.name and key.epoch < actor.epoch]:
             self.bye(other)
         self._newest_epochs[actor.name] = actor.epoch
         self._revive(actor)
@@ -118,7 +117,7 @@ class Ledger(LedgerView):
         now = self._clock()
         self._revive(actor)
         self._pool.tokens.report(actor, message.num_tokens)
-        swaps = self.book.hear(actor, message, now)
+        swaps = self.actor_reports.record_sync(actor, message, now)
         missing, foreign = self._pool.leases.renew(actor, message.leases, now)
         granted = self._grant(actor, message.want - len(missing), message.engine_version, now)
         num_leases = len(missing) + len(granted)
@@ -132,26 +131,26 @@ class Ledger(LedgerView):
     def sealed(self, actor: ActorKey, seq: int, groups: Iterable[tuple[int, int]]) -> None:
         """Rows are durable in a segment."""
         for group_id, attempt in groups:
-            self.place(group_id, attempt, actor, seq)
+            self.record_segment(group_id, attempt, actor, seq)
         self._pool.segments.seal(actor, seq)
 
-    def place(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
+    def record_segment(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
         """A segment holds the rows of a group; of no interest once the group is decided."""
         if self._pool.is_open(group_id):
-            self._pool.segments.place(group_id, attempt, actor, seq)
+            self._pool.segments.add(group_id, attempt, actor, seq)
 
     def bye(self, actor: ActorKey) -> None:
         """An actor epoch is gone: its leases are free, what it had in flight is superseded."""
-        self._heard.pop(actor, None)
+        self._last_seen.pop(actor, None)
         self._pool.leases.release(actor)
         self._pool.tokens.account(actor).is_gone = True
 
     def expire(self) -> list[int]:
         """Let silent actors and their leases go; returns the groups whose lease ran out. Call it now and then."""
         now = self._clock()
-        for actor, heard in list(self._heard.items()):
-            if heard + self._config.placement.lease_seconds < now:
-                del self._heard[actor]
+        for actor, last_seen in list(self._last_seen.items()):
+            if last_seen + self._config.placement.lease_seconds < now:
+                del self._last_seen[actor]
                 self._pool.tokens.account(actor).is_gone = True
         return self._pool.leases.expire(now)
 
@@ -159,7 +158,7 @@ class Ledger(LedgerView):
         """The hub itself did not run for so long: no actor was silent."""
         self._pool.leases.extend(seconds)
         self._grace_until += seconds
-        self._heard = {actor: heard + seconds for actor, heard in self._heard.items()}
+        self._last_seen = {actor: last_seen + seconds for actor, last_seen in self._last_seen.items()}
 
     def _check_actor(self, actor: ActorKey) -> None:
         newest = self._newest_epochs.get(actor.name, actor.epoch)
@@ -169,15 +168,15 @@ class Ledger(LedgerView):
             )
 
     def _revive(self, actor: ActorKey) -> None:
-        self._heard[actor] = self._clock()
+        self._last_seen[actor] = self._clock()
         self._pool.tokens.account(actor).is_gone = False
 
     def _grant(self, actor: ActorKey, want: int, engine_version: int, now: float) -> list[Grant]:
         if self.is_draining or self.is_done or now < self._grace_until:
             return []
-        places = min(want, self._schedule.free_places(self.standing, engine_version))
+        num_groups = min(want, self._schedule.grantable_groups(self.counts, engine_version))
         leases = self._pool.leases
-        return [leases.grant(self._pool.next_group(), actor, now, version=engine_version) for _ in range(places)]
+        return [leases.grant(self._pool.next_group(), actor, now, version=engine_version) for _ in range(num_groups)]
 
     # ---- trainer ---------------------------------------------------------------------------------------------
 
@@ -192,19 +191,19 @@ class Ledger(LedgerView):
         After a restart of the hub the groups of that reservation are taken out of wherever they are: the trainer may
         be about to commit them. Rows that are missing come from their actors, which offer unsealed groups again.
         """
-        self._take_over(epoch)
+        self._adopt_trainer_epoch(epoch)
         if step is None or not refs or step <= self.committed_step or step in self._pool.reservations:
             return
-        summaries = {ref.group_id: self._pool.seize(ref) for ref in refs}
+        summaries = {ref.group_id: self._pool.take_reserved(ref) for ref in refs}
         found = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
-        self._reserve(step, list(refs), found, is_told=False)
+        self._reserve(step, list(refs), found, is_answered=False)
 
     def reserve(self, step: int, epoch: int, lost: Iterable[tuple[int, int]] = ()) -> Reserved:
         """The groups of a step, or that they are not ready; the same question has the same answer. Raises Fenced.
 
         lost: groups of that answer whose rows cannot be read, which makes it another question.
         """
-        self._take_over(epoch)
+        self._adopt_trainer_epoch(epoch)
         if step <= self.committed_step:
             raise Fenced(f"step {step} is committed already (the newest is {self.committed_step})")
         reservation = self._pool.reservations.get(step)
@@ -213,9 +212,9 @@ class Ledger(LedgerView):
             gone = [group_id for group_id, attempt in lost if group_id in refs and refs[group_id].attempt == attempt]
             if not gone:
                 return reservation.answer
-            self._pool.lose(self._pool.reservations.pop(step), gone)
+            self._pool.requeue_lost(self._pool.reservations.pop(step), gone)
             self._free(reservation)
-        unknown = self._untold(step)
+        unknown = self._missing_commits(step)
         if unknown:  # this hub has restarted: some ready groups belong to these steps, and only commits tell which
             return Reserved(re=0, is_ready=False, reason=f"the commits of steps {unknown} have not arrived")
         self._pool.drop_stale(step)
@@ -223,22 +222,22 @@ class Ledger(LedgerView):
         reason = too_few or self._waits_for_old_groups(step)
         if reason:
             self.waits.trainer_waits(self._clock(), is_held_back=not too_few)
-            actors = {str(actor): sample.model_dump() for actor, sample in self.book.samples.items()}
+            actors = {str(actor): sample.model_dump() for actor, sample in self.actor_reports.samples.items()}
             return Reserved(re=0, is_ready=False, reason=reason, ready_groups=self.num_ready, actors=actors)
-        self.waits.trainer_goes_on(self._clock())
+        self.waits.trainer_resumes(self._clock())
         summaries = {
             group_id: self._pool.ready.take(group_id) for group_id in self._pool.choose(step, self._schedule)
         }
-        return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_told=True)
+        return self._reserve(step, [summary.ref for summary in summaries.values()], summaries, is_answered=True)
 
     def is_due(self, step: int) -> bool:
         """Whether a reserve of a step is worth repeating: enough groups that are live at it are ready."""
-        if self._untold(step):
+        if self._missing_commits(step):
             return False
         self._pool.drop_stale(step)
         return self.num_ready >= self._schedule.needed_groups(step)
 
-    def _untold(self, step: int) -> list[int]:
+    def _missing_commits(self, step: int) -> list[int]:
         """The first steps before this one that are neither committed nor reserved here."""
         missing = (n for n in range(self.committed_step + 1, step) if n not in self._pool.reservations)
         return list(islice(missing, 3))  # the step is the trainer's word: it may be any number
@@ -295,16 +294,18 @@ class Ledger(LedgerView):
         reservation = pool.reservations.pop(step, None)
         others = list(groups)
         if reservation is not None:
-            others = pool.forget(reservation, groups)
-            pool.give_back(reservation, list(reservation.refs))
+            others = pool.train_reserved(reservation, groups)
+            pool.return_groups(reservation, list(reservation.refs))
             pool.fates = [*reservation.answer.fates, *pool.fates]
-            self.book.commit_swaps(SwapRecord.model_validate(swap) for swap in reservation.answer.swaps)
+            self.actor_reports.commit_swaps(SwapRecord.model_validate(swap) for swap in reservation.answer.swaps)
         for group_id, attempt in others:
             num_tokens = tokens_of.get((group_id, attempt), 0)
-            pool.close(FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=num_tokens), step)
+            pool.decide_by_commit(
+                FateRecord(group_id=group_id, attempt=attempt, fate="trained", num_tokens=num_tokens), step
+            )
         for record in fates:
             if record.fate != "trained":
-                pool.close(record, step)
+                pool.decide_by_commit(record, step)
         recorded = {record.group_id for record in fates}
         pool.fates = [record for record in pool.fates if record.group_id not in recorded]
         self.committed_step = step
@@ -316,7 +317,7 @@ class Ledger(LedgerView):
         if manifest is not None and self.newest_version <= manifest.version <= self.committed_step:
             self.manifest = manifest
 
-    def _take_over(self, epoch: int) -> None:
+    def _adopt_trainer_epoch(self, epoch: int) -> None:
         self.check_trainer(epoch)
         if epoch > self._trainer_epoch:
             self._trainer_epoch = epoch
@@ -325,17 +326,17 @@ class Ledger(LedgerView):
 
     def _free(self, reservation: Reservation) -> None:
         """What a reservation holds goes back: groups, and what its answer would have recorded."""
-        self._pool.give_back(reservation, list(reservation.refs))
+        self._pool.return_groups(reservation, list(reservation.refs))
         self._pool.fates = [*reservation.answer.fates, *self._pool.fates]
-        self.book.return_swaps([SwapRecord.model_validate(swap) for swap in reservation.answer.swaps])
+        self.actor_reports.return_swaps([SwapRecord.model_validate(swap) for swap in reservation.answer.swaps])
 
     def _reserve(
-        self, step: int, refs: list[GroupRef], summaries: dict[int, GroupSummary], *, is_told: bool
+        self, step: int, refs: list[GroupRef], summaries: dict[int, GroupSummary], *, is_answered: bool
     ) -> Reserved:
         """Take the groups, and note everything that the commit of this step will say.
 
-        is_told: the trainer will commit this very answer. If not, it goes by the answer of an earlier hub, and fates
-        and swaps wait for the next reservation.
+        is_answered: the trainer receives this answer and commits it. Otherwise the trainer commits the answer of an
+        earlier hub, and fates and swaps wait for the next reservation.
         """
         pool = self._pool
         pool.reservations[step] = reservation = Reservation(
@@ -345,12 +346,12 @@ class Ledger(LedgerView):
             summaries=summaries,
         )
         tokens = self._tokens_before(step)
-        actors = {str(actor): self._sample(actor, tokens).model_dump() for actor in self.book.samples}
+        actors = {str(actor): self._sample(actor, tokens).model_dump() for actor in self.actor_reports.samples}
         fates: tuple[FateRecord, ...] = ()
         swaps: list[SwapRecord] = []
-        if is_told:
+        if is_answered:
             fates, pool.fates = tuple(pool.fates), []
-            swaps = self.book.take_swaps()
+            swaps = self.actor_reports.take_swaps()
         reservation.answer = Reserved(
             re=0,
             is_ready=True,
@@ -380,10 +381,10 @@ class Ledger(LedgerView):
 
     def _sample(self, actor: ActorKey, tokens: TokenLedger) -> ActorSample:
         """What a commit says of an actor, with what a restarted hub needs to go on."""
-        sample = self.book.samples[actor]
+        sample = self.actor_reports.samples[actor]
         counters = {
             **sample.counters,
-            SETTLED_COUNTER: float(tokens.account(actor).settled),
-            SWAP_COUNTER: float(self.book.swap_version(actor)),
+            DECIDED_COUNTER: float(tokens.account(actor).decided),
+            SWAP_COUNTER: float(self.actor_reports.swap_version(actor)),
         }
         return sample.model_copy(update={"counters": counters})

@@ -48,21 +48,21 @@ class LengthMeter:
     """Totals of what has arrived, and of what has ended somewhere."""
 
     _arrived: _Sums = field(default_factory=_Sums)
-    _settled: dict[str, _Sums] = field(default_factory=dict)
+    _decided: dict[str, _Sums] = field(default_factory=dict)
 
     @classmethod
     def restore(cls, lengths: Mapping[str, LengthTotals]) -> "LengthMeter":
         """From a commit: what had ended. What had only arrived arrives again from its segment."""
         meter = cls()
-        settled = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
-        for totals in settled.values():
+        decided = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
+        for totals in decided.values():
             meter.arrive(totals)
-        meter.settle(settled)
+        meter.decide(decided)
         return meter
 
     def copy(self) -> "LengthMeter":
         """An independent copy."""
-        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._settled.items()})
+        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._decided.items()})
 
     @property
     def arrived(self) -> LengthTotals:
@@ -73,15 +73,15 @@ class LengthMeter:
         """Rows are here."""
         self._arrived.add(lengths)
 
-    def settle(self, split: Mapping[str, LengthTotals]) -> None:
+    def decide(self, split: Mapping[str, LengthTotals]) -> None:
         """Tokens that are here end, by class."""
         for name, lengths in split.items():
             if lengths.num_tokens:
-                self._settled.setdefault(name, _Sums()).add(lengths)
+                self._decided.setdefault(name, _Sums()).add(lengths)
 
     def totals(self) -> dict[str, LengthTotals]:
         """By class, `generated` first; classes without a token are left out."""
-        settled = {name: sums.totals() for name, sums in self._settled.items()}
-        ready = self.arrived - sum(settled.values(), LengthTotals())
-        classes = {GENERATED: self.arrived, **settled, READY: ready}
+        decided = {name: sums.totals() for name, sums in self._decided.items()}
+        ready = self.arrived - sum(decided.values(), LengthTotals())
+        classes = {GENERATED: self.arrived, **decided, READY: ready}
         return {name: lengths for name, lengths in classes.items() if lengths.num_tokens}

@@ -11,7 +11,7 @@ from pipelinerl_core.ledger.ready import ReadyGroups
 from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
-from pipelinerl_core.ledger.tokens import NOBODY, TokenLedger
+from pipelinerl_core.ledger.tokens import UNKNOWN_ACTOR, TokenLedger
 from pipelinerl_core.messages import FateRecord, LeaseRef
 from pipelinerl_core.types import Fate, GroupRef
 
@@ -27,7 +27,9 @@ class GroupPool:
         # those of earlier hubs it is not known.
         self._attempts: dict[int, int] = {}
         self._first_own_group = 0
-        self._nameless: dict[tuple[int, int], int] = {}  # decided groups whose tokens are NOBODY's -> tokens
+        self._unattributed: dict[
+            tuple[int, int], int
+        ] = {}  # decided groups whose tokens are UNKNOWN_ACTOR's -> tokens
         self._superseded: set[tuple[int, int]] = set()  # each is counted once
         self.leases = Leases(
             lease_seconds=config.placement.lease_seconds, first_attempt=first_attempt, boot_id=boot_id
@@ -156,7 +158,7 @@ class GroupPool:
             return is_same
         if ref.group_id >= self.next_group_id or self.is_open(ref.group_id):
             return False
-        num_tokens = self._nameless.pop((ref.group_id, ref.attempt), 0)
+        num_tokens = self._unattributed.pop((ref.group_id, ref.attempt), 0)
         self.tokens.assign(summary.actor, num_tokens)
         return self._counted_attempt(ref.group_id, ref.attempt) == ref.attempt
 
@@ -191,7 +193,9 @@ class GroupPool:
     def drop_stale(self, step: int) -> None:
         """Decide the ready groups that are stale at a step; each is looked at once per step."""
         rules = self._config.schedule
-        for summary in self.ready.look(step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)):
+        for summary in self.ready.take_stale(
+            step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)
+        ):
             self.decide(summary, Fate.DROPPED_STALE)
 
     def choose(self, step: int, schedule: Schedule) -> list[int]:
@@ -200,7 +204,7 @@ class GroupPool:
         first = self.ready.first(num, lambda last, group_id: schedule.priority(step, last, group_id))
         return sorted(first)  # an order of rows that all schedules share
 
-    def seize(self, ref: GroupRef) -> GroupSummary | None:
+    def take_reserved(self, ref: GroupRef) -> GroupSummary | None:
         """Take a group that a trainer holds out of wherever it is; its summary if these rows are here.
 
         The trainer may be about to commit it, so its word counts more than another attempt or lease.
@@ -209,13 +213,13 @@ class GroupPool:
         self.leases.remove(ref.group_id)
         summary = self.ready.pop(ref.group_id)
         if summary is not None and summary.ref.attempt != ref.attempt:
-            self.tokens.settle_group(summary, "superseded")
+            self.tokens.decide_group(summary, "superseded")
             summary = None
         if summary is None:
             self.tokens.arrive_ref(ref)
         return summary
 
-    def give_back(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+    def return_groups(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
         """Groups of a reservation are ready again; those whose rows never came are leased once more."""
         for group_id in group_ids:
             ref = reservation.refs.pop(group_id)
@@ -226,14 +230,14 @@ class GroupPool:
                 self.tokens.arrive_ref(ref, -1)
                 self.leases.queue(group_id, ref.attempt + 1)
 
-    def lose(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+    def requeue_lost(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
         """The rows of groups of a reservation cannot be read by anyone: they are leased once more."""
         for group_id in group_ids:
             ref = reservation.refs.pop(group_id)
             summary = reservation.summaries.pop(group_id, None)
             if summary is not None:
                 self._superseded.add((group_id, ref.attempt))
-                self.tokens.settle_group(summary, "superseded")
+                self.tokens.decide_group(summary, "superseded")
             else:
                 self.tokens.arrive_ref(ref, -1)
             self.leases.queue(group_id, ref.attempt + 1)
@@ -245,7 +249,7 @@ class GroupPool:
         ref = summary.ref
         self.ready.pop(ref.group_id)
         self._note_decided(ref.group_id, ref.attempt)
-        self.tokens.settle_group(summary, fate.value)
+        self.tokens.decide_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
         self.fates.append(FateRecord.model_validate(record))
 
@@ -254,11 +258,11 @@ class GroupPool:
         ref = reservation.refs[group_id]
         summary = reservation.summaries.get(group_id)
         if summary is None:
-            tokens.settle_ref(ref, {"trained": ref.num_tokens})
+            tokens.decide_ref(ref, {"trained": ref.num_tokens})
         else:
             tokens.train_group(summary, reservation.step, self._config.schedule.max_lag)
 
-    def close(self, record: FateRecord, step: int) -> None:
+    def decide_by_commit(self, record: FateRecord, step: int) -> None:
         """A commit decided a group that is in no reservation here: an earlier hub reserved it."""
         group_id, attempt = record.group_id, record.attempt
         if group_id < self.next_group_id and not self.is_open(group_id):
@@ -271,15 +275,15 @@ class GroupPool:
             if record.fate == "trained":
                 self.tokens.train_group(summary, step, self._config.schedule.max_lag)
             else:
-                self.tokens.settle_group(summary, record.fate)
+                self.tokens.decide_group(summary, record.fate)
             return
         if summary is not None:
-            self.tokens.settle_group(summary, "superseded")
-        self._nameless[group_id, attempt] = record.num_tokens
-        self.tokens.arrive(NOBODY, record.num_tokens)
-        self.tokens.settle(NOBODY, {record.fate: record.num_tokens})
+            self.tokens.decide_group(summary, "superseded")
+        self._unattributed[group_id, attempt] = record.num_tokens
+        self.tokens.arrive(UNKNOWN_ACTOR, record.num_tokens)
+        self.tokens.decide(UNKNOWN_ACTOR, {record.fate: record.num_tokens})
 
-    def forget(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    def train_reserved(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Groups of a reservation are trained; returns those of `groups` that it does not hold."""
         others = []
         for group_id, attempt in groups:

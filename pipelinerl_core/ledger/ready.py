@@ -21,7 +21,7 @@ class ReadyGroups:
         self._left: Counter[ActorKey] = Counter()
         self._step: int | None = None
         self._deadlines: dict[int, int] = {}  # of the groups that were looked at for this step
-        self._unseen: dict[int, None] = {}  # the others, in order of arrival
+        self._unchecked: dict[int, None] = {}  # the others, in order of arrival
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -49,7 +49,7 @@ class ReadyGroups:
         group_id = summary.ref.group_id
         self._groups[group_id] = summary
         self._num_of[summary.actor] += 1
-        self._unseen[group_id] = None
+        self._unchecked[group_id] = None
 
     def take(self, group_id: int) -> GroupSummary:
         """The group is not ready any more; KeyError if it was not."""
@@ -68,28 +68,28 @@ class ReadyGroups:
         if not self._num_of[actor]:
             del self._num_of[actor]
         self._left[actor] += 1
-        self._unseen.pop(group_id, None)
+        self._unchecked.pop(group_id, None)
         self._deadlines.pop(group_id, None)
         return summary
 
-    def take_left(self) -> "Counter[ActorKey]":
+    def take_departures(self) -> "Counter[ActorKey]":
         """Groups of each actor that have left since the last call."""
         left, self._left = self._left, Counter()
         return left
 
-    def look(self, step: int, deadline: Callable[[GroupSummary], int | None]) -> list[GroupSummary]:
+    def take_stale(self, step: int, deadline: Callable[[GroupSummary], int | None]) -> list[GroupSummary]:
         """Ask for the deadline of each group at a step, once; those without one, which the caller has to take out."""
         if step != self._step:
-            self._step, self._deadlines, self._unseen = step, {}, dict.fromkeys(self._groups)
+            self._step, self._deadlines, self._unchecked = step, {}, dict.fromkeys(self._groups)
         stale = []
-        for group_id in self._unseen:
+        for group_id in self._unchecked:
             summary = self._groups[group_id]
             last = deadline(summary)
             if last is None:
                 stale.append(summary)
             else:
                 self._deadlines[group_id] = last
-        self._unseen = {}
+        self._unchecked = {}
         return stale
 
     def first(self, num: int, priority: Callable[[int, int], tuple[int, int]]) -> list[int]:

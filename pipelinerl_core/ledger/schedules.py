@@ -22,7 +22,7 @@ from pipelinerl_core.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class GroupCounts:
     """How many groups are where."""
 
     leased: int
@@ -42,7 +42,7 @@ class Standing:
 class Schedule(Protocol):
     """The decisions in which the schedules differ; everything else is the same for all."""
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """Groups that an actor whose engine samples with `engine_version` may be granted now."""
         ...
 
@@ -54,7 +54,7 @@ class Schedule(Protocol):
         """Sort key of a ready group: the smallest ones are trained in this step."""
         ...
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Whether an engine with weights `engine_version` must pause, its requests and their KV cache kept."""
         ...
 
@@ -66,14 +66,14 @@ class Pipeline:
         self._num = config.trainer.groups_per_step
         self._window = config.window_groups
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """Steps that the actor has not seen count like reserved ones.
 
         A group granted in the last free place waits for at most W - 1 others, hence is trained by step
         engine_version + 1 + max_lag: its oldest token then has a lag of max_lag.
         """
-        unseen_steps = max(0, standing.committed_step - engine_version)
-        return max(0, self._window - standing.outstanding - unseen_steps * self._num)
+        unseen_steps = max(0, counts.committed_step - engine_version)
+        return max(0, self._window - counts.outstanding - unseen_steps * self._num)
 
     def needed_groups(self, step: int) -> int:
         """N."""
@@ -83,7 +83,7 @@ class Pipeline:
         """Earliest deadline first."""
         return deadline, group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Never."""
         return False
 
@@ -95,12 +95,12 @@ class Conventional:
         self._config = config
         self._num = config.trainer.groups_per_step
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """What the phase still lacks; an actor without the weights of its beginning waits for them."""
-        if engine_version < standing.newest_version:
+        if engine_version < counts.newest_version:
             return 0
-        steps_left = self._steps_left(standing.committed_step + 1)
-        return max(0, steps_left * self._num - standing.outstanding)
+        steps_left = self._steps_left(counts.committed_step + 1)
+        return max(0, steps_left * self._num - counts.outstanding)
 
     def needed_groups(self, step: int) -> int:
         """Everything that the phase trains from this step on."""
@@ -114,7 +114,7 @@ class Conventional:
         text = f"{self._config.seed}/{self._config.phase_end(step)}/{group_id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()), group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Never by order: while the trainer steps, there is nothing to generate."""
         return False
 
@@ -130,11 +130,11 @@ class April:
         self._num = config.trainer.groups_per_step
         self._most = math.ceil(config.schedule.alpha * self._num)
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """Up to alpha * N outstanding groups after each announcement, for actors that have heard it."""
-        if standing.reserved or engine_version < standing.newest_version:
+        if counts.reserved or engine_version < counts.newest_version:
             return 0
-        return max(0, self._most - standing.outstanding)
+        return max(0, self._most - counts.outstanding)
 
     def needed_groups(self, step: int) -> int:
         """N."""
@@ -144,10 +144,10 @@ class April:
         """Earliest deadline first."""
         return deadline, group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """From the N-th ready group until the engine has the weights that came of it."""
-        is_behind = engine_version < standing.newest_version
-        return is_behind or standing.reserved > 0 or standing.ready >= self._num
+        is_behind = engine_version < counts.newest_version
+        return is_behind or counts.reserved > 0 or counts.ready >= self._num
 
 
 _SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {

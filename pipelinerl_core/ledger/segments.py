@@ -14,7 +14,7 @@ class SegmentIndex:
         self._next = {ActorKey.parse(key): seq for key, seq in (low_water or {}).items()}
         self._early: dict[ActorKey, set[int]] = {}
 
-    def place(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
+    def add(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
         """This segment holds an undecided group."""
         self._where.setdefault(group_id, {})[attempt] = (actor, seq)
 
@@ -28,7 +28,7 @@ class SegmentIndex:
             following += 1
         self._next[actor] = following
 
-    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
+    def find(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
         """The segment that holds a group."""
         return self._where.get(group_id, {}).get(attempt)
 

@@ -5,7 +5,7 @@ from collections import Counter
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.ledger.pool import GroupPool
-from pipelinerl_core.ledger.schedules import Schedule, Standing
+from pipelinerl_core.ledger.schedules import GroupCounts, Schedule
 from pipelinerl_core.types import LengthTotals, WeightManifest
 
 
@@ -40,9 +40,9 @@ class LedgerView:
         return self._pool.num_reserved
 
     @property
-    def standing(self) -> Standing:
+    def counts(self) -> GroupCounts:
         """What the schedule goes by."""
-        return Standing(
+        return GroupCounts(
             leased=self.num_leased,
             ready=self.num_ready,
             reserved=self.num_reserved,
@@ -50,9 +50,9 @@ class LedgerView:
             newest_version=max(0, self.newest_version),
         )
 
-    def stands_still(self, engine_version: int) -> bool:
+    def must_pause(self, engine_version: int) -> bool:
         """Whether an engine with these weights must pause, its requests and their KV cache kept."""
-        return self._schedule.stands_still(self.standing, engine_version)
+        return self._schedule.must_pause(self.counts, engine_version)
 
     @property
     def next_group_id(self) -> int:
@@ -85,17 +85,17 @@ class LedgerView:
         """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
         return self._pool.holder(group_id, attempt)
 
-    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
+    def segment_of(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
         """(actor epoch, seq) of the segment that holds a group."""
-        return self._pool.segments.where(group_id, attempt)
+        return self._pool.segments.find(group_id, attempt)
 
     def num_ready_of(self, actor: ActorKey) -> int:
         """Groups of an actor that the trainer has not taken."""
         return self._pool.ready.num_of(actor)
 
-    def take_left(self) -> Counter[ActorKey]:
+    def take_departures(self) -> Counter[ActorKey]:
         """Groups of each actor that have ceased to be ready since the last call."""
-        return self._pool.ready.take_left()
+        return self._pool.ready.take_departures()
 
     def num_leased_by(self, actor: ActorKey) -> int:
         """Leases of an actor."""

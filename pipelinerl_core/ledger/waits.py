@@ -38,7 +38,7 @@ class Waits:
         self._book_trainer(now)
         self._asked_at, self._booked_at, self._is_held_back = now, now, is_held_back
 
-    def trainer_goes_on(self, now: float) -> None:
+    def trainer_resumes(self, now: float) -> None:
         """The trainer got its groups."""
         self._book_trainer(now)
         self._asked_at = None

@@ -338,7 +338,7 @@ CASES = [
     ), "schema", "sync.counters.x"),
     Case("a negative attempt", of_a_negative_attempt, "schema", "group.ref"),
     Case("a lease far ahead", a_huge_lease, "schema", "was never leased"),
-    Case("a swap that is none", a_swap(version="x"), "schema", "a swap that is none"),
+    Case("a swap that is none", a_swap(version="x"), "schema", "an invalid swap"),
     Case("somebody else's name", in_their_name, "wrong_peer", "sent a message of actor-0/1"),
     Case("somebody else's lease", under_their_lease, "wrong_peer", "which is actor-0/1's"),
     Case("a copy of theirs", a_copy_of_what_they_delivered, "wrong_peer", "which is actor-0/1's"),

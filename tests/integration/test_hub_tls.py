@@ -89,7 +89,7 @@ def test_a_hub_for_other_hosts_warns_without_tls_and_writes_its_key_nowhere_with
     assert record.url.partition("://")[0] == ("grpc+tls" if is_tls else "grpc")
     assert record.certificate.startswith("-----BEGIN CERTIFICATE-----" if is_tls else "")
     assert b"PRIVATE KEY" not in written
-    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line and "stood still" not in line]
+    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line and "was suspended" not in line]
     assert [line.rpartition("; ")[2] for line in warnings] == ([] if is_tls else ["set placement.hub_tls=true"])
 
 

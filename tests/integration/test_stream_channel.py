@@ -374,15 +374,15 @@ def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel
 
 
 def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypatch):
-    desk = channel.server._desk
-    welcome = desk.welcome
+    dispatcher = channel.server._dispatcher
+    connect = dispatcher.connect
 
     def late(who, writer):
         assert channel.gate.wait(60)  # the client thinks that it is connected; the hub does not know its name yet
-        return welcome(who, writer)
+        return connect(who, writer)
 
     channel.gate = threading.Event()
-    monkeypatch.setattr(desk, "welcome", late)
+    monkeypatch.setattr(dispatcher, "connect", late)
     actor = channel.client()
     assert actor.is_connected
     threading.Timer(0.2, channel.gate.set).start()
@@ -413,7 +413,7 @@ def test_peers_that_come_and_go_leave_nothing_behind(channel):
     assert channel.service.wait_for(disconnections=20, seconds=60)
     assert sorted(channel.service.disconnections) == sorted(channel.service.connections)
     wait_for(lambda: not [thread for thread in threading.enumerate() if "guest" in thread.name], "their threads")
-    assert channel.server._desk._peers == {}
+    assert channel.server._dispatcher._peers == {}
 
 
 def fail(*arguments):
@@ -432,7 +432,7 @@ def test_a_service_that_fails_at_a_coming_turns_the_peer_away_and_serves_on(chan
         with pytest.raises(fl.FlightInternalError):
             writer.close()
         client.close()
-    assert channel.server._desk._peers == {}
+    assert channel.server._dispatcher._peers == {}
     assert send_group(channel.client(), 0).note == "new"
 
 
@@ -640,7 +640,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
     is_held_up = nudges.is_alive()
     if not is_held_up:
         assert channel.client().request(SYNC).kind == "sync_reply"
-        channel.server._desk.say_goodbye()
+        channel.server._dispatcher.say_goodbye()
     reader.cancel()
     with pytest.raises(fl.FlightCancelledError):
         writer.close()

@@ -18,9 +18,9 @@ from pipelinerl_core.channel.bundles import (
     together,
     unbundled,
 )
-from pipelinerl_core.channel.dispatcher import Peer
+from pipelinerl_core.channel.dispatcher import PeerConnection
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.data.checks import apart, check_groups
+from pipelinerl_core.data.checks import check_groups, rows_of_groups
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import StaleLease
@@ -119,7 +119,7 @@ class Service:
         yield self._take(request, rows), None
 
     def handle_groups(self, peer, groups, rows):
-        parts = apart([group.ref for group in groups], rows)
+        parts = rows_of_groups([group.ref for group in groups], rows)
         return [self._answer(group, part) for group, part in zip(groups, parts, strict=True)]
 
     def _answer(self, group, rows):
@@ -139,7 +139,7 @@ class Service:
 @pytest.fixture
 def flight():
     server = HubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
-    yield server._desk
+    yield server._dispatcher
     assert server.shutdown(60.0)
 
 
@@ -147,7 +147,7 @@ def ask(flight, metadata, rows, role="actor"):
     """Which groups are answered how."""
     written = []
     writer = SimpleNamespace(write_metadata=written.append)
-    flight.answer(Peer(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
+    flight.answer(PeerConnection(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(one) for one in written]
     return [(part.answer.re, getattr(part.answer, "code", "taken")) for part in unbundled(answer, None)]
 
@@ -185,7 +185,7 @@ def test_rows_that_cannot_be_told_apart_are_refused_altogether(flight):
 @settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_damaged_rows_of_several_groups_are_refused_and_nothing_breaks(flight, data):
-    """Arrow's reader looks at neither lengths nor offsets, and cutting rows apart must not believe them."""
+    """Arrow's reader looks at neither lengths nor offsets, and cutting rows rows_of_groups must not believe them."""
     metadata, rows = as_one([frame(1), frame(2)])
     message = bytearray(rows.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):
