@@ -69,7 +69,7 @@ def test_another_certificate_is_refused_in_one_line(server, other):
     with pytest.raises(HubUnavailable) as caught, client(server, certificate):
         pass
     said = str(caught.value)
-    assert said.startswith(f"no hub at {server.url}: it shows another certificate than the one in hub.json")
+    assert said.startswith(f"no hub at {server.url}: its certificate is not the certificate in hub.json")
     assert "\n" not in said
 
 

@@ -209,7 +209,10 @@ def test_rows_that_break_the_rules_are_refused_and_the_exchange_goes_on(channel)
 @pytest.mark.parametrize("message", [Reserve(step=1, epoch=0), Rows(step=1, groups=())])
 def test_an_actor_says_nothing_of_the_trainers(channel, message):
     answer = channel.client().request(message)
-    assert (answer.code, answer.detail) == ("wrong_peer", f"actor/actor-0 sent {message.kind}: no actor says that")
+    assert (answer.code, answer.detail) == (
+        "wrong_peer",
+        f"actor/actor-0 sent {message.kind}: role actor may not send it",
+    )
     assert channel.service.received == []
 
 
@@ -458,7 +461,7 @@ def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
 
 
 def test_a_name_that_is_none_is_refused_before_anything_is_sent():
-    with pytest.raises(ConfigError, match="'a/b' cannot be the name of a peer"):
+    with pytest.raises(ConfigError, match="'a/b' is no valid name of a peer"):
         HubClient("grpc://127.0.0.1:1", token=TOKEN, role="actor", name="a/b")
 
 

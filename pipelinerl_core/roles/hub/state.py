@@ -67,7 +67,7 @@ class HubState:
                 raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
 
     def check_ownership(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
-        """Raises WrongPeer if an actor names another actor epoch or groups of another actor. The caller holds the lock.
+        """Raises WrongPeer if an actor names another epoch or groups of another actor. The caller holds the lock.
 
         If no actor holds an attempt, the check passes and the ledger decides how to treat the attempt.
         """

@@ -147,7 +147,7 @@ class TrainerRequests:
             rows = RowSlice(first.batch, first.start, last.start + last.num_rows - first.start).rows()
         if len(run) == 1:
             return RowsHeader(re=re, group_id=key[0], attempt=key[1], remaining=remaining), rows
-        groups = tuple((*key, rows.num_rows) for key, rows in run if rows is not None)
+        groups = tuple((*key, part.num_rows) for key, part in run if part is not None)
         return RowsBundle(re=re, groups=groups, remaining=remaining), rows
 
     def _segment(self, key: GroupKey) -> tuple[str, int, int]:

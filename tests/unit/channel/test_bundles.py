@@ -13,9 +13,9 @@ from pipelinerl_core.channel.bundles import (
     BUNDLE_BYTES,
     GROUPS_BYTES,
     Frame,
-    as_one,
     bundled,
-    together,
+    frames_of_writes,
+    merged,
     unbundled,
 )
 from pipelinerl_core.channel.dispatcher import PeerConnection
@@ -93,17 +93,17 @@ def frame(group_id: int, num_tokens: int = 5, *, is_group: bool = True) -> Frame
 
 def test_groups_that_are_sent_together_are_one_message():
     frames = [frame(1), frame(2), frame(3, is_group=False), frame(4)]
-    parts = list(together(frames))
+    parts = list(frames_of_writes(frames))
     assert parts == [frames[:2], frames[2:3], frames[3:]]
-    metadata, rows = as_one(parts[0])
+    metadata, rows = merged(parts[0])
     assert [group.id for group in parse(metadata).groups] == [101, 102]
     assert rows.column("group_id").to_pylist() == [1, 1, 2, 2]
-    assert as_one(parts[2]) == (frames[3].metadata, frames[3].rows)
+    assert merged(parts[2]) == (frames[3].metadata, frames[3].rows)
 
 
 def test_a_write_to_the_hub_has_a_size():
     large = GROUPS_BYTES // 20  # tokens of each of two rollouts, of more than 8 bytes
-    sizes = [len(part) for part in together([frame(1, large), frame(2, large), frame(3), frame(4)])]
+    sizes = [len(part) for part in frames_of_writes([frame(1, large), frame(2, large), frame(3), frame(4)])]
     assert sizes == [1, 3]
 
 
@@ -159,7 +159,7 @@ def changed(rows: pa.RecordBatch, row: int, name: str, value) -> pa.RecordBatch:
 
 
 def test_each_group_of_a_message_has_its_own_answer(flight):
-    metadata, rows = as_one([frame(1), frame(13), frame(2)])
+    metadata, rows = merged([frame(1), frame(13), frame(2)])
     assert ask(flight, metadata, rows) == [(101, "taken"), (113, "stale_lease"), (102, "taken")]
     assert flight._service.groups == [1, 2]
 
@@ -169,16 +169,16 @@ def test_each_group_of_a_message_has_its_own_answer(flight):
     [(3, "reward", float("nan")), (2, "lease_id", "another"), (2, "group_id", 7), (3, "rollout_index", 0)],
 )
 def test_a_group_that_is_at_fault_is_refused_alone(flight, row, name, value):
-    metadata, rows = as_one([frame(1), frame(2), frame(3)])
+    metadata, rows = merged([frame(1), frame(2), frame(3)])
     assert ask(flight, metadata, changed(rows, row, name, value)) == [(101, "taken"), (102, "schema"), (103, "taken")]
 
 
 def test_rows_that_cannot_be_told_apart_are_refused_altogether(flight):
-    metadata, rows = as_one([frame(1), frame(2)])
+    metadata, rows = merged([frame(1), frame(2)])
     refused = [(101, "schema"), (102, "schema")]
     assert ask(flight, metadata, rows.slice(1)) == refused
     assert ask(flight, metadata, None) == refused
-    assert ask(flight, *as_one([frame(1, 70_000), frame(2, 1)])) == refused  # larger than the server allows
+    assert ask(flight, *merged([frame(1, 70_000), frame(2, 1)])) == refused  # larger than the server allows
     assert ask(flight, metadata, rows, role="trainer") == [(101, "wrong_peer"), (102, "wrong_peer")]
 
 
@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_told_apart_are_refused_altogether(flight):
 @given(st.data())
 def test_damaged_rows_of_several_groups_are_refused_and_nothing_breaks(flight, data):
     """Arrow's reader looks at neither lengths nor offsets, and cutting rows rows_of_groups must not believe them."""
-    metadata, rows = as_one([frame(1), frame(2)])
+    metadata, rows = merged([frame(1), frame(2)])
     message = bytearray(rows.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):
         place = 8 * data.draw(st.integers(0, len(message) // 8 - 1))

@@ -12,7 +12,7 @@ from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.recovery import read_stored_state
-from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, WrittenGroup, RowMemory
+from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory, WrittenGroup
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
