@@ -1,24 +1,24 @@
-"""The error tree. Every message says what was found, what the rule is, and what to set or do.
+"""The error tree. Every message states what was found, which rule applies, and what to set or do.
 
 PipelineRLError
- +-- ConfigError            the user asked for something impossible: one line, exit code 2
+ +-- ConfigError            wrong configuration or input: one line, exit code 2
  +-- StoreError             the object store refused or lost something
- |    +-- MissingObject     a key that a manifest or commit names is not there
+ |    +-- MissingObject     an object that a manifest or commit names does not exist
  |    +-- BrokenRecord      a record of a run is broken, or of another format version
  |    +-- ChecksumMismatch  bytes differ from the sha256 recorded for them
  +-- StreamError            the channel between a role and the hub
  |    +-- SchemaMismatch    rows of another major schema version, or malformed
  |    +-- HubUnavailable    no hub answered within the deadline
  |    +-- StaleLease        rows for a lease that this actor no longer holds
- |    +-- WrongPeer         a message in the name of another peer than the one that sent it
+ |    +-- WrongPeer         a message that names another peer than its sender
  +-- EngineError            the engine cannot generate
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
- +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; nothing of it is committed
- +-- RankLost               a rank of the trainer is gone; the step was not committed
- +-- Fenced                 a newer epoch of this role has taken over
- +-- DeadlineExceeded       a named wait ran out of time
+ +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
+ +-- RankLost               a rank of the trainer has ended; the step was not committed
+ +-- Fenced                 a newer epoch of this role has started
+ +-- DeadlineExceeded       a named wait reached its deadline
 """
 
 EXIT_CONFIG = 2
@@ -64,7 +64,7 @@ class HubUnavailable(StreamError):
 
 
 class RunOver(StreamError):
-    """The hub has left for good: the last step is committed."""
+    """The hub has ended after the last committed step."""
 
 
 class StaleLease(StreamError):
@@ -72,7 +72,7 @@ class StaleLease(StreamError):
 
 
 class WrongPeer(StreamError):
-    """A message in the name of another peer, or of another role, than the one that sent it."""
+    """A message that names another peer than its sender, or belongs to another role."""
 
 
 class EngineError(PipelineRLError):
@@ -84,7 +84,7 @@ class SwapError(EngineError):
 
 
 class BroadcastError(PipelineRLError):
-    """Weights could not be sent from memory to memory; the store serves instead."""
+    """Weights could not be broadcast; actors read them from the store instead."""
 
 
 class RewardError(PipelineRLError):
@@ -96,16 +96,16 @@ class ParityError(PipelineRLError):
 
 
 class TrainingDiverged(PipelineRLError):
-    """A number of an optimizer step is not finite; nothing of the step is committed."""
+    """A number of an optimizer step is not finite; the step is not committed."""
 
 
 class RankLost(PipelineRLError):
-    """A rank of the trainer is gone or does not answer; the step in the making was not committed."""
+    """A rank of the trainer has ended or does not answer; the current step was not committed."""
 
 
 class Fenced(PipelineRLError):
-    """A newer epoch of this role has taken over; this process must stop."""
+    """A newer epoch of this role has started; this process must stop."""
 
 
 class DeadlineExceeded(PipelineRLError):
-    """A named wait ran out of time."""
+    """A named wait reached its deadline."""

@@ -1,31 +1,30 @@
 """The hub protocol (docs/protocol.md): JSON messages of the Flight exchange, one class per kind.
 
-Every message is idempotent: a client repeats it until it is answered, and a repeat changes nothing. Rows travel as
-Arrow record batches beside the messages that name them. A request carries `id`; its answer carries it as `re`.
+Every message is idempotent: a client repeats a message until it is answered, and a repeat changes nothing. Rows are
+sent as Arrow record batches with the messages that name them. The `re` of an answer is the `id` of its request.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.ranges import Attempt, Count, Finite, Number, Seconds, Step, StepOrNone, Total
-from pipelinerl_core.types import GroupRef, LengthTotals, Prompt, WeightManifest
+from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder, Prompt, WeightManifest
 
 
 class Message(BaseModel):
-    """Frozen, closed, JSON only. JSON has no NaN: one that got into a commit could not be read back."""
+    """Frozen, without extra fields, JSON only. NaN is refused: commits with NaN could not be read back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-# Names end up in object keys and in lines of the log; ranges.py bounds the numbers.
+# Names become parts of object keys and log lines; ranges.py bounds the numbers.
 Name = Annotated[str, Field(pattern=r"^[^\p{C}/\\.][^\p{C}/\\]*$", max_length=100)]
 LeaseId = Annotated[str, Field(pattern=r"^[!-~]+$", max_length=200)]
 
 
 class Introduction(Message):
-    """Who a peer is; it opens its exchange with it, as the command of the descriptor."""
+    """Role and name of a peer: the command of the descriptor that opens its exchange."""
 
     role: Literal["actor", "trainer"]
     name: Name
@@ -45,8 +44,8 @@ class Lease(Message):
     """Unix seconds at which it expires unless renewed by a sync."""
     group_size: Count
     prompt: Prompt
-    holders: tuple[Holder, ...] = ()
-    """Who held the group before, newest first: their logs may hold tokens of it, to be continued."""
+    holders: tuple[PreviousHolder, ...] = ()
+    """Previous holders of the group, newest first; their logs may hold tokens to continue from."""
 
 
 class LeaseRef(Message):
@@ -86,11 +85,11 @@ class Register(Message):
     committed_step: StepOrNone = -1
     """Trainer: its newest commit."""
     manifest: WeightManifest | None = None
-    """Trainer: the weights of that commit, to be announced if they were not."""
+    """Trainer: the weights of that commit, announced if they were not announced before."""
 
 
 class Sync(Message):
-    """An actor's heartbeat: renews leases, asks for work, hears of versions. Nothing else announces anything."""
+    """An actor's heartbeat: renews leases, requests groups, and receives new versions with the answer."""
 
     kind: Literal["sync"] = "sync"
     id: Count = 0
@@ -102,19 +101,19 @@ class Sync(Message):
     want: Count
     """Groups it could start now."""
     leases: tuple[LeaseId, ...]
-    """lease_id of every lease it knows and has not finished; the hub sends again what is missing here."""
+    """lease_id of every unfinished lease of the actor; the hub sends missing leases again."""
     num_tokens: Count
     """Tokens sampled since this actor epoch began."""
     running_seconds: Number
     """Integral of `running` since this actor epoch began, sequence-seconds."""
     swaps: tuple[dict[str, Any], ...] = ()
-    """Swaps that the hub has not acknowledged, each a SwapRecord."""
+    """Swaps not yet acknowledged by the hub, each a SwapRecord."""
     counters: dict[Name, Number] = Field(default_factory=dict, max_length=100)
     """Free-form counters of the role, for example cpu_seconds, rss_bytes, reward_errors."""
 
 
 class Group(Message):
-    """A finished group; its rows are the record batch that travels with this message."""
+    """A finished group; its rows are the record batch of the same write."""
 
     kind: Literal["group"] = "group"
     id: Count = 0
@@ -125,7 +124,7 @@ class Group(Message):
 
 
 class Groups(Message):
-    """Several finished groups at once; the record batch beside it holds their rows, one group after the other."""
+    """Several finished groups; the record batch of the same write holds their rows, group after group."""
 
     kind: Literal["groups"] = "groups"
     id: Count = 0
@@ -133,7 +132,7 @@ class Groups(Message):
 
 
 class Sealed(Message):
-    """Rows are durable in rollouts/<actor>/<epoch>/<seq>.arrow: the hub may forget what it can read back."""
+    """Rows are durable in rollouts/<actor>/<epoch>/<seq>.arrow: the hub may drop them from memory."""
 
     kind: Literal["sealed"] = "sealed"
     id: Count = 0
@@ -145,7 +144,7 @@ class Sealed(Message):
 
 
 class Reserve(Message):
-    """Trainer rank 0 asks for the groups of a step; the hub answers with them, or that they are not ready yet."""
+    """Trainer rank 0 requests the groups of a step; the answer has the groups, or is_ready=False."""
 
     kind: Literal["reserve"] = "reserve"
     id: Count = 0
@@ -153,13 +152,13 @@ class Reserve(Message):
     epoch: Count
     wait_seconds: Seconds = 0.5
     lost: tuple[tuple[Count, Attempt], ...] = ()
-    """(group_id, attempt) of groups of the last answer whose rows cannot be read: they are generated again."""
+    """(group_id, attempt) of reserved groups whose rows cannot be read; these groups are generated again."""
     with_rows: bool = False
-    """Whether the rows that the hub has in memory shall follow the answer, as they would follow `rows`."""
+    """Whether the rows in the hub's memory follow the answer, in the form of answers to `rows`."""
 
 
 class Rows(Message):
-    """A trainer rank asks for the rows of reserved groups."""
+    """A trainer rank requests the rows of reserved groups."""
 
     kind: Literal["rows"] = "rows"
     id: Count = 0
@@ -168,17 +167,17 @@ class Rows(Message):
 
 
 class Committed(Message):
-    """Step n is committed: the hub announces the version and forgets the groups."""
+    """A step is committed: the hub announces the version and removes the groups."""
 
     kind: Literal["committed"] = "committed"
     id: Count = 0
     step: Step
     epoch: Count
     manifest: WeightManifest | None
-    """None when this version was not published (weights.publish_every > 1)."""
+    """None if this version was not published (weights.publish_every > 1)."""
     groups: tuple[tuple[Count, Attempt], ...]
     fates: tuple[FateRecord, ...] = ()
-    """The untrained fates that this commit records, which the hub may now forget."""
+    """Untrained fates that the commit records; the hub removes them from its pending fates."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
     """Step metrics, for the live view and the tracker."""
     is_last: bool = False
@@ -207,7 +206,7 @@ class Registered(Message):
     newest_version: StepOrNone
     sync_seconds: Seconds
     credit: Count
-    """Groups this actor may have at the hub that the trainer has not taken."""
+    """How many groups the actor may send."""
 
 
 class SyncReply(Message):
@@ -218,22 +217,22 @@ class SyncReply(Message):
     boot_id: str
     leases: tuple[Lease, ...] = ()
     stop_leases: tuple[str, ...] = ()
-    """Leases that are no longer this actor's: stop working on them."""
+    """Leases that the actor no longer holds and must abandon."""
     manifest: WeightManifest | None = None
     """Newest announced weights."""
     state: Literal["run", "pause", "drain"] = "run"
     sync_seconds: Seconds = 0.05
     credit: Count = 0
-    """Groups the actor may have at the hub that the trainer has not taken: level-triggered, so that a lost Credit
-    message costs nothing. The actor counts its own unacknowledged sends against it."""
+    """How many groups the actor may send. Absolute, so that a lost Credit message has no lasting effect. The actor
+    subtracts its unacknowledged groups."""
     ready_groups: Count = 0
-    """Groups that wait for the trainer: what the actor paces its engine by."""
+    """Groups that wait for the trainer; input of the engine's pace."""
     swaps_acknowledged: StepOrNone = -1
-    """Highest swap version whose report has arrived."""
+    """Newest swap version that the actor need not report again."""
 
 
 class Ack(Message):
-    """A group, sealed, committed or bye message was taken in (or had been before)."""
+    """A group, sealed, committed or bye message was processed, now or before."""
 
     kind: Literal["ack"] = "ack"
     re: Count
@@ -246,7 +245,7 @@ class LedgerSnapshot(BaseModel):
     next_group_id: Count = 0
     """Prompt frontier: no group at or beyond it was ever leased."""
     open_groups: tuple[Count, ...] = ()
-    """Groups below the frontier without a fate, those of this reservation excluded."""
+    """Groups below the frontier without a fate, groups of reservations excluded."""
     low_water: dict[str, Count] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> lowest segment seq that may hold rows of an undecided group."""
     tokens: dict[str, Total] = Field(default_factory=dict)
@@ -265,21 +264,21 @@ class Reserved(LedgerSnapshot, Message):
     is_ready: bool
     groups: tuple[GroupRef, ...] = ()
     num_following: Count = 0
-    """Of them, how many follow at once with their rows."""
+    """Number of groups whose rows follow directly."""
     fates: tuple[FateRecord, ...] = ()
     """Untrained fates since the last commit: the commit of this step records them."""
     swaps: tuple[dict[str, Any], ...] = ()
-    """SwapRecord of every swap heard of since the last commit."""
+    """SwapRecord of every swap reported since the last commit."""
     actors: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> ActorSample now."""
     reason: str = ""
-    """Why it is not ready, in words for a log line."""
+    """Why the step is not ready, as text for a log line."""
     ready_groups: Count = 0
-    """While it is not ready: how many groups are. A trainer gives up when this does not grow."""
+    """Ready groups while the step is not ready. A trainer gives up if this number does not grow."""
 
 
 class RowsHeader(Message):
-    """Precedes the record batch of one group; `remaining` counts those that follow."""
+    """Precedes the record batch of one group; `remaining`: number of groups that follow."""
 
     kind: Literal["rows_header"] = "rows_header"
     re: Count
@@ -289,7 +288,7 @@ class RowsHeader(Message):
 
 
 class RowsBundle(Message):
-    """Several of them at once: the record batch beside it holds the rows of these groups, one after the other."""
+    """Several groups; the record batch of the same write holds their rows, group after group."""
 
     kind: Literal["rows_bundle"] = "rows_bundle"
     re: Count
@@ -311,7 +310,7 @@ class Refused(Message):
 
 
 class Answers(Message):
-    """Answer to groups: one to each of them, in their order."""
+    """Answer to groups: one answer per group, in their order."""
 
     kind: Literal["answers"] = "answers"
     re: Count
@@ -319,9 +318,9 @@ class Answers(Message):
 
 
 class Credit(Message):
-    """Unasked, a hint to sync now: the trainer has taken `num_groups` groups of this actor, or there is other news.
+    """Unsolicited request to sync now: `num_groups` groups of the actor have left the ready state.
 
-    A new version, the end of a pause, or its beginning; what it is comes with the answer to the sync.
+    Also sent with 0 groups after a new version and at the start or end of a pause; details are in the answer to sync.
     """
 
     kind: Literal["credit"] = "credit"
@@ -329,7 +328,7 @@ class Credit(Message):
 
 
 class Goodbye(Message):
-    """Unasked: the hub is shutting down."""
+    """Unsolicited: the hub is shutting down."""
 
     kind: Literal["goodbye"] = "goodbye"
 
@@ -344,5 +343,5 @@ ANSWER: TypeAdapter[Answer] = TypeAdapter(Answer)
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message on the wire (UTF-8 JSON)."""
+    """The encoded message (UTF-8 JSON)."""
     return message.model_dump_json().encode()

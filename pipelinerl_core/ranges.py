@@ -1,10 +1,10 @@
 """The ranges of the numbers in messages and records, declared once as annotated types that pydantic checks.
 
-What a peer says ends up in JSON, in int64, int32 and float64 columns of Arrow and Parquet, in MLflow, in Prometheus
-and in sums over all actors. Every number in these ranges can be represented in each of them; a message with any other
-number is refused by name at the hub's door.
+Numbers of a peer are stored in JSON, in Arrow and Parquet (int64, int32, float64), in MLflow and Prometheus, and are
+summed over all actors. Every number in these ranges can be represented in each of these places. The hub refuses a
+message with a number outside its range, and names the field.
 
-Nothing here imports pydantic: engines and learner need the nouns that have these types, and run without pydantic.
+This module does not import pydantic: engines and learners use types with these annotations and run without pydantic.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 MAX_COUNT = (1 << 53) - 1
-"""Exact as float64 and in every JSON reader; a thousand such numbers add up to less than 2^63."""
+"""Exact as float64 and in every JSON reader; the sum of a thousand such numbers is below 2^63."""
 MAX_STEP = (1 << 31) - 1
-"""Versions are int32 where the lag of tokens is computed."""
+"""The lag of tokens is computed with int32 versions."""
 MAX_ATTEMPT = (1 << 30) - 1
-"""The column is int32, and attempts grow: far below its end, far above the attempts of 100,000 hubs."""
+"""Within the int32 column, and above the attempts of 100,000 hub epochs."""
 MAX_SECONDS = 1e11
 """The year 5138; in microseconds, as timestamps in Parquet, it is below 2^63."""
 MAX_NUMBER = 1e18
@@ -38,7 +38,7 @@ class Range:
     high: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """What pydantic asks of an annotation."""
+        """The pydantic schema of the annotated type."""
         bounds = {"ge": self.low, "le": self.high, "allow_inf_nan": False if source is float else None}
         return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
@@ -48,9 +48,9 @@ Count = Annotated[int, Range(0, MAX_COUNT)]
 Step = Annotated[int, Range(0, MAX_STEP)]
 """An optimizer step, and the weight version that it makes."""
 StepOrNone = Annotated[int, Range(-1, MAX_STEP)]
-"""The same; -1: none yet."""
+"""A step; -1 for none yet."""
 Attempt = Annotated[int, Range(0, MAX_ATTEMPT)]
-"""Which lease of a group."""
+"""Number of the lease of a group."""
 Total = Annotated[int, Range(-(1 << 63), (1 << 63) - 1)]
 """A sum of counts, or a difference of two."""
 Seconds = Annotated[float, Range(0, MAX_SECONDS)]
@@ -58,13 +58,13 @@ Seconds = Annotated[float, Range(0, MAX_SECONDS)]
 Number = Annotated[float, Range(-MAX_NUMBER, MAX_NUMBER)]
 """Any other quantity that a peer reports."""
 Finite = Annotated[float, Range()]
-"""A metric: whatever a learner has computed, but JSON has no NaN."""
+"""A metric: any finite number, since JSON has no NaN."""
 
-_MAX_PLACE = 100  # characters; a key that a peer has chosen may be part of the place
+_MAX_PATH = 100  # characters; the path may contain long keys of a peer
 
 
 def first_error(error: "ValidationError") -> str:
-    """One line: where the first value that is wrong stands, and the rule that the value breaks."""
+    """One line: the path of the first invalid value, and the rule that the value violates."""
     first = error.errors(include_url=False, include_input=False)[0]
-    place = ".".join(str(part) for part in first["loc"])[:_MAX_PLACE]
-    return f"{place}: {first['msg']}" if place else str(first["msg"])
+    path = ".".join(str(part) for part in first["loc"])[:_MAX_PATH]
+    return f"{path}: {first['msg']}" if path else str(first["msg"])

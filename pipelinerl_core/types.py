@@ -1,4 +1,4 @@
-"""The nouns of the system. Every object that crosses from one room to another is defined here.
+"""The data types of the system. Every object that passes from one folder to another is defined here.
 
 Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
 """
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What scoring made of a rollout."""
+    """The result of scoring a rollout."""
 
     SCORED = "scored"  # reward is a number
     ERROR = "error"  # reward is null, never 0
@@ -50,18 +50,26 @@ class WeightSpan(NamedTuple):
 
 
 class TurnSpan(NamedTuple):
-    """Completion tokens [start, end) were sampled in one turn; what is between turns is the environment's."""
+    """Completion tokens [start, end) were sampled in one turn; tokens between turns come from the environment."""
 
     start: int
     end: int
 
 
 class Origin(NamedTuple):
-    """The first tokens of a completion that another actor epoch sampled, before somebody took it over."""
+    """The first tokens of a completion, sampled by an actor epoch that did not finish the completion."""
 
     actor: str
     epoch: Count
     num_tokens: Count
+
+
+class PreviousHolder(NamedTuple):
+    """An actor that held the lease of a group before; its log of open groups may hold tokens of the group."""
+
+    actor: str
+    epoch: Count
+    attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +83,9 @@ class Prompt:
     env: str
     """Name of the verifier that scores it."""
     text: str
-    """What the model is shown, before tokenisation."""
+    """Input of the model, before tokenisation."""
     task: dict[str, Any] = field(default_factory=dict)
-    """What the verifier needs (JSON values only), for example {"answer": "15"}."""
+    """Input of the verifier (JSON values only), for example {"answer": "15"}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +99,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine has sampled for one request so far."""
+    """The tokens that an engine has sampled for one request so far."""
 
     token_ids: Int32Array
     """[C], with the end token if there is one."""
@@ -105,13 +113,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One sequence to generate: token ids in, nothing is tokenised by an engine."""
+    """One sequence to generate, given as token ids: engines do not tokenise."""
 
     request_id: str
     prompt_token_ids: Int32Array
     """[P], at least one token."""
     max_tokens: int
-    """Completion tokens in all, those of `prior` included."""
+    """Limit of completion tokens, tokens of `prior` included."""
     sampler: Sampler
     prior: Completion | None = None
     """Tokens already sampled; they keep their log-probabilities and versions."""
@@ -119,10 +127,10 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """New tokens of one request, none of them sampled by weights older than `weight_version`.
+    """New tokens of one request, all sampled by weights `weight_version` or newer.
 
-    An engine that stamps tokens itself cuts chunks where the version changes, so that it is exact; one that learns
-    the versions with the end gives a lower bound until then. The versions in `completion` are exact.
+    An engine that records the version of each token starts a new chunk where the version changes, so that the version
+    is exact. Other engines give a lower bound. The versions in `completion` are always exact.
     Example: 3 tokens under version 7, then 2 under version 8 and the end -> two chunks; the second carries
     `completion`, the whole of it with `finish_reason` set.
     """
@@ -136,14 +144,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A glance at an engine. Counters grow from its start."""
+    """State of an engine. Counters start at 0 with the engine."""
 
     running: int
     """Sequences that hold a slot."""
     waiting: int
     """Sequences accepted but not started."""
     slots: int
-    """Sequences that may run at once now: engine.concurrency, or fewer where the KV cache is too small for it."""
+    """Current limit of running sequences: engine.concurrency, or less if the KV cache is too small."""
     kv_usage: float
     """Share of the KV memory in use, in [0, 1]."""
     num_tokens: int
@@ -158,14 +166,14 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """What one swap of weights cost."""
+    """Costs of one weight swap."""
 
     version: int
     pause_seconds: float
-    """How long no token could be sampled."""
+    """Time during which no token could be sampled, seconds."""
     num_bytes: int
     num_running: int
-    """Sequences that were in the middle when it happened."""
+    """Sequences that were running during the swap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,19 +205,19 @@ class Rollout:
     outcome: Outcome
     finish_reason: FinishReason
     error: str | None
-    """One line: the boundary that was crossed and what it said."""
+    """One line about the failure; None without a failure."""
     sampler: Sampler
     max_tokens: int
     started_at: float
-    """Unix seconds when the first token was asked for."""
+    """Unix seconds when the first token was requested."""
     finished_at: float
     """Unix seconds when the last token was sampled."""
     scored_at: float
     """Unix seconds when the reward was known."""
     origins: tuple[Origin, ...] = ()
-    """Who sampled its first tokens, in their order; the rest is the actor's own."""
+    """Actor epochs that sampled the first tokens, in order; `actor` sampled the rest."""
     turn_spans: tuple[TurnSpan, ...] = ()
-    """In their order, loss_mask is False outside of them; empty for one turn, the whole completion."""
+    """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -218,13 +226,40 @@ class Rollout:
 
     @property
     def min_version(self) -> int:
-        """Oldest weight version that sampled a token of it."""
+        """Oldest weight version of a token."""
         return self.weight_spans[0].version
 
     @property
     def num_turns(self) -> int:
-        """At least one."""
+        """Number of turns, at least 1."""
         return len(self.turn_spans) or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartialRow:
+    """New tokens of one rollout of an unfinished group: one row of the `partial` schema."""
+
+    group_id: int
+    rollout_index: int
+    attempt: int
+    start: int
+    """Offset of the tokens in the completion. The row replaces everything recorded from this offset on."""
+    token_ids: Int32Array
+    rollout_logprobs: Float32Array
+    weight_spans: tuple[WeightSpan, ...]
+    """Weight spans of the tokens; offsets count from the start of the completion."""
+    finish_reason: FinishReason | None = None
+    """None while the rollout is being sampled."""
+    reward: float | None = None
+    outcome: Outcome | None = None
+    """None until the rollout is scored."""
+    origins: tuple[Origin, ...] = ()
+    """Actor epochs that sampled the first tokens of the completion, other than the epoch that writes the row."""
+
+    @property
+    def end(self) -> int:
+        """Number of completion tokens known up to and including the row."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -235,11 +270,11 @@ class TrainingRow:
     loss_mask: BoolArray
     """[C] after the lag rule."""
     advantage: float
-    """Of every token, or with turn_advantages of its first turn."""
+    """Advantage of every token, or with turn_advantages of the first turn."""
     loss_weight: float
-    """Weight of each of its tokens in the loss."""
+    """Weight of each token in the loss."""
     turn_advantages: tuple[float, ...] = ()
-    """One for each of the rollout's turn_spans; empty for one advantage."""
+    """Advantage of each of the rollout's turn_spans; empty if `advantage` is valid for all tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,26 +288,26 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """One published set of weights. Written after its data; a reader trusts nothing without it."""
+    """One published set of weights. Written after its data; readers ignore weights without a manifest."""
 
     version: Step
-    """Number of optimizer steps inside the weights, 0 = initial."""
+    """Number of optimizer steps in the weights; 0 for the initial weights."""
     epoch: Count
     """Trainer epoch that published it."""
     files: tuple[FileEntry, ...]
     key: str | None
-    """Prefix of the durable copy in the object store, relative to the run; None when there is none."""
+    """Prefix of the durable copy in the object store, relative to the run; None without a durable copy."""
     shm: str | None
-    """Directory of the copy in shared memory on `host`; None when there is none."""
+    """Directory of the copy in shared memory on `host`; None without such a copy."""
     host: str
     published_at: Seconds
     """Unix seconds."""
     group: Count = 0
-    """Broadcast group that actors named in it are to join; 0: none."""
+    """Broadcast group that the actors named in the group are to join; 0: none."""
     is_broadcast: bool = False
-    """Its members receive this version from the trainer, right after it is announced."""
+    """Whether members of the group receive this version from the trainer, directly after the announcement."""
     broadcast_index: Count = 0
-    """Which of the group's broadcasts that is, from 1 on: what is on its way does not say which version it is."""
+    """Number of the broadcast within the group, from 1: broadcast data does not contain the version."""
 
     @property
     def num_bytes(self) -> int:
@@ -286,7 +321,7 @@ GroupKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRef:
-    """Names one finished group exactly."""
+    """Identifies one finished group."""
 
     group_id: Count
     attempt: Attempt
@@ -294,12 +329,12 @@ class GroupRef:
     actor_epoch: Count
     num_rollouts: Count
     num_tokens: Count
-    """Completion tokens of all its rollouts."""
+    """Completion tokens of all rollouts."""
     origins: tuple[Origin, ...] = ()
-    """Those of them that other actor epochs sampled."""
+    """Tokens sampled by other actor epochs."""
 
     def shares(self) -> "dict[tuple[str, int], int]":
-        """(actor, epoch) -> tokens of the group that it sampled; they add up to num_tokens."""
+        """(actor, epoch) -> tokens of the group sampled by the actor epoch; the sum is num_tokens."""
         shares = {(self.actor, self.actor_epoch): self.num_tokens}
         for actor, epoch, num_tokens in self.origins:
             shares[actor, epoch] = shares.get((actor, epoch), 0) + num_tokens
@@ -309,9 +344,9 @@ class GroupRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthTotals:
-    """Sums over a set of tokens that say which completions they come from, and from which part of them.
+    """Sums over a set of tokens about the lengths of their completions and their positions in them.
 
-    The first and the last third of a completion of C tokens are its first and its last (C + 1) // 3: C / 3, rounded.
+    The first and the last third of a completion are its first and last (C + 1) // 3 tokens: C / 3, rounded.
     """
 
     num_tokens: Total = 0
@@ -340,15 +375,15 @@ class LengthTotals:
 
     @property
     def mean_length(self) -> float | None:
-        """Length of the completion that a token of the set comes from, on average; None for no tokens."""
+        """Mean over the tokens of the length of their completion; None without tokens."""
         return self.length_sum / self.num_tokens if self.num_tokens else None
 
     @property
     def first_third_share(self) -> float | None:
-        """Share of the tokens in the first third of their completion; None for no tokens."""
+        """Share of the tokens in the first third of their completion; None without tokens."""
         return self.first_third / self.num_tokens if self.num_tokens else None
 
     @property
     def last_third_share(self) -> float | None:
-        """Share of the tokens in the last third of their completion; None for no tokens."""
+        """Share of the tokens in the last third of their completion; None without tokens."""
         return self.last_third / self.num_tokens if self.num_tokens else None

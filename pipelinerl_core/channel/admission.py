@@ -1,7 +1,7 @@
-"""What the hub lets in: who a peer says it is, and whether its messages are of this protocol and of its role.
+"""Checks who a peer is, and that its messages follow the protocol and belong to its role.
 
-One token opens the door for every role. A peer says once, when it opens its exchange, which role and name it has, and
-is held to that. What only the ledger knows, whose a lease or a group is, the service checks (roles/hub/service.py).
+All roles use the same token. A peer names its role and name once, when it opens its exchange, and may not use others
+later. The hub service checks which peer owns a lease or a group (roles/hub/service.py).
 """
 
 import json
@@ -26,7 +26,7 @@ from pipelinerl_core.messages import (
 from pipelinerl_core.ranges import MAX_COUNT, first_error
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Largest message without its rows."""
+"""Largest message, rows excluded."""
 
 _KINDS: dict[str, tuple[type[Request], ...]] = {
     "actor": (Register, Sync, Group, Sealed, Bye),
@@ -35,28 +35,28 @@ _KINDS: dict[str, tuple[type[Request], ...]] = {
 
 
 def introduction(command: bytes) -> Introduction:
-    """From the command of the descriptor of an exchange; FlightServerError if there is none in it."""
+    """Parse the command of an exchange's descriptor. Raises FlightServerError if it is no introduction."""
     try:
         return Introduction.model_validate_json(command or b"")
     except ValidationError:
         raise fl.FlightServerError(
-            'an exchange opens with {"role": ..., "name": ...} as its command: role actor or trainer, and a name of '
-            "1 to 100 printable characters without a slash or a dot in front"
+            'the command of an exchange is {"role": ..., "name": ...}: role actor or trainer, and a name of 1 to 100 '
+            "printable characters, without a slash and without a leading dot"
         ) from None
 
 
 def parse(metadata: bytes) -> Request:
-    """The request in the metadata of a write; SchemaMismatch if there is none."""
+    """Parse the request in the metadata of a write. Raises SchemaMismatch if it is no valid request."""
     if len(metadata) > MAX_MESSAGE_BYTES:
         raise SchemaMismatch(f"a message of {len(metadata)} bytes, the limit is {MAX_MESSAGE_BYTES}")
     try:
         return REQUEST.validate_json(metadata)
     except ValidationError as error:
-        raise SchemaMismatch(f"no request of this protocol: {first_error(error)}") from None
+        raise SchemaMismatch(f"not a valid request: {first_error(error)}") from None
 
 
 def id_of(metadata: bytes) -> int:
-    """The id of a message that is no request, as far as it can be told; 0 otherwise."""
+    """The id of an invalid message, for its refusal; 0 if the message has no readable id."""
     if len(metadata) > MAX_MESSAGE_BYTES:
         return 0
     try:
@@ -68,11 +68,10 @@ def id_of(metadata: bytes) -> int:
 
 
 def check_sender(who: Introduction, request: Request) -> None:
-    """WrongPeer for a message of another role, and for a registration under another role or name."""
+    """Raises WrongPeer for a message of another role, and for a registration under another role or name."""
     if not isinstance(request, _KINDS[who.role]):
-        raise WrongPeer(f"{who} sent {request.kind}: no {who.role} says that")
+        raise WrongPeer(f"{who} sent {request.kind}: role {who.role} may not send it")
     if isinstance(request, Register) and (request.role, request.name) != (who.role, who.name):
         raise WrongPeer(
-            f"{who} registers as {request.role}/{request.name}: a peer keeps the role and name that it "
-            "opened its exchange with"
+            f"{who} registers as {request.role}/{request.name}, other than the role and name of its exchange"
         )

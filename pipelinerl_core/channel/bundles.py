@@ -1,7 +1,7 @@
-"""Several groups in one write: a write costs both sides about as much as copying a megabyte.
+"""Combines several groups into one Flight write: one write costs each side about as much as copying a megabyte.
 
-Actors send one message per group, and the hub's service answers it; for the trainer it has one header and one batch
-per group. In between they travel together.
+Actors create one message per group and the hub service answers each message; for the trainer, the hub service creates
+one header and one batch per group. Only on the wire are several of them combined.
 """
 
 import itertools
@@ -15,15 +15,15 @@ from pipelinerl_core.data.codec import row_bytes
 from pipelinerl_core.messages import Answer, Answers, RowsBundle, RowsHeader
 
 BUNDLE_BYTES = 1 << 20
-"""Rows are joined up to this size; a larger group travels alone, and is not copied."""
+"""Largest bundle of rows for the trainer. A larger group is sent alone, without a copy."""
 
 
 GROUPS_BYTES = 1 << 20
-"""The same on the way to the hub, where the rows of a write stay in memory as long as one group of it is needed."""
+"""Largest bundle of groups for the hub, which keeps the memory of a write as long as one of its groups is needed."""
 
 
 class Received(NamedTuple):
-    """An answer, with its rows if it has any."""
+    """An answer with its rows; None for an answer without rows."""
 
     answer: Answer
     rows: pa.RecordBatch | None
@@ -32,7 +32,7 @@ class Received(NamedTuple):
 def bundled(
     answers: Iterable[tuple[Answer, pa.RecordBatch | None]],
 ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-    """The same answers, neighbouring groups joined."""
+    """The same answers, with consecutive groups combined into bundles."""
     waiting: list[tuple[RowsHeader, pa.RecordBatch]] = []
     num_bytes = 0
     for answer, rows in answers:
@@ -63,7 +63,7 @@ def _joined(waiting: list[tuple[RowsHeader, pa.RecordBatch]]) -> Iterator[tuple[
 
 
 def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:
-    """What was joined, group by group; the batches are views. Every other answer is left as it is."""
+    """Split a bundle into one answer per group, with views of the batch. Other answers are returned unchanged."""
     if isinstance(answer, Answers):
         return [Received(part, None) for part in answer.answers]
     if not isinstance(answer, RowsBundle) or rows is None:
@@ -84,7 +84,7 @@ def unbundled(answer: Answer, rows: pa.RecordBatch | None) -> list[Received]:
 
 
 class Frame(NamedTuple):
-    """One request to be written; `written` is set once Flight has taken it."""
+    """One request to be written; `written` is set after Flight has accepted it."""
 
     metadata: bytes
     rows: pa.RecordBatch | None
@@ -92,13 +92,13 @@ class Frame(NamedTuple):
     written: threading.Event
 
 
-def together(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
-    """The same frames in their order, groups that go into one write side by side."""
+def frames_of_writes(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
+    """The same frames in their order, in lists of which each becomes one write."""
     part: list[Frame] = []
     num_bytes = 0
     for frame in frames:
         size = frame.rows.get_total_buffer_size() if frame.rows is not None else 0
-        if part and not (_are_alike(part[-1], frame) and num_bytes + size <= GROUPS_BYTES):
+        if part and not (_can_merge(part[-1], frame) and num_bytes + size <= GROUPS_BYTES):
             yield part
             part, num_bytes = [], 0
         part.append(frame)
@@ -107,14 +107,14 @@ def together(frames: Iterable[Frame]) -> Iterator[list[Frame]]:
         yield part
 
 
-def _are_alike(one: Frame, other: Frame) -> bool:
+def _can_merge(one: Frame, other: Frame) -> bool:
     if not (one.is_group and other.is_group) or one.rows is None or other.rows is None:
         return False
     return bool(one.rows.schema.equals(other.rows.schema, check_metadata=True))
 
 
-def as_one(frames: Sequence[Frame]) -> tuple[bytes, pa.RecordBatch | None]:
-    """Metadata and rows of one write: those of the frame, or one message `groups` for several."""
+def merged(frames: Sequence[Frame]) -> tuple[bytes, pa.RecordBatch | None]:
+    """Metadata and rows of one write; several frames become one `groups` message."""
     if len(frames) == 1:
         return frames[0].metadata, frames[0].rows
     messages = b",".join(frame.metadata for frame in frames)

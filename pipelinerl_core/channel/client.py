@@ -1,7 +1,7 @@
-"""A role's side of the channel to the hub: requests that are repeated until they are answered.
+"""A role's side of the channel to the hub: each request is repeated until it is answered.
 
-Synchronous and safe between threads; every wait has a deadline. A client that nobody closed does not hold up the
-exit of the interpreter.
+Synchronous and thread-safe; every wait has a deadline. A client that is not closed does not block the exit of the
+interpreter.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from pipelinerl_core.messages import (
 )
 
 CLOSE_SECONDS = 2.0
-"""Longest time `close` waits for the hub's farewell."""
+"""Longest wait of `close` for the answer to `bye`, and for the end of each thread."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ RowsAnswer = tuple[RowsHeader, pa.RecordBatch]
 
 
 class HubClient:
-    """One peer of the hub. Opens its exchange at once: HubUnavailable without a hub, ConfigError with a wrong token.
+    """A client of the hub. The constructor connects: HubUnavailable without a hub, ConfigError with a wrong token.
 
-    `on_credit` is called on the reading thread with each number of groups the trainer has taken. `faults` is for
-    tests: asked "send" or "receive" before each message that is repeated until answered, True loses the message.
-    Credit is never lost: it lives and dies with its connection, and registering again grants it anew. `certificate`
-    is the PEM by which a hub behind grpc+tls:// is known; no other is trusted.
+    on_credit: called on the reading thread with the number of groups in each Credit message.
+    faults: for tests; called with "send" or "receive" before each repeatable message, True drops the message. Credit
+    messages are not dropped: credit belongs to a connection, and a new registration grants new credit.
+    certificate: PEM of the only certificate that is trusted for a grpc+tls:// hub.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HubClient:
 
     @property
     def url(self) -> str:
-        """Where the hub was found."""
+        """URL of the hub."""
         return self._connection.url
 
     @property
@@ -87,7 +87,7 @@ class HubClient:
         return self._connection.lost is None
 
     def reconnect(self, url: str | None = None, *, certificate: str | None = None) -> None:
-        """Leave the old exchange and open a new one, at `url` if given. The role must register again."""
+        """End the exchange and open a new one, at `url` if given. The role must register again."""
         with self._lock:
             self._certificate = self._certificate if certificate is None else certificate
             self._connection.cut("reconnecting")
@@ -96,7 +96,7 @@ class HubClient:
     def request(
         self, message: Request, rows: pa.RecordBatch | None = None, *, timeout: float | None = None
     ) -> Answer:
-        """The hub's answer (Refused included). The same message is sent again until it comes.
+        """Send a request and return the answer, which may be Refused. The request is repeated until it is answered.
 
         Raises HubUnavailable as soon as the connection is lost, or after `timeout` (default: deadline_seconds).
         """
@@ -105,7 +105,7 @@ class HubClient:
     def request_all(
         self, messages: Sequence[tuple[Request, pa.RecordBatch | None]], *, timeout: float | None = None
     ) -> list[Answer]:
-        """The answers to several requests, in their order; none waits for the answer to another.
+        """Send several requests at once and return their answers in the same order.
 
         Raises like `request`; `timeout` holds for all of them together.
         """
@@ -124,7 +124,7 @@ class HubClient:
         return [answers[call.message.id] for call in calls]
 
     def reserve(self, message: Reserve, *, timeout: float | None = None) -> tuple[Answer, list[RowsAnswer]]:
-        """The hub's answer, and the rows that followed it; those of the other groups are to be asked for.
+        """Reserve a step: the answer, and the rows that followed it. Request the rows of other groups separately.
 
         Raises like `request`.
         """
@@ -144,9 +144,9 @@ class HubClient:
         raise HubUnavailable(_late_text(call.message.kind, self.url, limit_seconds))
 
     def request_rows(self, message: Rows, *, timeout: float | None = None) -> list[RowsAnswer]:
-        """The rows of every group that `message` names, in its order; what was lost is asked for again.
+        """The rows of every group that `message` names, in its order; lost rows are requested again.
 
-        Raises what a refusal means (MissingObject, Fenced, StreamError ...), or HubUnavailable like `request`.
+        Raises the error of a refusal (MissingObject, Fenced, StreamError, ...), or HubUnavailable like `request`.
         """
         limit_seconds = self._deadline_seconds if timeout is None else timeout
         deadline = time.monotonic() + limit_seconds
@@ -155,7 +155,7 @@ class HubClient:
             if time.monotonic() >= deadline:
                 raise HubUnavailable(
                     f"rows of {len(missing)} of {len(message.groups)} groups of step {message.step} did not come "
-                    f"from {self.url} within {limit_seconds:g} s. Look at hub.json for a newer hub, then reconnect"
+                    f"from {self.url} within {limit_seconds:g} s. Read hub.json for a newer hub, then reconnect"
                 )
             part = self._identified(message.model_copy(update={"groups": missing}))
             with _Exchange(self._connection, [part.id]) as exchange:
@@ -165,12 +165,12 @@ class HubClient:
         return [found[group] for group in message.groups]
 
     def close(self, *, bye: bool = True) -> None:
-        """Leave, after telling the hub if `bye`; takes a few seconds at most, whatever the hub does."""
+        """End the exchange, after a `bye` request if `bye` is set. Takes a few seconds at most."""
         if bye and self.is_connected:
             try:
                 self.request(Bye(), timeout=CLOSE_SECONDS)
             except HubUnavailable as error:
-                _log.debug("left without an answer: %s", error)
+                _log.debug("no answer to bye: %s", error)
         self._connection.finish(CLOSE_SECONDS)
 
     def _identified(self, message: Request) -> Request:
@@ -189,17 +189,17 @@ def _introduction(role: Literal["actor", "trainer"], name: str) -> bytes:
         return encode(Introduction(role=role, name=name))
     except ValidationError:
         raise ConfigError(
-            f"{name!r} cannot be the name of a peer: 1 to 100 printable characters, no slash, no dot in front"
+            f"{name!r} is no valid name of a peer: 1 to 100 printable characters, no slash, no leading dot"
         ) from None
 
 
 def _late_text(kind: str, url: str, limit_seconds: float) -> str:
-    where = "Look at hub.json for a newer hub, then reconnect"
-    return f"no answer to {kind} from {url} within {limit_seconds:g} s. {where}"
+    advice = "Read hub.json for a newer hub, then reconnect"
+    return f"no answer to {kind} from {url} within {limit_seconds:g} s. {advice}"
 
 
 class _Call:
-    """One request, as it is sent and sent again."""
+    """One request with its encoded message, which may be sent several times."""
 
     def __init__(self, message: Request, rows: pa.RecordBatch | None, faults: Callable[[str], bool] | None) -> None:
         self.message = message
@@ -209,7 +209,7 @@ class _Call:
         self._written: threading.Event | None = None
 
     def frame(self) -> Frame | None:
-        """What is to be written now; None while the last writing is stuck, or when a test loses it."""
+        """The frame to be written; None while the previous write is pending, or if a test drops the message."""
         if self._written is not None and not self._written.is_set():
             return None
         self._written = threading.Event()
@@ -220,7 +220,7 @@ class _Call:
 
 
 class _Exchange:
-    """Requests that are under way on one connection, and the mailbox for their answers."""
+    """Open requests on one connection, and the mailbox for their answers."""
 
     def __init__(self, connection: Connection, numbers: Sequence[int]) -> None:
         self.url = connection.url
@@ -235,20 +235,20 @@ class _Exchange:
         self._connection.forget(self._numbers)
 
     def send(self, calls: Sequence[_Call]) -> None:
-        """Send them, but for those whose last sending is not written yet."""
+        """Send the requests, except requests whose previous write is still pending."""
         frames = [frame for call in calls if (frame := call.frame()) is not None]
         if frames:
             self._connection.send(frames)
 
     def collect(self, answers: dict[int, Answer], until: float) -> None:
-        """Add answers by the number of their request, until there is one to each or it is `until`."""
+        """Add answers by request id, until every request has one or until the time `until`."""
         while len(answers) < len(self._numbers) and (parts := self.next(until)) is not None:
             for answer, _ in parts:
                 if not isinstance(answer, Credit | Goodbye):
                     answers[answer.re] = answer
 
     def stream(self, patience_seconds: float, deadline: float) -> "list[RowsAnswer]":
-        """All groups that arrive until the last one, or until none comes for `patience_seconds`."""
+        """The rows that arrive up to the last group, or until none arrives for `patience_seconds`."""
         found: list[RowsAnswer] = []
         while (parts := self.next(min(deadline, time.monotonic() + patience_seconds))) is not None:
             for answer, rows in parts:
@@ -262,16 +262,16 @@ class _Exchange:
         return found
 
     def following(self, num_groups: int, patience_seconds: float) -> "list[RowsAnswer]":
-        """The rows behind an answer, as many as come without a pause of `patience_seconds`."""
+        """The rows that follow an answer, until none arrives for `patience_seconds`."""
         found: dict[tuple[int, int], RowsAnswer] = {}
         while len(found) < num_groups and (parts := self.next(time.monotonic() + patience_seconds)) is not None:
             for answer, rows in parts:
-                if isinstance(answer, RowsHeader) and rows is not None:  # else: the answer once more
+                if isinstance(answer, RowsHeader) and rows is not None:  # otherwise a repeated answer
                     found[answer.group_id, answer.attempt] = (answer, rows)
         return list(found.values())
 
     def next(self, until: float) -> list[Received] | None:
-        """The next answers before `until`, or None. Raises HubUnavailable when none will come."""
+        """The next answers, or None at `until`. Raises HubUnavailable if the connection is lost."""
         try:
             received = self._mailbox.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""One exchange with the hub and its two threads. One reads and one writes, so that no caller waits for a write."""
+"""One exchange with the hub and its reading and writing thread. Callers never wait for a write."""
 
 import logging
 import queue
@@ -11,16 +11,16 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from pydantic import ValidationError
 
-from pipelinerl_core.channel.bundles import Frame, Received, as_one, together, unbundled
+from pipelinerl_core.channel.bundles import Frame, Received, frames_of_writes, merged, unbundled
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, check_schema
 from pipelinerl_core.errors import ConfigError, HubUnavailable, SchemaMismatch
 from pipelinerl_core.messages import ANSWER, Answer, Credit, Goodbye
 
 CERTIFIED_NAME = "pipelinerl-hub"
-"""The name in every hub's certificate, whatever its address: a client trusts one certificate, not a name."""
+"""The host name in every hub certificate, independent of the address: clients trust a certificate, not a name."""
 CONNECT_SECONDS = 10.0
-"""For the hub's first word."""
-_WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)  # everything that a broken connection raises
+"""Longest wait for the schema, the first message of the hub."""
+_WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)  # errors of a broken connection
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, and no back-off inherited from other clients
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 
 class Lost(NamedTuple):
-    """In place of an answer: none will come on this connection."""
+    """Takes the place of an answer if the connection is lost."""
 
     reason: str
 
 
 Mailbox = queue.SimpleQueue[list[Received] | Lost]
-"""Answers that came in one write lie in it together: whoever waits is woken once for them."""
+"""Each item holds all answers of one write, so that the waiting thread wakes once for them."""
 
 
 class Connection:
-    """One exchange with its two threads. `lost` says why it is over."""
+    """One exchange with its two threads. `lost` is the reason of its end; None while the exchange is open."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Connection:
         self._lock = threading.Lock()
         self._on_credit = on_credit
         self._faults = faults
-        self._heard = threading.Event()
+        self._schema_received = threading.Event()
         self._is_unauthenticated = False
         self._frames: queue.SimpleQueue[Sequence[Frame] | None] = queue.SimpleQueue()
         self._client, self._writer, self._reader = _open_exchange(url, token, command, certificate)
@@ -71,7 +71,7 @@ class Connection:
         self._await_hub()
 
     def expect(self, numbers: Sequence[int]) -> Mailbox:
-        """The mailbox for answers to these requests."""
+        """A mailbox for the answers to these request ids. Raises HubUnavailable if the connection is lost."""
         mailbox: Mailbox = queue.SimpleQueue()
         with self._lock:
             if self.lost is not None:
@@ -80,14 +80,14 @@ class Connection:
         return mailbox
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Later answers to them are dropped."""
+        """Drop later answers to these request ids."""
         with self._lock:
             for number in numbers:
                 self.waiting.pop(number, None)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Leave frames to the writing thread, groups among them together."""
-        for part in together(frames):
+        """Pass frames to the writing thread, which combines groups into one write."""
+        for part in frames_of_writes(frames):
             self._frames.put(part)
 
     def cut(self, reason: str) -> None:
@@ -97,7 +97,7 @@ class Connection:
         self._finalizer()
 
     def finish(self, seconds: float) -> None:
-        """End the exchange in order: close the writing side, wait for the hub to end its own, else cancel."""
+        """Close the writing side, wait up to `seconds` for the hub to end the exchange, then cancel."""
         self._frames.put(None)
         self._read_thread.join(seconds)
         self.cut("closed")
@@ -105,9 +105,9 @@ class Connection:
         self._write_thread.join(seconds)
 
     def _await_hub(self) -> None:
-        """The hub's first word (its schema) tells that it let us in; Flight itself may report a refusal only then."""
-        if not self._heard.wait(CONNECT_SECONDS):
-            self.cut(f"it did not answer within {CONNECT_SECONDS:g} s")
+        """Wait for the hub's schema, which shows that the peer is admitted. Flight may report a refusal only then."""
+        if not self._schema_received.wait(CONNECT_SECONDS):
+            self.cut(f"the hub did not answer within {CONNECT_SECONDS:g} s")
         if self._is_unauthenticated:
             raise ConfigError(_token_text(self.url))
         if self.lost is not None:
@@ -124,12 +124,12 @@ class Connection:
     def _write(self) -> None:
         try:
             while (frames := self._frames.get()) is not None:
-                metadata, rows = as_one(frames)
+                metadata, rows = merged(frames)
                 if rows is None:
                     self._writer.write_metadata(metadata)
                 else:
                     self._writer.write_with_metadata(rows, metadata)
-                for frame in frames:  # they may be sent again
+                for frame in frames:
                     frame.written.set()
             self._writer.done_writing()
         except _WIRE_ERRORS as error:
@@ -139,7 +139,7 @@ class Connection:
         reason = "the hub ended the exchange"
         try:
             check_schema(self._reader.schema)
-            self._heard.set()
+            self._schema_received.set()
             while True:
                 chunk = self._reader.read_chunk()
                 answer = ANSWER.validate_json(chunk.app_metadata.to_pybytes())
@@ -155,20 +155,20 @@ class Connection:
         except SchemaMismatch as error:
             reason = str(error)
         except ValidationError:
-            reason = "the hub sent a message that this release does not know"
+            reason = "the hub sent a message that this release cannot parse"
         except _WIRE_ERRORS as error:
             reason = _reason_of(error)
-        except Exception as error:  # noqa: BLE001 - the callback is the role's; waiting requests must hear of it
+        except Exception as error:  # noqa: BLE001 - an error of the role's callback; waiting requests must fail
             _log.exception("the reading thread failed")
             reason = f"the reading thread failed: {type(error).__name__}"
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """The reading thread has nothing more to read."""
+        """Close the exchange after the last read."""
         self.cut(reason)
-        self._heard.set()
+        self._schema_received.set()
         self._write_thread.join(_WRITER_SECONDS)
-        if self._write_thread.is_alive():  # it may be in a call on what would be closed
+        if self._write_thread.is_alive():  # the thread may be using the writer and the client
             return
         try:
             self._writer.close()
@@ -193,8 +193,8 @@ class Connection:
 
 
 def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tuple[Any, Any, Any]:
-    """Client, writer and reader. HubUnavailable without a hub, ConfigError with a wrong token; Flight may report
-    both only when the hub's first word is read.
+    """Client, writer and reader. Raises HubUnavailable without a hub and ConfigError with a wrong token; Flight may
+    report both only at the first read.
     """
     options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
     trust = {"tls_root_certs": certificate, "override_hostname": CERTIFIED_NAME} if certificate else {}
@@ -210,7 +210,7 @@ def _open_exchange(url: str, token: str, command: bytes, certificate: str) -> tu
 
 
 def _cancel(reader: Any) -> None:
-    """End the exchange at once, whatever thread reads or writes."""
+    """End the exchange at once; may be called while other threads read or write."""
     try:
         reader.cancel()
     except _WIRE_ERRORS as error:
@@ -218,20 +218,20 @@ def _cancel(reader: Any) -> None:
 
 
 def _token_text(url: str) -> str:
-    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the one the hub has"
+    return f"the hub at {url} refuses the token; set PIPELINERL_TOKEN to the token of the hub"
 
 
 def _absent_text(url: str, reason: str) -> str:
-    return f"no hub at {url}: {reason}. Start the hub, or look at hub.json"
+    return f"no hub at {url}: {reason}. Start the hub, or read hub.json"
 
 
 def lost_text(url: str, reason: str) -> str:
-    """What the caller reads when a connection is gone."""
-    return f"the connection to the hub at {url} is lost: {reason}. Look at hub.json for a newer hub, then reconnect"
+    """The error text for a lost connection."""
+    return f"the connection to the hub at {url} is lost: {reason}. Read hub.json for a newer hub, then reconnect"
 
 
 def _reason_of(error: BaseException) -> str:
-    """Why there is no exchange, or no more; one line."""
+    """The reason why the exchange failed, as one line."""
     if "certificate verify failed" in str(error):
-        return "it shows another certificate than the one in hub.json"
+        return "its certificate is not the certificate in hub.json"
     return " ".join(str(error).split())[:200] or type(error).__name__

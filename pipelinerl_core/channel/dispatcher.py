@@ -1,12 +1,10 @@
-"""What the hub does with a message: the door, the service behind it, and the answer.
+"""Processes each message of a peer: admission checks, the hub service, and the answer.
 
-It knows nothing of ledgers, and of Flight only how to write to a peer. Requests and answers are JSON; rows are the
-record batch of the same write. Both directions use ROLLOUT_SCHEMA.
+Requests and answers are JSON; rows are the record batch of the same write. Both directions use ROLLOUT_SCHEMA.
 
-A peer's writer is touched only under its lock, and never once `_is_dead` is set under that lock: writing to an
-exchange whose handler has returned crashes the process. Messages of actors, which wait for nothing, are worked
-on in turn: a hundred threads, each of which lets go of the interpreter a dozen times per message, spend most of their
-time on handing it to each other.
+A peer's writer is used only under its lock, and never after `_is_closed` is set: a write to an exchange whose handler
+has returned crashes the process. Messages of actors are processed one at a time, since none of them waits: a hundred
+threads that each release the interpreter lock a dozen times per message would spend most of their time switching.
 """
 
 import itertools
@@ -21,7 +19,7 @@ import pyarrow.flight as fl
 from pipelinerl_core.channel.admission import check_sender, id_of, parse
 from pipelinerl_core.channel.bundles import bundled
 from pipelinerl_core.channel.refusals import code_of
-from pipelinerl_core.data.checks import apart, check_groups, check_places
+from pipelinerl_core.data.checks import check_groups, check_row_count, rows_of_groups
 from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import HubService
@@ -39,13 +37,13 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.types import GroupRef
 
-_MAX_DETAIL = 500  # characters; what they are about may be the peer's own words
+_MAX_DETAIL = 500  # characters; error texts may quote long values of the peer
 
 _log = logging.getLogger(__name__)
 
 
 class PeerWriter(Protocol):
-    """Flight's way to one peer. Errors of the wire may be raised."""
+    """Flight's writer for one peer. Its methods may raise Arrow, Flight and OS errors."""
 
     def write_metadata(self, metadata: bytes) -> None:
         """A message without rows."""
@@ -56,11 +54,11 @@ class PeerWriter(Protocol):
         ...
 
 
-class Peer:
+class PeerConnection:
     """One exchange with a peer. Its methods may be called from any thread at any time.
 
-    A writer waits for as long as its peer does not read. That is the trouble of the thread that answers the peer, and
-    of no other: what nobody has asked for goes out on a thread of the peer's own (`tell_on`).
+    A write blocks while the peer does not read, and may only block the threads of this peer: the exchange thread
+    sends answers, and a second thread sends unsolicited messages (`send_unsolicited`).
     """
 
     def __init__(self, name: str, who: Introduction, writer: PeerWriter) -> None:
@@ -68,21 +66,21 @@ class Peer:
         self.who = who
         self._writer = writer
         self._lock = threading.Lock()
-        self._is_dead = False
+        self._is_closed = False
         self._num_faults = 0
-        self._unasked: list[Credit | Goodbye | None] = []  # None: nothing follows
-        self._has_unasked = threading.Condition()
+        self._unsolicited: list[Credit | Goodbye | None] = []  # None ends the thread
+        self._has_unsolicited = threading.Condition()
 
     def note_fault(self, error: PipelineRLError) -> None:
-        """Count a message that a sound peer does not send; the 1st, 2nd, 4th, 8th ... are logged."""
+        """Count a faulty message; the 1st, 2nd, 4th, 8th, ... are logged."""
         self._num_faults += 1
         if self._num_faults.bit_count() == 1:
             _log.warning("%s: refused (%d so far): %s", self.name, self._num_faults, str(error)[:_MAX_DETAIL])
 
     def write(self, answer: Answer, rows: pa.RecordBatch | None = None) -> None:
-        """Send, or do nothing if the peer has gone."""
+        """Send an answer; no effect if the exchange has ended."""
         with self._lock:
-            if self._is_dead:
+            if self._is_closed:
                 return
             try:
                 if rows is None:
@@ -90,88 +88,88 @@ class Peer:
                 else:
                     self._writer.write_with_metadata(conform(rows), encode(answer))
             except (pa.ArrowException, fl.FlightError, OSError) as error:
-                _log.debug("%s: write failed, its reader will end: %s", self.name, error)
+                _log.debug("%s: write failed, the read will fail too: %s", self.name, error)
 
     def end(self) -> None:
-        """Forbid every later write. Must precede the return of the exchange's handler."""
+        """Prevent all later writes. Must be called before the exchange's handler returns."""
         with self._lock:
-            self._is_dead = True
-        self._tell(None)
+            self._is_closed = True
+        self._enqueue(None)
 
     def return_credit(self, num_groups: int) -> None:
-        """CreditSink of this peer."""
-        self._tell(Credit(num_groups=num_groups))
+        """Send Credit: the CreditSink of the peer."""
+        self._enqueue(Credit(num_groups=num_groups))
 
     def say_goodbye(self) -> None:
-        """The hub is shutting down."""
-        self._tell(Goodbye())
+        """Send Goodbye: the hub is shutting down."""
+        self._enqueue(Goodbye())
 
-    def _tell(self, news: Credit | Goodbye | None) -> None:
-        with self._has_unasked:
-            before = self._unasked[-1] if self._unasked else None
-            if isinstance(before, Credit) and isinstance(news, Credit):  # the peer has not heard of that one yet
-                self._unasked[-1] = Credit(num_groups=before.num_groups + news.num_groups)
+    def _enqueue(self, message: Credit | Goodbye | None) -> None:
+        with self._has_unsolicited:
+            before = self._unsolicited[-1] if self._unsolicited else None
+            if isinstance(before, Credit) and isinstance(message, Credit):  # not sent yet: add to it
+                self._unsolicited[-1] = Credit(num_groups=before.num_groups + message.num_groups)
             else:
-                self._unasked.append(news)
-            self._has_unasked.notify()
+                self._unsolicited.append(message)
+            self._has_unsolicited.notify()
 
-    def tell_on(self) -> None:
-        """Send what nobody has asked for, until `end`."""
+    def send_unsolicited(self) -> None:
+        """Send unsolicited messages until `end` is called."""
         while True:
-            with self._has_unasked:
-                self._has_unasked.wait_for(lambda: self._unasked)
-                news = self._unasked.pop(0)
-            if news is None:
+            with self._has_unsolicited:
+                self._has_unsolicited.wait_for(lambda: self._unsolicited)
+                message = self._unsolicited.pop(0)
+            if message is None:
                 return
-            self.write(news)
+            self.write(message)
 
 
-class Desk:
-    """Answers peers for a HubService. Thread-safe."""
+class Dispatcher:
+    """Answers the peers of a HubService. Thread-safe."""
 
     def __init__(self, service: HubService, *, max_row_bytes: int, max_tokens_per_row: int) -> None:
         self.is_open = False
-        """Whether peers are let in: not before the start, and not once goodbye is said."""
+        """Whether peers are admitted: False before the start and after `say_goodbye`."""
         self._service = service
         self._max_row_bytes = max_row_bytes
         self._max_tokens_per_row = max_tokens_per_row
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, PeerConnection] = {}
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._turn = threading.Lock()
+        self._actor_lock = threading.Lock()
 
-    def welcome(self, who: Introduction, writer: PeerWriter) -> Peer:
-        """A peer has come; its name is unique: "<role>/<name>#<serial>". `part` must follow unless this raises."""
-        peer = Peer(f"{who}#{next(self._serials)}", who, writer)
-        threading.Thread(target=peer.tell_on, name=f"tell-{peer.name}", daemon=True).start()
+    def connect(self, who: Introduction, writer: PeerWriter) -> PeerConnection:
+        """Add a peer with the unique name "<role>/<name>#<serial>". Unless it raises, `disconnect` must follow."""
+        peer = PeerConnection(f"{who}#{next(self._serials)}", who, writer)
+        threading.Thread(target=peer.send_unsolicited, name=f"unsolicited-{peer.name}", daemon=True).start()
         with self._lock:
             self._peers[peer.name] = peer
-        if not self.is_open:  # it came while goodbye was said to the others
+        if not self.is_open:  # the peer connected while Goodbye was sent to the others
             peer.say_goodbye()
         try:
             self._service.connected(peer.name, peer.return_credit)
         except BaseException:
-            self.part(peer)
+            self.disconnect(peer)
             raise
         return peer
 
-    def part(self, peer: Peer) -> None:
-        """A peer has gone; nothing is written to it when this has returned."""
+    def disconnect(self, peer: PeerConnection) -> None:
+        """Remove a peer; after the return nothing is written to its exchange."""
         peer.end()
         with self._lock:
             self._peers.pop(peer.name, None)
         self._service.disconnected(peer.name)
 
     def say_goodbye(self) -> None:
-        """Tell every peer that the hub is shutting down, and let nobody in any more."""
+        """Send Goodbye to every peer and admit no further peers."""
         self.is_open = False
         with self._lock:
             peers = list(self._peers.values())
         for peer in peers:
             peer.say_goodbye()
 
-    def answer(self, peer: Peer, metadata: bytes, rows: pa.RecordBatch | None) -> None:
-        """Answer one message, whatever is wrong with it."""
+    def answer(self, peer: PeerConnection, metadata: bytes, rows: pa.RecordBatch | None) -> None:
+        """Answer one message; a faulty message is answered with a refusal."""
         try:
             request = parse(metadata)
         except SchemaMismatch as error:
@@ -184,27 +182,27 @@ class Desk:
         for answer, answer_rows in bundled(self._answers_to(peer, request, rows)):
             peer.write(answer, answer_rows)
 
-    def _answer_groups(self, peer: Peer, request: Groups, rows: pa.RecordBatch | None) -> Answers:
-        """Looked at together; when something is wrong, one by one, so that only what is at fault is refused."""
+    def _answer_groups(self, peer: PeerConnection, request: Groups, rows: pa.RecordBatch | None) -> Answers:
+        """Check all groups together. If a check fails, check each group alone and refuse only faulty groups."""
         refs = [group.ref for group in request.groups]
-        with self._turn:
+        with self._actor_lock:
             try:
-                whole = self._sized(rows)
-                check_places(refs, whole)
-                is_checked = self._are_sound(refs, whole)
+                whole = self._conforming(rows)
+                check_row_count(refs, whole)
+                is_checked = self._are_valid(refs, whole)
             except SchemaMismatch as error:
                 refusals = tuple(_refusal(peer, group, error) for group in request.groups)
                 return Answers(re=request.id, answers=refusals)
             if is_checked and peer.who.role == "actor":
-                answers = self._take_together(peer, request.groups, whole)
+                answers = self._handle_together(peer, request.groups, whole)
             else:
                 answers = [
                     self._answer_group(peer, group, part, is_checked)
-                    for group, part in zip(request.groups, apart(refs, whole), strict=True)
+                    for group, part in zip(request.groups, rows_of_groups(refs, whole), strict=True)
                 ]
         return Answers.model_validate({"re": request.id, "answers": answers})
 
-    def _take_together(self, peer: Peer, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
+    def _handle_together(self, peer: PeerConnection, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer]:
         try:
             found = self._service.handle_groups(peer.name, groups, rows)
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
@@ -214,15 +212,17 @@ class Desk:
             for group, answer in zip(groups, found, strict=True)
         ]
 
-    def _answer_group(self, peer: Peer, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
+    def _answer_group(self, peer: PeerConnection, group: Group, rows: pa.RecordBatch, is_checked: bool) -> Answer:
         try:
             check_sender(peer.who, group)
-            [(answer, _)] = self._service.handle(peer.name, group, rows if is_checked else self._admit(group, rows))
+            [(answer, _)] = self._service.handle(
+                peer.name, group, rows if is_checked else self._checked_rows(group, rows)
+            )
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
             return _refusal(peer, group, error)
         return answer
 
-    def _are_sound(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
+    def _are_valid(self, refs: list[GroupRef], rows: pa.RecordBatch) -> bool:
         try:
             check_groups(refs, rows, max_tokens_per_row=self._max_tokens_per_row)
         except SchemaMismatch:
@@ -230,31 +230,31 @@ class Desk:
         return True
 
     def _answers_to(
-        self, peer: Peer, request: Request, rows: pa.RecordBatch | None
+        self, peer: PeerConnection, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-        """What the service says, or why it was not asked."""
+        """The answers of the service, or a refusal."""
         try:
             check_sender(peer.who, request)
             if peer.who.role == "actor":
-                with self._turn:
-                    answers = list(self._service.handle(peer.name, request, self._admit(request, rows)))
+                with self._actor_lock:
+                    answers = list(self._service.handle(peer.name, request, self._checked_rows(request, rows)))
                 yield from answers
-            else:  # a trainer's reserve waits, its rows are read from the store
-                yield from self._service.handle(peer.name, request, self._admit(request, rows))
+            else:  # in parallel: a reserve waits, and rows may be read from the store
+                yield from self._service.handle(peer.name, request, self._checked_rows(request, rows))
         except Exception as error:  # noqa: BLE001 - answered, see _refusal
             yield _refusal(peer, request, error), None
 
-    def _admit(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
-        """The door: rows exactly with group messages, of the right schema and size, those that the message names."""
+    def _checked_rows(self, request: Request, rows: pa.RecordBatch | None) -> pa.RecordBatch | None:
+        """Raises SchemaMismatch for rows of a non-group message, and for invalid rows of a group message."""
         if not isinstance(request, Group):
             if rows is not None:
                 raise SchemaMismatch(f"a {request.kind} message carries no rows")
             return None
-        rows = self._sized(rows)
+        rows = self._conforming(rows)
         check_groups([request.ref], rows, max_tokens_per_row=self._max_tokens_per_row)
         return rows
 
-    def _sized(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
+    def _conforming(self, rows: pa.RecordBatch | None) -> pa.RecordBatch:
         if rows is None:
             raise SchemaMismatch("a group message carries its rows as the record batch of the same write")
         num_bytes = rows.get_total_buffer_size()
@@ -263,8 +263,8 @@ class Desk:
         return conform(rows)
 
 
-def _refusal(peer: Peer, request: Request, error: Exception) -> Refused:
-    """One bad request must not end the hub, nor show its insides."""
+def _refusal(peer: PeerConnection, request: Request, error: Exception) -> Refused:
+    """The refusal of a request. The text of an unexpected error is logged and not sent to the peer."""
     if not isinstance(error, PipelineRLError):
         _log.error("%s: %s failed", peer.name, request.kind, exc_info=error)
         return Refused(re=request.id, code="internal", detail=f"{request.kind}: {type(error).__name__} in the hub")

@@ -1,4 +1,4 @@
-"""The refusals of the hub, for both sides: the error behind each code, and what the refused peer does next."""
+"""The refusal codes of the hub: the error that each code stands for, and the next action of the refused peer."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from pipelinerl_core.messages import Refused
 
 
 class Next(Enum):
-    """What a refused peer does next.
+    """The next action of a refused peer.
 
     A trainer repeats a request for rows until a deadline, unless the code is `schema` or `fenced`.
     """
@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
     """The meaning of one code."""
 
     error: type[PipelineRLError] | None
-    """What the hub raised and the peer raises; None: StreamError, which names the code."""
+    """The error that the hub raised and the peer raises. None: the peer raises StreamError with the code."""
     next: Next
 
 
@@ -49,17 +49,17 @@ _UNKNOWN = Refusal(None, Next.END)
 
 
 def code_of(error: PipelineRLError) -> str:
-    """The code with which the hub refuses a request that has raised this error."""
+    """The code of the refusal for an error of the hub."""
     found = (code for code, refusal in REFUSALS.items() if refusal.error and isinstance(error, refusal.error))
     return next(found, "internal")
 
 
 def error_of(refused: Refused) -> PipelineRLError:
-    """The error that a refusal is for the peer."""
+    """The error that the peer raises for a refusal."""
     error = REFUSALS.get(refused.code, _UNKNOWN).error
     return error(refused.detail) if error else StreamError(f"the hub refused ({refused.code}): {refused.detail}")
 
 
 def after(refused: Refused) -> Next:
-    """What the peer does next; a code that this version does not know ends the role."""
+    """The next action of the peer; an unknown code ends the role."""
     return REFUSALS.get(refused.code, _UNKNOWN).next

@@ -1,8 +1,8 @@
-"""The hub's side of the channel: an Arrow Flight server with an exchange per peer.
+"""The hub's side of the channel: an Arrow Flight server with one exchange per peer.
 
-Two properties of Flight shape this module. Its shutdown waits for every open stream without a deadline: after
-`shutdown` the process must leave by os._exit. And writing to an exchange whose handler has returned crashes the
-process (channel/dispatcher.py has the lock for that).
+Two properties of Flight shape this module. The shutdown of Flight waits for every open stream without a deadline:
+after `shutdown` the process must end with os._exit. A write to an exchange whose handler has returned crashes the
+process: channel/dispatcher.py prevents such writes with a lock.
 """
 
 import hmac
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 
 from pipelinerl_core.channel.admission import introduction
-from pipelinerl_core.channel.dispatcher import Desk, Peer
+from pipelinerl_core.channel.dispatcher import Dispatcher, PeerConnection
 from pipelinerl_core.channel.tls import Credentials
 from pipelinerl_core.data.checks import MAX_TOKENS_PER_ROW
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class HubServer:
-    """Serves a HubService. It listens from construction; `start` lets peers in; `shutdown` ends it."""
+    """Serves a HubService. It listens after construction, admits peers after `start`, and ends with `shutdown`."""
 
     def __init__(
         self,
@@ -41,24 +41,24 @@ class HubServer:
         max_tokens_per_row: int = MAX_TOKENS_PER_ROW,
         credentials: Credentials | None = None,
     ) -> None:
-        """With `credentials` the channel is TLS."""
+        """With `credentials` the channel uses TLS. Raises ValueError for an empty token."""
         if not token:
-            raise ValueError("the hub needs a token; an empty one would let everybody in")
+            raise ValueError("the hub needs a token: with an empty token every client would be admitted")
         scheme = "grpc" if credentials is None else "grpc+tls"
-        self._desk = Desk(service, max_row_bytes=max_row_bytes, max_tokens_per_row=max_tokens_per_row)
-        self._flight = _Flight(self._desk, f"{scheme}://{host}:{port}", token, credentials)
+        self._dispatcher = Dispatcher(service, max_row_bytes=max_row_bytes, max_tokens_per_row=max_tokens_per_row)
+        self._flight = _Flight(self._dispatcher, f"{scheme}://{host}:{port}", token, credentials)
         self.url = f"{scheme}://{host}:{self._flight.port}"
 
     def start(self) -> None:
-        """Let peers in; earlier ones are told to come again. Peers are served on threads of their own."""
-        self._desk.is_open = True
+        """Admit peers. Earlier connections are refused as unavailable. Each peer is served by its own thread."""
+        self._dispatcher.is_open = True
 
     def shutdown(self, seconds: float) -> bool:
-        """Say goodbye to every peer, wait up to `seconds` for them to leave; True if all have.
+        """Send Goodbye to every peer and wait up to `seconds` until all have disconnected; False after a timeout.
 
-        Whatever it returns, the process must then leave by os._exit: threads of open streams would hold up its exit.
+        In both cases the process must then end with os._exit: threads of open streams would block a normal exit.
         """
-        self._desk.say_goodbye()
+        self._dispatcher.say_goodbye()
         waiter = threading.Thread(target=self._flight.shutdown, name="flight-shutdown", daemon=True)
         waiter.start()
         waiter.join(seconds)
@@ -66,29 +66,29 @@ class HubServer:
 
 
 class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types
-    def __init__(self, desk: Desk, location: str, token: str, credentials: Credentials | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, location: str, token: str, credentials: Credentials | None) -> None:
         certificates = None if credentials is None else [tuple(credentials)]
         super().__init__(location, tls_certificates=certificates, middleware={"token": _TokenCheck(token)})
-        self._desk = desk
+        self._dispatcher = dispatcher
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """One peer, from its coming to its going."""
+        """Serve one peer until its exchange ends."""
         who = introduction(descriptor.command)
-        if not self._desk.is_open:
+        if not self._dispatcher.is_open:
             raise fl.FlightUnavailableError("the hub is starting or shutting down")
         writer.begin(ROLLOUT_SCHEMA)
         try:
-            peer = self._desk.welcome(who, writer)
+            peer = self._dispatcher.connect(who, writer)
             try:
                 self._converse(peer, reader)
             finally:
-                self._desk.part(peer)
+                self._dispatcher.disconnect(peer)
         except Exception as error:  # noqa: BLE001 - a traceback must not reach the peer
             _log.exception("%s: exchange failed", who)
             raise fl.FlightInternalError(f"the hub ended the exchange: {type(error).__name__}") from None
-        _log.info("%s has gone%s", peer.name, " (connection lost)" if context.is_cancelled() else "")
+        _log.info("%s disconnected%s", peer.name, " (connection lost)" if context.is_cancelled() else "")
 
-    def _converse(self, peer: Peer, reader: Any) -> None:
+    def _converse(self, peer: PeerConnection, reader: Any) -> None:
         while True:
             try:
                 chunk = reader.read_chunk()
@@ -98,7 +98,7 @@ class _Flight(fl.FlightServerBase):  # type: ignore[misc]  # pyarrow has no type
                 _log.info("%s: read failed: %s", peer.name, error)
                 return
             metadata = chunk.app_metadata.to_pybytes() if chunk.app_metadata is not None else b""
-            self._desk.answer(peer, metadata, chunk.data)
+            self._dispatcher.answer(peer, metadata, chunk.data)
 
 
 class _TokenCheck(fl.ServerMiddlewareFactory):  # type: ignore[misc]  # pyarrow has no types

@@ -1,7 +1,7 @@
-"""The hub's certificate: made anew at each start, signed by itself, trusted by those who read it in hub.json.
+"""The hub's TLS certificate: created at each start, self-signed, published to clients in hub.json.
 
-Nobody vouches for it and nobody needs to: clients take exactly this one, and whoever can write hub.json can send them
-anywhere. The private key stays in the memory of the hub.
+No certificate authority is needed: clients accept only this certificate. Write access to hub.json already allows
+redirecting clients, so hub.json is trusted. The private key stays in the memory of the hub.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -14,12 +14,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from pipelinerl_core.channel.connection import CERTIFIED_NAME
 
-_SKEW = timedelta(days=1)  # between the clocks of hosts
-_LIFE = timedelta(days=3650)  # it ends with its hub
+_SKEW = timedelta(days=1)  # tolerated difference between the clocks of hosts
+_LIFE = timedelta(days=3650)  # longer than any hub process
 
 
 class Credentials(NamedTuple):
-    """Both PEM."""
+    """A certificate and its private key, both PEM."""
 
     certificate: str
     key: str

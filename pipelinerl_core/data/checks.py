@@ -58,12 +58,12 @@ def split_groups(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
     return _parts(batch, starts_G)
 
 
-def apart(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """The rows of each group, which are views. Ask `check_places` first: Arrow dies of a column that is too short."""
+def rows_of_groups(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """The rows of each group as views of the batch. Call `check_row_count` first: Arrow crashes on a short column."""
     return _parts(batch, _starts(refs, batch.num_rows))
 
 
-def check_places(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> None:
+def check_row_count(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> None:
     """Raises SchemaMismatch when the batch is none, or has more or fewer rows than its groups."""
     _validate(batch, full=False)
     _starts(refs, batch.num_rows)

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.algo.spans import clipped, joined
-from pipelinerl_core.continuation import Holder, PartialRow
 from pipelinerl_core.data.codec import (
     from_segment,
     list_column,
@@ -33,7 +32,7 @@ from pipelinerl_core.data.schema import PARTIAL_SCHEMA, conform
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.records import partial_key, partial_prefix
-from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome
+from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, PartialRow, PreviousHolder
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ class PartialReader:
         self._lock = threading.Lock()
         self._logs: OrderedDict[tuple[str, int], tuple[float, _Log]] = OrderedDict()
 
-    def take_over(self, group_id: int, holders: Sequence[Holder]) -> dict[int, PartialRow]:
+    def read_continuations(self, group_id: int, holders: Sequence[PreviousHolder]) -> dict[int, PartialRow]:
         """rollout_index -> what is known of it: from the newest of the holders that knew anything of this rollout."""
         taken: dict[int, PartialRow] = {}
         for holder in holders:
@@ -151,13 +150,13 @@ class PartialReader:
                 taken.setdefault(index, _with_origin(row, holder))
         return taken
 
-    def holders(self) -> dict[int, list[Holder]]:
+    def holders(self) -> dict[int, list[PreviousHolder]]:
         """group_id -> everyone whose log holds rows of it, newest attempt first. Reads every log."""
-        found: dict[int, list[Holder]] = {}
+        found: dict[int, list[PreviousHolder]] = {}
         names = {tuple(key.split("/")[1:3]) for key in self._store.list("partials")}
         for actor, epoch in sorted(names):
             for group_id, attempt in self._log(actor, int(epoch)):
-                found.setdefault(group_id, []).append(Holder(actor, int(epoch), attempt))
+                found.setdefault(group_id, []).append(PreviousHolder(actor, int(epoch), attempt))
         return {group_id: sorted(holders, key=lambda h: -h.attempt) for group_id, holders in found.items()}
 
     def _log(self, actor: str, epoch: int) -> _Log:
@@ -211,7 +210,7 @@ def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
     )
 
 
-def _with_origin(row: PartialRow, holder: Holder) -> PartialRow:
+def _with_origin(row: PartialRow, holder: PreviousHolder) -> PartialRow:
     """The same, with the holder named for the tokens that nobody before it had sampled."""
     own = len(row.token_ids) - sum(origin.num_tokens for origin in row.origins)
     if own <= 0:

@@ -1,11 +1,11 @@
-"""Prompt accounting: leases, admission, order, fates. Pure logic: no input, no output, an injected clock.
+"""Accounting of groups: leases, admission, order, fates. Pure logic without input or output; the clock is injected.
 
     never leased --grant--> leased --rows arrive--> ready --reserve--> reserved --commit--> trained
                               |  ^                    |
                       expiry  v  | attempt + 1        +--> filtered, failed (at once), dropped_stale (at a reserve)
                             queued
 
-Every group below the prompt frontier is in exactly one of these places.
+Every group below the prompt frontier is in exactly one of these states.
 """
 
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult

@@ -1,4 +1,4 @@
-"""What actors say about themselves: their newest sample, and every swap until a commit has recorded it."""
+"""Reports of actors: the newest sample of each actor epoch, and every swap until a commit has recorded the swap."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,28 +7,28 @@ from pipelinerl_core.messages import Sync
 from pipelinerl_core.run.records import ActorSample, SwapRecord
 
 SWAP_COUNTER = "swap_version"
-"""Counter of an ActorSample: newest version whose swap had been heard of (and is in a commit up to this one)."""
+"""Counter of an ActorSample: newest version whose swap was reported, and recorded in this or an earlier commit."""
 
 
-class ActorBook:
+class ActorReports:
     """Samples and swaps by actor epoch."""
 
     def __init__(self) -> None:
         """Empty."""
         self.samples: dict[ActorKey, ActorSample] = {}
-        self._heard: dict[ActorKey, int] = {}  # newest swap version
+        self._reported: dict[ActorKey, int] = {}  # newest swap version
         self._committed: dict[ActorKey, int] = {}
-        self._pending: list[SwapRecord] = []  # in no reservation
+        self._pending: list[SwapRecord] = []  # not yet part of a reservation
 
     def restore(self, actors: Mapping[str, ActorSample]) -> None:
-        """From a commit."""
+        """Restore samples and swap versions from a commit."""
         for key, sample in actors.items():
             actor = ActorKey.parse(key)
             self.samples[actor] = sample
-            self._heard[actor] = self._committed[actor] = int(sample.counters.get(SWAP_COUNTER, -1))
+            self._reported[actor] = self._committed[actor] = int(sample.counters.get(SWAP_COUNTER, -1))
 
-    def hear(self, actor: ActorKey, sync: Sync, now: float) -> list[SwapRecord]:
-        """Take in a sync; returns the swaps that are new."""
+    def record_sync(self, actor: ActorKey, sync: Sync, now: float) -> list[SwapRecord]:
+        """Store the sample and the swaps of a sync; returns the new swaps."""
         self.samples[actor] = ActorSample(
             at=now,
             engine_version=sync.engine_version,
@@ -40,31 +40,31 @@ class ActorBook:
             counters=sync.counters,
         )
         reported = sorted((SwapRecord.model_validate(swap) for swap in sync.swaps), key=lambda swap: swap.version)
-        new = [swap for swap in reported if swap.version > self._heard.get(actor, -1)]
+        new = [swap for swap in reported if swap.version > self._reported.get(actor, -1)]
         if new:
-            self._heard[actor] = new[-1].version
+            self._reported[actor] = new[-1].version
             self._pending.extend(new)
         return new
 
     def take_swaps(self) -> list[SwapRecord]:
-        """Every swap that no reservation has taken yet."""
+        """Remove and return all pending swaps, for a reservation."""
         taken, self._pending = self._pending, []
         return taken
 
     def return_swaps(self, swaps: Iterable[SwapRecord]) -> None:
-        """The reservation that took them was given up."""
+        """Make swaps of an abandoned reservation pending again."""
         self._pending = [*swaps, *self._pending]
 
     def commit_swaps(self, swaps: Iterable[SwapRecord]) -> None:
-        """A commit records them: their actors may forget them."""
+        """Note that a commit records these swaps: their actors need not report them again."""
         for swap in swaps:
             actor = ActorKey(swap.actor, swap.actor_epoch)
             self._committed[actor] = max(self._committed.get(actor, -1), swap.version)
 
     def acknowledged(self, actor: ActorKey, *, is_final: bool) -> int:
-        """Newest swap version that the actor may forget: in a commit, or heard when no commit follows."""
-        return (self._heard if is_final else self._committed).get(actor, -1)
+        """Newest swap version that the actor need not report again: committed, or with `is_final` only reported."""
+        return (self._reported if is_final else self._committed).get(actor, -1)
 
     def swap_version(self, actor: ActorKey) -> int:
-        """Newest swap version heard of."""
-        return self._heard.get(actor, -1)
+        """Newest reported swap version; -1 for none."""
+        return self._reported.get(actor, -1)

@@ -1,17 +1,16 @@
-"""The nouns of the ledger: who holds a group, and what must be known of its rows."""
+"""The data types of the ledger: actor epochs, leases, and summaries of groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.run.records import SwapRecord
-from pipelinerl_core.types import GroupRef, LengthTotals
+from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder
 
 
 class ActorKey(NamedTuple):
-    """One life of one actor."""
+    """One epoch of one actor."""
 
     name: str
     epoch: int
@@ -28,47 +27,47 @@ class ActorKey(NamedTuple):
 
 
 class Arrival(StrEnum):
-    """What became of a delivered group."""
+    """The result of a group's arrival."""
 
     READY = "ready"
     FILTERED = "filtered"
     FAILED = "failed"
-    KNOWN = "known"  # the same attempt had arrived before: acknowledged and ignored
+    KNOWN = "known"  # the same attempt arrived before: acknowledged and ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """A lease as the ledger gives it; its prompt is PromptSource.prompt(group_id)."""
+    """A lease as granted by the ledger; its prompt is PromptSource.prompt(group_id)."""
 
     group_id: int
     attempt: int
     lease_id: str
     deadline_seconds: float
     """Unix seconds."""
-    holders: tuple[Holder, ...] = ()
-    """Who held the group before, newest first."""
+    holders: tuple[PreviousHolder, ...] = ()
+    """Previous holders of the group, newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """What the ledger must know of the rows of a finished group.
+    """The facts about the rows of a finished group that the ledger needs.
 
-    Only scored rollouts can be trained, so only their tokens have versions here; the rest of `ref.num_tokens` belongs
-    to rollouts with outcome error.
+    Only scored rollouts can be trained, so the summary has versions for their tokens only. The rest of
+    `ref.num_tokens` belongs to rollouts with outcome error.
     """
 
     ref: GroupRef
     rewards: tuple[float, ...]
-    """Of the scored rollouts."""
+    """Rewards of the scored rollouts."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Completion tokens of the scored rollouts per weight version that sampled them."""
     lengths_by_version: Mapping[int, LengthTotals] = field(default_factory=dict)
-    """The same tokens, for the length-bias meter."""
+    """Lengths of the same tokens, for the length-bias meter."""
     lengths_unscored: LengthTotals = field(default_factory=LengthTotals)
-    """Tokens of the rollouts with outcome error, for the length-bias meter."""
+    """Lengths of tokens of rollouts with outcome error, for the length-bias meter."""
 
     def __post_init__(self) -> None:
-        """Reject counts that cannot be."""
+        """Raises ValueError for inconsistent token counts."""
         if self.num_scored_tokens > self.ref.num_tokens:
             raise ValueError(
                 f"group {self.ref.group_id}: {self.num_scored_tokens} tokens of scored rollouts, "
@@ -77,7 +76,7 @@ class GroupSummary:
 
     @property
     def actor(self) -> ActorKey:
-        """Who sampled it."""
+        """The actor epoch that delivered the group."""
         return ActorKey(self.ref.actor, self.ref.actor_epoch)
 
     @property
@@ -87,7 +86,7 @@ class GroupSummary:
 
     @property
     def lengths(self) -> LengthTotals:
-        """All its tokens."""
+        """Lengths of all tokens."""
         return sum(self.lengths_by_version.values(), self.lengths_unscored)
 
 
@@ -97,15 +96,15 @@ class SealedGroup:
 
     summary: GroupSummary
     seq: int
-    """Of the segment, within the actor epoch of the group."""
+    """Number of the segment within the actor epoch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncResult:
-    """What an actor is told."""
+    """The ledger's answer to a sync."""
 
     leases: tuple[Grant, ...]
-    """New ones, and again those it should have and did not list."""
+    """New leases, and leases of the actor that are missing in its list."""
     stop_leases: tuple[str, ...]
     swaps: tuple[SwapRecord, ...]
-    """Swaps that are news."""
+    """Swaps reported for the first time."""

@@ -1,10 +1,11 @@
-"""The length-bias meter: from which completions, and from which part of them, the tokens of each class come.
+"""The length-bias meter: the lengths of the completions that the tokens of each class belong to.
 
-It books what the token ledger books, for every token whose rows have arrived at the hub, so it closes like that:
+The meter counts the same events as the token ledger, for tokens whose rows have arrived at the hub, and has the same
+invariant:
 
 arrived = trained + masked_stale + dropped_stale + filtered + failed + superseded + ready
 
-Tokens of groups that are still running are in no class: nobody knows yet how long they will be.
+Tokens of unfinished groups are in no class: their completion lengths are not known yet.
 """
 
 from collections.abc import Mapping
@@ -14,14 +15,14 @@ from dataclasses import dataclass, field
 from pipelinerl_core.types import LengthTotals
 
 GENERATED = "generated"
-"""Name in totals() of what has arrived."""
+"""Name in totals() of all arrived tokens."""
 READY = "ready"
-"""Name in totals() of what is here and undecided: ready and reserved groups."""
+"""Name in totals() of the tokens of ready and reserved groups."""
 
 
 @dataclass(slots=True)
 class _Sums:
-    """LengthTotals that grow in place: every group that arrives or is trained is added to some."""
+    """A mutable LengthTotals."""
 
     num_tokens: int = 0
     first_third: int = 0
@@ -45,43 +46,43 @@ class _Sums:
 
 @dataclass(slots=True)
 class LengthMeter:
-    """Totals of what has arrived, and of what has ended somewhere."""
+    """Totals of arrived tokens, and of decided tokens by class."""
 
     _arrived: _Sums = field(default_factory=_Sums)
-    _settled: dict[str, _Sums] = field(default_factory=dict)
+    _decided: dict[str, _Sums] = field(default_factory=dict)
 
     @classmethod
     def restore(cls, lengths: Mapping[str, LengthTotals]) -> "LengthMeter":
-        """From a commit: what had ended. What had only arrived arrives again from its segment."""
+        """Restore decided tokens from a commit. Undecided tokens arrive again from their segments."""
         meter = cls()
-        settled = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
-        for totals in settled.values():
+        decided = {name: totals for name, totals in lengths.items() if name not in (GENERATED, READY)}
+        for totals in decided.values():
             meter.arrive(totals)
-        meter.settle(settled)
+        meter.decide(decided)
         return meter
 
     def copy(self) -> "LengthMeter":
         """An independent copy."""
-        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._settled.items()})
+        return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._decided.items()})
 
     @property
     def arrived(self) -> LengthTotals:
-        """Of all rows that have arrived."""
+        """Totals of all arrived tokens."""
         return self._arrived.totals()
 
     def arrive(self, lengths: LengthTotals) -> None:
-        """Rows are here."""
+        """Count arrived tokens."""
         self._arrived.add(lengths)
 
-    def settle(self, split: Mapping[str, LengthTotals]) -> None:
-        """Tokens that are here end, by class."""
+    def decide(self, split: Mapping[str, LengthTotals]) -> None:
+        """Count decided tokens, by class."""
         for name, lengths in split.items():
             if lengths.num_tokens:
-                self._settled.setdefault(name, _Sums()).add(lengths)
+                self._decided.setdefault(name, _Sums()).add(lengths)
 
     def totals(self) -> dict[str, LengthTotals]:
-        """By class, `generated` first; classes without a token are left out."""
-        settled = {name: sums.totals() for name, sums in self._settled.items()}
-        ready = self.arrived - sum(settled.values(), LengthTotals())
-        classes = {GENERATED: self.arrived, **settled, READY: ready}
+        """Totals by class, `generated` first; classes without tokens are left out."""
+        decided = {name: sums.totals() for name, sums in self._decided.items()}
+        ready = self.arrived - sum(decided.values(), LengthTotals())
+        classes = {GENERATED: self.arrived, **decided, READY: ready}
         return {name: lengths for name, lengths in classes.items() if lengths.num_tokens}

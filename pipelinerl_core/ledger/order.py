@@ -1,10 +1,10 @@
-"""The lag rule: which tokens are live at a step, and which groups go first.
+"""The lag rule: which tokens are live at a step, and in which order groups are trained.
 
 lag of a token at step n = n - 1 - weight_version; it is live while lag <= max_lag. A group's deadline at step n is
-the last step at which its oldest token that is live at n still is.
+the last step at which the oldest of its tokens that are live at n is live.
 
 Example with max_lag 4: tokens of versions 3 and 7. At step 8 version 3 has lag 4 and is live: deadline 3 + 1 + 4 = 8.
-At step 9 it is dead, and the deadline follows version 7: 12.
+At step 9 version 3 is stale, and version 7 determines the deadline: 12.
 """
 
 from typing import Literal
@@ -15,9 +15,9 @@ from pipelinerl_core.types import LengthTotals
 
 
 def deadline(summary: GroupSummary, step: int, *, max_lag: int, stale: Literal["mask", "drop", "wait"]) -> int | None:
-    """Last step for which the group's oldest live token is live; None when the group is stale at `step`.
+    """The deadline of a group at `step`; None if the group is stale.
 
-    mask, wait: stale without a single live token. drop: stale with a single dead one.
+    mask, wait: a group is stale if no token is live. drop: a group is stale if any token is stale.
     """
     versions = summary.tokens_by_version
     if stale == "drop" and any(deadline_step(version, max_lag) < step for version in versions):
@@ -26,9 +26,9 @@ def deadline(summary: GroupSummary, step: int, *, max_lag: int, stale: Literal["
 
 
 def split_trained(summary: GroupSummary, step: int, max_lag: int) -> dict[str, int]:
-    """Where the tokens of a group go when it is trained at `step`.
+    """Tokens by class of a group that is trained at `step`.
 
-    Live tokens are trained, dead ones masked_stale, those of rollouts that could not be scored failed.
+    Live tokens are trained, stale tokens masked_stale, and tokens of rollouts with outcome error failed.
     """
     trained = sum(num for version, num in summary.tokens_by_version.items() if step - 1 - version <= max_lag)
     scored = summary.num_scored_tokens

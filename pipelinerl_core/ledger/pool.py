@@ -1,4 +1,4 @@
-"""Where every group is, and the moves between these places; tokens move with their groups."""
+"""The state of every group and the transitions between states; tokens move with their groups."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from pipelinerl_core.ledger.ready import ReadyGroups
 from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
-from pipelinerl_core.ledger.tokens import NOBODY, TokenLedger
+from pipelinerl_core.ledger.tokens import UNKNOWN_ACTOR, TokenLedger
 from pipelinerl_core.messages import FateRecord, LeaseRef
 from pipelinerl_core.types import Fate, GroupRef
 
@@ -23,28 +23,28 @@ class GroupPool:
         """`first_attempt`: number of this hub's first attempts; lower ones were granted by earlier hubs."""
         self._config = config
         self._first_attempt = first_attempt
-        # Decided group -> the attempt that counted. Of this hub's groups that are not here the first one did; of
-        # those of earlier hubs it is not known.
+        # Decided group -> the attempt that counted. For an absent group of this hub the first attempt counted; for an
+        # absent group of an earlier hub the attempt is unknown.
         self._attempts: dict[int, int] = {}
         self._first_own_group = 0
-        self._nameless: dict[tuple[int, int], int] = {}  # decided groups whose tokens are NOBODY's -> tokens
-        self._superseded: set[tuple[int, int]] = set()  # each is counted once
+        self._unattributed: dict[tuple[int, int], int] = {}  # decided groups with tokens of UNKNOWN_ACTOR -> tokens
+        self._superseded: set[tuple[int, int]] = set()  # attempts already counted as superseded
         self.leases = Leases(
             lease_seconds=config.placement.lease_seconds, first_attempt=first_attempt, boot_id=boot_id
         )
         self.ready = ReadyGroups()
         self.reservations: dict[int, Reservation] = {}
         self.fates: list[FateRecord] = []
-        """Untrained, not yet told to the trainer."""
+        """Untrained fates that are not yet part of a reservation."""
         self.tokens = TokenLedger()
         self.segments = SegmentIndex()
         self.next_group_id = 0
 
     def start_at(self, group_id: int) -> None:
-        """Groups below were leased by earlier hubs."""
+        """Set the frontier: groups below `group_id` were leased by earlier hubs."""
         self.next_group_id = self._first_own_group = group_id
 
-    # ---- where -----------------------------------------------------------------------------------------------
+    # ---- queries ---------------------------------------------------------------------------------------------
 
     @property
     def num_reserved(self) -> int:
@@ -52,7 +52,7 @@ class GroupPool:
         return sum(len(reservation.refs) for reservation in self.reservations.values())
 
     def reservation_of(self, group_id: int) -> Reservation | None:
-        """The reservation that holds a group."""
+        """The reservation that holds a group; None if the group is not reserved."""
         for reservation in self.reservations.values():
             if group_id in reservation.refs:
                 return reservation
@@ -68,7 +68,7 @@ class GroupPool:
         )
 
     def needs_rows(self, group_id: int, attempt: int) -> bool:
-        """Whether the trainer may still ask for the rows of this attempt."""
+        """Whether the trainer may still request the rows of this attempt."""
         summary = self.ready.get(group_id)
         if summary is not None:
             return summary.ref.attempt == attempt
@@ -76,14 +76,14 @@ class GroupPool:
         return reservation is not None and reservation.refs[group_id].attempt == attempt
 
     def needed_rows(self) -> set[tuple[int, int]]:
-        """(group_id, attempt) of all groups whose rows the trainer may still ask for."""
+        """(group_id, attempt) of all groups whose rows the trainer may still request."""
         needed = self.ready.keys()
         for reservation in self.reservations.values():
             needed.update((ref.group_id, ref.attempt) for ref in reservation.refs.values())
         return needed
 
     def holder(self, group_id: int, attempt: int) -> ActorKey | None:
-        """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
+        """The actor epoch that holds or delivered this attempt; None if it is neither leased, ready nor reserved."""
         lease = self.leases.held(group_id)
         if lease is not None:
             return lease.actor if lease.grant.attempt == attempt else None
@@ -93,13 +93,13 @@ class GroupPool:
         return ActorKey(ref.actor, ref.actor_epoch) if ref is not None and ref.attempt == attempt else None
 
     def open_groups(self) -> tuple[int, ...]:
-        """Groups without a fate that are in no reservation."""
+        """Leased, queued and ready groups, sorted."""
         return tuple(sorted([*self.leases.group_ids(), *self.ready]))
 
     # ---- to leased -------------------------------------------------------------------------------------------
 
     def next_group(self) -> int:
-        """The group to lease next: those that lost a lease, then the next prompt."""
+        """The group to lease next: a queued group, else the next prompt."""
         queued = self.leases.first_queued()
         if queued is not None:
             return queued
@@ -107,7 +107,7 @@ class GroupPool:
         return self.next_group_id - 1
 
     def claim(self, lease: LeaseRef, actor: ActorKey, now: float) -> None:
-        """A lease of an earlier hub stays its holder's while nobody else has the group."""
+        """Put a lease of an earlier hub into force again, unless the group is leased or decided."""
         if lease.attempt >= self._first_attempt:
             return
         self.extend_frontier(lease.group_id)
@@ -115,7 +115,7 @@ class GroupPool:
             self.leases.claim(lease, actor, now)
 
     def extend_frontier(self, group_id: int) -> None:
-        """An earlier hub leased this group and all before it, perhaps after its last commit."""
+        """Queue all groups up to `group_id` that this hub does not know: an earlier hub leased them."""
         for unknown in range(self.next_group_id, group_id + 1):
             self.leases.queue(unknown)
         self.next_group_id = max(self.next_group_id, group_id + 1)
@@ -123,7 +123,7 @@ class GroupPool:
     # ---- to ready --------------------------------------------------------------------------------------------
 
     def add(self, summary: GroupSummary, lease_id: str) -> Arrival:
-        """Take in a finished group. Raises StaleLease when its lease is not in force."""
+        """Add a finished group. Raises StaleLease if its lease is not in force."""
         ref = summary.ref
         if self._is_known(summary):
             return Arrival.KNOWN
@@ -152,21 +152,21 @@ class GroupPool:
             is_same = reservation.refs[ref.group_id].attempt == ref.attempt
             if is_same and ref.group_id not in reservation.summaries:
                 reservation.summaries[ref.group_id] = summary
-                self.tokens.lengths.arrive(summary.lengths)  # its tokens came with the reservation
+                self.tokens.lengths.arrive(summary.lengths)  # its tokens were counted with the reservation
             return is_same
         if ref.group_id >= self.next_group_id or self.is_open(ref.group_id):
             return False
-        num_tokens = self._nameless.pop((ref.group_id, ref.attempt), 0)
+        num_tokens = self._unattributed.pop((ref.group_id, ref.attempt), 0)
         self.tokens.assign(summary.actor, num_tokens)
         return self._counted_attempt(ref.group_id, ref.attempt) == ref.attempt
 
     def _counted_attempt(self, group_id: int, unknown: int) -> int:
-        """The attempt with which a group was decided; `unknown` if that was before this hub."""
+        """The attempt with which a group was decided; `unknown` if an earlier hub leased the group."""
         own = self._first_attempt if group_id >= self._first_own_group else unknown
         return self._attempts.get(group_id, own)
 
     def _note_decided(self, group_id: int, attempt: int) -> None:
-        """Nearly every group is decided by its first attempt: of those nothing is kept, however long the run is."""
+        """Store the attempt of a decided group, except the usual first attempt, so that memory stays bounded."""
         if attempt != self._first_attempt or group_id < self._first_own_group:
             self._attempts[group_id] = attempt
 
@@ -189,34 +189,36 @@ class GroupPool:
     # ---- to reserved and back --------------------------------------------------------------------------------
 
     def drop_stale(self, step: int) -> None:
-        """Decide the ready groups that are stale at a step; each is looked at once per step."""
+        """Decide the ready groups that are stale at a step; each group is checked once per step."""
         rules = self._config.schedule
-        for summary in self.ready.look(step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)):
+        for summary in self.ready.take_stale(
+            step, lambda g: deadline(g, step, max_lag=rules.max_lag, stale=rules.stale)
+        ):
             self.decide(summary, Fate.DROPPED_STALE)
 
     def choose(self, step: int, schedule: Schedule) -> list[int]:
-        """The groups of a step, by group_id: those of the first priority, once the stale ones are dropped."""
+        """The ready groups with the highest priority for a step, sorted by group_id; call `drop_stale` first."""
         num = self._config.trainer.groups_per_step
         first = self.ready.first(num, lambda last, group_id: schedule.priority(step, last, group_id))
-        return sorted(first)  # an order of rows that all schedules share
+        return sorted(first)  # the same order of rows for all schedules
 
-    def seize(self, ref: GroupRef) -> GroupSummary | None:
-        """Take a group that a trainer holds out of wherever it is; its summary if these rows are here.
+    def take_reserved(self, ref: GroupRef) -> GroupSummary | None:
+        """Remove a group that a trainer has reserved from its current state; its summary if the rows are present.
 
-        The trainer may be about to commit it, so its word counts more than another attempt or lease.
+        The trainer may commit the group, so the reservation has precedence over another attempt or lease.
         """
         self.extend_frontier(ref.group_id)
         self.leases.remove(ref.group_id)
         summary = self.ready.pop(ref.group_id)
         if summary is not None and summary.ref.attempt != ref.attempt:
-            self.tokens.settle_group(summary, "superseded")
+            self.tokens.decide_group(summary, "superseded")
             summary = None
         if summary is None:
             self.tokens.arrive_ref(ref)
         return summary
 
-    def give_back(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
-        """Groups of a reservation are ready again; those whose rows never came are leased once more."""
+    def return_groups(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+        """Make groups of a reservation ready again; groups whose rows never arrived are queued."""
         for group_id in group_ids:
             ref = reservation.refs.pop(group_id)
             summary = reservation.summaries.pop(group_id, None)
@@ -226,14 +228,14 @@ class GroupPool:
                 self.tokens.arrive_ref(ref, -1)
                 self.leases.queue(group_id, ref.attempt + 1)
 
-    def lose(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
-        """The rows of groups of a reservation cannot be read by anyone: they are leased once more."""
+    def requeue_lost(self, reservation: Reservation, group_ids: Iterable[int]) -> None:
+        """Queue groups of a reservation whose rows cannot be read."""
         for group_id in group_ids:
             ref = reservation.refs.pop(group_id)
             summary = reservation.summaries.pop(group_id, None)
             if summary is not None:
                 self._superseded.add((group_id, ref.attempt))
-                self.tokens.settle_group(summary, "superseded")
+                self.tokens.decide_group(summary, "superseded")
             else:
                 self.tokens.arrive_ref(ref, -1)
             self.leases.queue(group_id, ref.attempt + 1)
@@ -241,25 +243,25 @@ class GroupPool:
     # ---- to decided ------------------------------------------------------------------------------------------
 
     def decide(self, summary: GroupSummary, fate: Fate) -> None:
-        """An untrained fate of a group whose tokens are here."""
+        """Give an untrained fate to a group whose tokens have arrived."""
         ref = summary.ref
         self.ready.pop(ref.group_id)
         self._note_decided(ref.group_id, ref.attempt)
-        self.tokens.settle_group(summary, fate.value)
+        self.tokens.decide_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
         self.fates.append(FateRecord.model_validate(record))
 
     def train(self, reservation: Reservation, group_id: int, tokens: TokenLedger) -> None:
-        """Book the tokens of a reserved group as trained in its step, in this or in a copy of the token ledger."""
+        """Count the tokens of a reserved group as trained in `tokens`, the token ledger or a copy of it."""
         ref = reservation.refs[group_id]
         summary = reservation.summaries.get(group_id)
         if summary is None:
-            tokens.settle_ref(ref, {"trained": ref.num_tokens})
+            tokens.decide_ref(ref, {"trained": ref.num_tokens})
         else:
             tokens.train_group(summary, reservation.step, self._config.schedule.max_lag)
 
-    def close(self, record: FateRecord, step: int) -> None:
-        """A commit decided a group that is in no reservation here: an earlier hub reserved it."""
+    def decide_by_commit(self, record: FateRecord, step: int) -> None:
+        """Decide a group by a commit whose reservation an earlier hub made."""
         group_id, attempt = record.group_id, record.attempt
         if group_id < self.next_group_id and not self.is_open(group_id):
             return
@@ -271,16 +273,16 @@ class GroupPool:
             if record.fate == "trained":
                 self.tokens.train_group(summary, step, self._config.schedule.max_lag)
             else:
-                self.tokens.settle_group(summary, record.fate)
+                self.tokens.decide_group(summary, record.fate)
             return
         if summary is not None:
-            self.tokens.settle_group(summary, "superseded")
-        self._nameless[group_id, attempt] = record.num_tokens
-        self.tokens.arrive(NOBODY, record.num_tokens)
-        self.tokens.settle(NOBODY, {record.fate: record.num_tokens})
+            self.tokens.decide_group(summary, "superseded")
+        self._unattributed[group_id, attempt] = record.num_tokens
+        self.tokens.arrive(UNKNOWN_ACTOR, record.num_tokens)
+        self.tokens.decide(UNKNOWN_ACTOR, {record.fate: record.num_tokens})
 
-    def forget(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Groups of a reservation are trained; returns those of `groups` that it does not hold."""
+    def train_reserved(self, reservation: Reservation, groups: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Decide groups of a reservation as trained; returns the groups that the reservation does not hold."""
         others = []
         for group_id, attempt in groups:
             ref = reservation.refs.get(group_id)

@@ -1,4 +1,4 @@
-"""The groups of a step, from the reserve that took them to the commit that forgets them."""
+"""The groups of a step between its reservation and its commit."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from pipelinerl_core.types import GroupRef
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """One step. Several may stand at once: the trainer reserves step n + 1 while step n is being committed."""
+    """The reservation of one step. The trainer may reserve step n + 1 while step n is being committed."""
 
     step: int
     answer: Reserved
-    """What the trainer was told, and is told whenever it asks again."""
+    """The answer to the trainer, also for repeated requests."""
     refs: dict[int, GroupRef]
     """group_id -> group."""
     summaries: dict[int, GroupSummary]
-    """group_id -> summary; without those whose rows have not come since this hub started."""
+    """group_id -> summary, for groups whose rows have arrived since the start of the hub."""

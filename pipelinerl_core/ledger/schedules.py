@@ -1,16 +1,16 @@
-"""When groups may be leased, when a step may be taken, in which order, and when engines stand still.
+"""The schedules: when groups may be leased, when a step may be reserved, in which order, and when engines pause.
 
-| schedule     | a group may be leased while                | a step may be taken when   | engines stand still      |
+| schedule     | a group may be leased while                | a step may be reserved if  | engines pause            |
 |--------------|--------------------------------------------|----------------------------|--------------------------|
 | pipeline     | outstanding < W = (max_lag + 1) * N        | N groups are ready         | never                    |
-| conventional | its phase of steps_per_phase * N lacks one | all that the phase still   | for want of groups       |
-|              |                                            | trains is ready            |                          |
+| conventional | its phase of steps_per_phase * N lacks one | all remaining groups of    | if no group is leased    |
+|              |                                            | the phase are ready        |                          |
 | april        | outstanding < alpha * N, none is reserved  | N groups are ready         | from N ready until they  |
 |              |                                            |                            | have the new weights     |
 
-A group is outstanding while it is leased, ready, or reserved for a step that is not committed. Whatever becomes of it
-(trained, filtered, dropped, failed), it leaves and frees its place: nothing is cumulative. docs/scheduling.md derives
-the bounds.
+A group is outstanding while it is leased, ready, or reserved for a step that is not committed. Every fate (trained,
+filtered, dropped, failed) ends that state and frees the group's slot in the window: no count is cumulative.
+docs/scheduling.md derives the bounds.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from pipelinerl_core.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """How many groups are where."""
+class GroupCounts:
+    """The number of groups in each state, with the newest step and version."""
 
     leased: int
     ready: int
@@ -35,27 +35,27 @@ class Standing:
 
     @property
     def outstanding(self) -> int:
-        """Groups that hold a place of the admission window."""
+        """Groups that count towards the admission window."""
         return self.leased + self.ready + self.reserved
 
 
 class Schedule(Protocol):
-    """The decisions in which the schedules differ; everything else is the same for all."""
+    """The decisions in which the schedules differ."""
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
-        """Groups that an actor whose engine samples with `engine_version` may be granted now."""
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
+        """How many groups may be granted now to an actor whose engine has weights `engine_version`."""
         ...
 
     def needed_groups(self, step: int) -> int:
-        """Ready groups with which the trainer may take this step."""
+        """How many ready groups the trainer needs to reserve this step."""
         ...
 
     def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
         """Sort key of a ready group: the smallest ones are trained in this step."""
         ...
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
-        """Whether an engine with weights `engine_version` must pause, its requests and their KV cache kept."""
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
+        """Whether an engine with weights `engine_version` must pause; it keeps its requests and their KV cache."""
         ...
 
 
@@ -66,14 +66,14 @@ class Pipeline:
         self._num = config.trainer.groups_per_step
         self._window = config.window_groups
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
-        """Steps that the actor has not seen count like reserved ones.
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
+        """Steps whose weights the actor does not have count like reserved steps.
 
-        A group granted in the last free place waits for at most W - 1 others, hence is trained by step
-        engine_version + 1 + max_lag: its oldest token then has a lag of max_lag.
+        The last granted group waits for at most W - 1 other groups. The group is therefore trained by step
+        engine_version + 1 + max_lag, where its oldest token has a lag of max_lag.
         """
-        unseen_steps = max(0, standing.committed_step - engine_version)
-        return max(0, self._window - standing.outstanding - unseen_steps * self._num)
+        unseen_steps = max(0, counts.committed_step - engine_version)
+        return max(0, self._window - counts.outstanding - unseen_steps * self._num)
 
     def needed_groups(self, step: int) -> int:
         """N."""
@@ -83,58 +83,58 @@ class Pipeline:
         """Earliest deadline first."""
         return deadline, group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Never."""
         return False
 
 
 class Conventional:
-    """All groups of steps_per_phase steps, then these steps, in turn."""
+    """Alternates between generating the groups of steps_per_phase steps and training these steps."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._num = config.trainer.groups_per_step
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
-        """What the phase still lacks; an actor without the weights of its beginning waits for them."""
-        if engine_version < standing.newest_version:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
+        """Groups missing for the phase; 0 for an actor without the weights from the start of the phase."""
+        if engine_version < counts.newest_version:
             return 0
-        steps_left = self._steps_left(standing.committed_step + 1)
-        return max(0, steps_left * self._num - standing.outstanding)
+        steps_left = self._steps_left(counts.committed_step + 1)
+        return max(0, steps_left * self._num - counts.outstanding)
 
     def needed_groups(self, step: int) -> int:
-        """Everything that the phase trains from this step on."""
+        """All groups that the phase trains from this step on."""
         return self._steps_left(step) * self._num
 
     def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
-        """A shuffle by the run's seed, one per phase.
+        """A random order of the groups of a phase, derived from the seed of the run.
 
-        The key is a function of the group alone, so a phase that is resumed half-way is split as it was begun.
+        The key depends on the group and phase only, so a resumed phase has the same order.
         """
         text = f"{self._config.seed}/{self._config.phase_end(step)}/{group_id}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()), group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
-        """Never by order: while the trainer steps, there is nothing to generate."""
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
+        """Never: while the trainer trains the phase, no group is leased."""
         return False
 
     def _steps_left(self, step: int) -> int:
-        """Steps of the phase of `step` from it on."""
+        """Steps from `step` to the end of its phase."""
         return max(0, self._config.phase_end(step) - step + 1)
 
 
 class April:
-    """More groups than a step needs; at N the engines pause, and after the update the unfinished groups go on."""
+    """Leases more groups than a step needs. Engines pause at N ready groups and continue after the weight update."""
 
     def __init__(self, config: RunConfig) -> None:
         self._num = config.trainer.groups_per_step
         self._most = math.ceil(config.schedule.alpha * self._num)
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
-        """Up to alpha * N outstanding groups after each announcement, for actors that have heard it."""
-        if standing.reserved or engine_version < standing.newest_version:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
+        """Up to alpha * N outstanding groups after each announcement, for actors with the announced weights."""
+        if counts.reserved or engine_version < counts.newest_version:
             return 0
-        return max(0, self._most - standing.outstanding)
+        return max(0, self._most - counts.outstanding)
 
     def needed_groups(self, step: int) -> int:
         """N."""
@@ -144,10 +144,10 @@ class April:
         """Earliest deadline first."""
         return deadline, group_id
 
-    def stands_still(self, standing: Standing, engine_version: int) -> bool:
-        """From the N-th ready group until the engine has the weights that came of it."""
-        is_behind = engine_version < standing.newest_version
-        return is_behind or standing.reserved > 0 or standing.ready >= self._num
+    def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
+        """From the N-th ready group until the engine has the weights of the next step."""
+        is_behind = engine_version < counts.newest_version
+        return is_behind or counts.reserved > 0 or counts.ready >= self._num
 
 
 _SCHEDULES: dict[str, type[Pipeline] | type[Conventional] | type[April]] = {

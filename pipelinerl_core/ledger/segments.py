@@ -1,4 +1,4 @@
-"""Where the rows of undecided groups lie in the object store, and the lowest segment that is still needed."""
+"""The segments in the object store that hold rows of undecided groups, and the lowest segment still needed."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,17 +9,17 @@ class SegmentIndex:
     """Segments by actor epoch. Sequence numbers of an epoch begin at 0 and have no gaps."""
 
     def __init__(self, low_water: Mapping[str, int] | None = None) -> None:
-        """`low_water`: of the commit this hub starts from."""
-        self._where: dict[int, dict[int, tuple[ActorKey, int]]] = {}  # group_id -> attempt -> segment
+        """`low_water`: low-water marks of the commit that the hub starts from."""
+        self._segments: dict[int, dict[int, tuple[ActorKey, int]]] = {}  # group_id -> attempt -> segment
         self._next = {ActorKey.parse(key): seq for key, seq in (low_water or {}).items()}
         self._early: dict[ActorKey, set[int]] = {}
 
-    def place(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
-        """This segment holds an undecided group."""
-        self._where.setdefault(group_id, {})[attempt] = (actor, seq)
+    def add(self, group_id: int, attempt: int, actor: ActorKey, seq: int) -> None:
+        """Note the segment of an undecided group."""
+        self._segments.setdefault(group_id, {})[attempt] = (actor, seq)
 
     def seal(self, actor: ActorKey, seq: int) -> None:
-        """A segment is durable, and every undecided group in it is placed."""
+        """Note that a segment is durable, after `add` for each of its undecided groups."""
         early = self._early.setdefault(actor, set())
         early.add(seq)
         following = self._next.get(actor, 0)
@@ -28,15 +28,15 @@ class SegmentIndex:
             following += 1
         self._next[actor] = following
 
-    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
-        """The segment that holds a group."""
-        return self._where.get(group_id, {}).get(attempt)
+    def find(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
+        """(actor epoch, seq) of the segment that holds a group; None if unknown."""
+        return self._segments.get(group_id, {}).get(attempt)
 
     def low_water(self, is_open: Callable[[int], bool]) -> dict[str, int]:
-        """ "<actor>/<epoch>" -> lowest segment that may hold rows of an open group; forgets the others."""
-        self._where = {group_id: places for group_id, places in self._where.items() if is_open(group_id)}
+        """ "<actor>/<epoch>" -> lowest segment that may hold rows of an open group; drops other groups."""
+        self._segments = {group_id: attempts for group_id, attempts in self._segments.items() if is_open(group_id)}
         lowest = dict(self._next)
-        for places in self._where.values():
-            for actor, seq in places.values():
+        for attempts in self._segments.values():
+            for actor, seq in attempts.values():
                 lowest[actor] = min(lowest.get(actor, 0), seq)
         return {str(actor): seq for actor, seq in lowest.items()}

@@ -1,10 +1,10 @@
-"""The token ledger, which closes at all times:
+"""The token ledger, with an invariant that holds at all times:
 
 generated = trained + masked_stale + dropped_stale + filtered + failed + superseded + in_flight + ready
 
-An actor epoch has generated what it says it sampled, or more if more of it has arrived. What has neither left nor is
-present is in flight while the actor lives, and superseded once it is gone. `ready` holds reserved groups too.
-The length-bias meter (lengths.py) goes along: whatever moves a group with its rows moves its lengths.
+Generated tokens of an actor epoch: the reported tokens, or the arrived tokens if more have arrived. Tokens that
+have not arrived are in flight while the actor is live, and superseded after the actor has left. `ready` includes
+reserved groups. Each transition of a group with rows also updates the length-bias meter (lengths.py).
 """
 
 import copy
@@ -17,12 +17,12 @@ from pipelinerl_core.ledger.order import split_lengths, split_trained
 from pipelinerl_core.run.records import ActorSample
 from pipelinerl_core.types import GroupRef, LengthTotals
 
-SETTLED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
-"""Where tokens end."""
-SETTLED_COUNTER = "settled_tokens"
-"""Counter of an ActorSample: tokens of this actor epoch that had ended somewhere."""
-NOBODY = ActorKey("", 0)
-"""Owner of tokens whose actor is not known: groups decided before this hub, whose rows it has not seen."""
+DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
+"""The classes of decided tokens."""
+DECIDED_COUNTER = "settled_tokens"
+"""Counter of an ActorSample: decided tokens of this actor epoch."""
+UNKNOWN_ACTOR = ActorKey("", 0)
+"""Account of tokens whose actor is unknown: groups decided before this hub whose rows have not arrived."""
 
 
 @dataclass(slots=True)
@@ -31,113 +31,113 @@ class Account:
 
     reported: int = 0
     present: int = 0
-    settled: int = 0
+    decided: int = 0
     is_gone: bool = False
 
     @property
     def generated(self) -> int:
         """Tokens sampled."""
-        return max(self.reported, self.present + self.settled)
+        return max(self.reported, self.present + self.decided)
 
     @property
     def in_flight(self) -> int:
         """Tokens sampled that have not arrived."""
-        return self.generated - self.present - self.settled
+        return self.generated - self.present - self.decided
 
 
 @dataclass(slots=True)
 class TokenLedger:
-    """Accounts of every actor epoch, the totals of what has ended, and the lengths of both."""
+    """The accounts of all actor epochs, the totals of decided tokens by class, and the length-bias meter."""
 
     accounts: dict[ActorKey, Account] = field(default_factory=dict)
-    settled: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SETTLED, 0))
+    decided: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DECIDED, 0))
     lengths: LengthMeter = field(default_factory=LengthMeter)
 
     @classmethod
     def restore(
         cls, tokens: Mapping[str, int], actors: Mapping[str, ActorSample], lengths: Mapping[str, LengthTotals]
     ) -> "TokenLedger":
-        """From a commit. Tokens of gone actors follow from their accounts and are not taken over twice."""
+        """Restore from a commit. `superseded` is derived from the accounts, which already include departed actors."""
         ledger = cls(lengths=LengthMeter.restore(lengths))
         for key, sample in actors.items():
-            settled = int(sample.counters.get(SETTLED_COUNTER, 0))
-            ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, settled=settled)
-        for name in SETTLED[:-1]:
-            ledger.settled[name] = tokens.get(name, 0)
-        known = sum(account.settled for account in ledger.accounts.values())
-        elsewhere = sum(ledger.settled.values())
-        ledger.settled["superseded"] = max(0, known - elsewhere)
+            decided = int(sample.counters.get(DECIDED_COUNTER, 0))
+            ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, decided=decided)
+        for name in DECIDED[:-1]:
+            ledger.decided[name] = tokens.get(name, 0)
+        known = sum(account.decided for account in ledger.accounts.values())
+        elsewhere = sum(ledger.decided.values())
+        ledger.decided["superseded"] = max(0, known - elsewhere)
         if elsewhere > known:
-            ledger.account(NOBODY).settled = elsewhere - known
+            ledger.account(UNKNOWN_ACTOR).decided = elsewhere - known
         return ledger
 
     def account(self, actor: ActorKey) -> Account:
-        """The account of an actor epoch, opened on demand."""
+        """The account of an actor epoch, created if needed."""
         return self.accounts.setdefault(actor, Account())
 
     def report(self, actor: ActorKey, num_tokens: int) -> None:
-        """An actor says what it has sampled so far."""
+        """Set the number of tokens that an actor epoch has reported; never decreases."""
         account = self.account(actor)
         account.reported = max(account.reported, num_tokens)
 
     def arrive(self, actor: ActorKey, num_tokens: int) -> None:
-        """Tokens are here; a negative number takes them back."""
+        """Count arrived tokens; a negative number undoes an arrival."""
         self.account(actor).present += num_tokens
 
-    def settle(self, actor: ActorKey, split: Mapping[str, int]) -> None:
-        """Tokens of one actor epoch that are here end."""
-        self._settle({actor: sum(split.values())}, split)
+    def decide(self, actor: ActorKey, split: Mapping[str, int]) -> None:
+        """Decide arrived tokens of one actor epoch; `split` maps class -> tokens."""
+        self._decide({actor: sum(split.values())}, split)
 
     def arrive_ref(self, ref: GroupRef, sign: int = 1) -> None:
-        """The tokens of a group are here, each as its own actor epoch's; sign -1 takes them back."""
+        """Count the arrived tokens of a group, by the actor epoch that sampled them; sign -1 undoes the arrival."""
         for (actor, epoch), num_tokens in ref.shares().items():
             self.arrive(ActorKey(actor, epoch), sign * num_tokens)
 
-    def settle_ref(self, ref: GroupRef, split: Mapping[str, int]) -> None:
-        """The tokens of a group, all of which are here, end; `split` adds up to them."""
-        self._settle({ActorKey(*actor): num_tokens for actor, num_tokens in ref.shares().items()}, split)
+    def decide_ref(self, ref: GroupRef, split: Mapping[str, int]) -> None:
+        """Decide all tokens of a group that has arrived; `split` maps class -> tokens and adds up to all of them."""
+        self._decide({ActorKey(*actor): num_tokens for actor, num_tokens in ref.shares().items()}, split)
 
-    def _settle(self, shares: Mapping[ActorKey, int], split: Mapping[str, int]) -> None:
+    def _decide(self, shares: Mapping[ActorKey, int], split: Mapping[str, int]) -> None:
         for actor, num_tokens in shares.items():
             account = self.account(actor)
             account.present -= num_tokens
-            account.settled += num_tokens
+            account.decided += num_tokens
         for name, num_tokens in split.items():
-            self.settled[name] += num_tokens
+            self.decided[name] += num_tokens
 
     def arrive_group(self, summary: GroupSummary) -> None:
-        """A group is here with its rows."""
+        """Count a group that has arrived with its rows."""
         self.arrive_ref(summary.ref)
         self.lengths.arrive(summary.lengths)
 
-    def settle_group(self, summary: GroupSummary, name: str) -> None:
-        """A group that is here with its rows ends as a whole."""
-        self.settle_ref(summary.ref, {name: summary.ref.num_tokens})
-        self.lengths.settle({name: summary.lengths})
+    def decide_group(self, summary: GroupSummary, name: str) -> None:
+        """Decide all tokens of an arrived group with rows as one class."""
+        self.decide_ref(summary.ref, {name: summary.ref.num_tokens})
+        self.lengths.decide({name: summary.lengths})
 
     def train_group(self, summary: GroupSummary, step: int, max_lag: int) -> None:
-        """A group that is here with its rows is trained at `step`, as far as it is live."""
-        self.settle_ref(summary.ref, split_trained(summary, step, max_lag))
-        self.lengths.settle(split_lengths(summary, step, max_lag))
+        """Decide the tokens of an arrived group that is trained at `step`."""
+        self.decide_ref(summary.ref, split_trained(summary, step, max_lag))
+        self.lengths.decide(split_lengths(summary, step, max_lag))
 
     def supersede(self, summary: GroupSummary) -> None:
-        """A group arrived that nobody wants."""
+        """Count a group that arrived without a valid lease."""
         self.arrive_group(summary)
-        self.settle_group(summary, "superseded")
+        self.decide_group(summary, "superseded")
 
     def assign(self, actor: ActorKey, num_tokens: int) -> None:
-        """Tokens of NOBODY that ended turn out to be this actor's."""
-        self.account(NOBODY).settled -= num_tokens
-        self.account(actor).settled += num_tokens
+        """Move decided tokens from UNKNOWN_ACTOR to an actor epoch."""
+        self.account(UNKNOWN_ACTOR).decided -= num_tokens
+        self.account(actor).decided += num_tokens
 
     def totals(self) -> dict[str, int]:
-        """The ledger, by name."""
+        """Tokens by class."""
         accounts = self.accounts.values()
         lost = sum(account.in_flight for account in accounts if account.is_gone)
         return {
             "generated": sum(account.generated for account in accounts),
-            **self.settled,
-            "superseded": self.settled["superseded"] + lost,
+            **self.decided,
+            "superseded": self.decided["superseded"] + lost,
             "in_flight": sum(account.in_flight for account in accounts if not account.is_gone),
             "ready": sum(account.present for account in accounts),
         }
@@ -145,4 +145,4 @@ class TokenLedger:
     def copy(self) -> "TokenLedger":
         """An independent copy."""
         accounts = {actor: copy.copy(account) for actor, account in self.accounts.items()}
-        return TokenLedger(accounts, dict(self.settled), self.lengths.copy())
+        return TokenLedger(accounts, dict(self.decided), self.lengths.copy())

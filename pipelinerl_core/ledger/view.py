@@ -1,16 +1,16 @@
-"""What may be seen of a ledger: counts, where a group is, and what the schedule makes of them."""
+"""The queries of the ledger: counts, states of groups, and decisions of the schedule."""
 
 from collections import Counter
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.ledger.pool import GroupPool
-from pipelinerl_core.ledger.schedules import Schedule, Standing
+from pipelinerl_core.ledger.schedules import GroupCounts, Schedule
 from pipelinerl_core.types import LengthTotals, WeightManifest
 
 
 class LedgerView:
-    """The questions; `Ledger` adds the moves."""
+    """The queries; the subclass `Ledger` adds the transitions."""
 
     def __init__(self, config: RunConfig, pool: GroupPool, schedule: Schedule) -> None:
         self._config = config
@@ -21,17 +21,17 @@ class LedgerView:
 
     @property
     def num_leased(self) -> int:
-        """Groups leased."""
+        """Leased groups."""
         return self._pool.leases.num_held
 
     @property
     def num_queued(self) -> int:
-        """Groups that lost their lease and have no new one."""
+        """Groups that wait for a new lease."""
         return self._pool.leases.num_queued
 
     @property
     def num_ready(self) -> int:
-        """Groups ready."""
+        """Ready groups."""
         return len(self._pool.ready)
 
     @property
@@ -40,9 +40,9 @@ class LedgerView:
         return self._pool.num_reserved
 
     @property
-    def standing(self) -> Standing:
-        """What the schedule goes by."""
-        return Standing(
+    def counts(self) -> GroupCounts:
+        """The input of the schedule."""
+        return GroupCounts(
             leased=self.num_leased,
             ready=self.num_ready,
             reserved=self.num_reserved,
@@ -50,9 +50,9 @@ class LedgerView:
             newest_version=max(0, self.newest_version),
         )
 
-    def stands_still(self, engine_version: int) -> bool:
-        """Whether an engine with these weights must pause, its requests and their KV cache kept."""
-        return self._schedule.stands_still(self.standing, engine_version)
+    def must_pause(self, engine_version: int) -> bool:
+        """Whether an engine with these weights must pause; it keeps its requests and their KV cache."""
+        return self._schedule.must_pause(self.counts, engine_version)
 
     @property
     def next_group_id(self) -> int:
@@ -70,11 +70,11 @@ class LedgerView:
         return self.committed_step >= self._config.trainer.steps
 
     def needs_rows(self, group_id: int, attempt: int) -> bool:
-        """Whether the trainer may still ask for the rows of this attempt."""
+        """Whether the trainer may still request the rows of this attempt."""
         return self._pool.needs_rows(group_id, attempt)
 
     def needed_rows(self) -> set[tuple[int, int]]:
-        """(group_id, attempt) of all groups whose rows the trainer may still ask for."""
+        """(group_id, attempt) of all groups whose rows the trainer may still request."""
         return self._pool.needed_rows()
 
     def is_open(self, group_id: int) -> bool:
@@ -82,33 +82,33 @@ class LedgerView:
         return self._pool.is_open(group_id)
 
     def holder(self, group_id: int, attempt: int) -> ActorKey | None:
-        """Who has the lease of this attempt, or delivered it; None if it is neither leased, ready nor reserved."""
+        """The actor epoch that holds or delivered this attempt; None if it is neither leased, ready nor reserved."""
         return self._pool.holder(group_id, attempt)
 
-    def where(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
-        """(actor epoch, seq) of the segment that holds a group."""
-        return self._pool.segments.where(group_id, attempt)
+    def segment_of(self, group_id: int, attempt: int) -> tuple[ActorKey, int] | None:
+        """(actor epoch, seq) of the segment that holds a group; None if unknown."""
+        return self._pool.segments.find(group_id, attempt)
 
     def num_ready_of(self, actor: ActorKey) -> int:
-        """Groups of an actor that the trainer has not taken."""
+        """Ready groups of an actor."""
         return self._pool.ready.num_of(actor)
 
-    def take_left(self) -> Counter[ActorKey]:
-        """Groups of each actor that have ceased to be ready since the last call."""
-        return self._pool.ready.take_left()
+    def take_departures(self) -> Counter[ActorKey]:
+        """Number of groups of each actor that left the ready state since the last call."""
+        return self._pool.ready.take_departures()
 
     def num_leased_by(self, actor: ActorKey) -> int:
-        """Leases of an actor."""
+        """Leases in force of an actor."""
         return self._pool.leases.num_held_by(actor)
 
     def is_gone(self, actor: ActorKey) -> bool:
-        """Whether an actor epoch has left or died."""
+        """Whether an actor epoch has left or expired."""
         return self._pool.tokens.account(actor).is_gone
 
     def tokens(self) -> dict[str, int]:
-        """The token ledger now; it always closes."""
+        """Tokens by class (ledger/tokens.py)."""
         return self._pool.tokens.totals()
 
     def lengths(self) -> dict[str, LengthTotals]:
-        """The length-bias meter now."""
+        """Lengths by class (ledger/lengths.py)."""
         return self._pool.tokens.lengths.totals()

@@ -1,13 +1,13 @@
-"""Who waits for whom, in seconds since the run began: what the report's advice goes by.
+"""Waits of the trainer and the actors since the start of the run, seconds by cause; input of the report's advice.
 
     engine      the trainer waits for groups that are being generated
-    window      the trainer waits while slots stand empty that the schedule has no place for
+    window      the trainer waits while engine slots are empty because the schedule grants no group
     stale_wait  enough groups are ready, but schedule.stale=wait holds the step back
-    actors      engine time lost to slots that stand empty because no group was granted
+    actors      engine time lost in slots that are empty because no group was granted
 
-Slots decide between engine and window: ten seconds of waiting with a quarter of all slots empty for want of a place
-are 2.5 s of window and 7.5 s of engine. An actor with a quarter of its slots empty for ten seconds adds 2.5 s to
-actors, whether or not the trainer waits. What an actor says holds until its next sync, a fraction of a second later.
+The share of empty slots divides a wait between engine and window: if a quarter of all slots is empty for want of a
+grant, a wait of 10 s counts as 2.5 s of window and 7.5 s of engine. An actor with a quarter of its slots empty for
+10 s adds 2.5 s to actors, whether or not the trainer waits. The report of an actor is valid until its next sync.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.messages import Sync
 
 CAUSES = ("engine", "window", "stale_wait", "actors")
-# Actors sync, and the trainer asks again, several times a second: who is silent for longer is not there.
+# Actors sync and a waiting trainer repeats its request several times per second. Later they count as absent.
 _SILENCE_SECONDS = 2.0
 
 
@@ -24,27 +24,27 @@ class Waits:
     """Running totals. Every method takes the time of the event, in seconds of any one clock."""
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
-        """`seconds`: totals of a commit, to go on from."""
+        """`seconds`: initial totals, from a commit."""
         self._seconds = dict.fromkeys(CAUSES, 0.0) | dict(seconds or {})
-        self._empty: dict[ActorKey, tuple[float, float]] = {}  # share of empty slots, since when
-        self._present: dict[ActorKey, tuple[float, float]] = {}  # those who are there, the longest silent one first
-        self._present_sum = 0.0  # of their shares
-        self._asked_at: float | None = None  # the trainer's newest question, while it waits
+        self._empty: dict[ActorKey, tuple[float, float]] = {}  # (share of empty slots, time of the sync)
+        self._present: dict[ActorKey, tuple[float, float]] = {}  # present actors, the oldest sync first
+        self._present_sum = 0.0  # sum of the shares of present actors
+        self._asked_at: float | None = None  # time of the newest request, while the trainer waits
         self._booked_at = 0.0
         self._is_held_back = False
 
     def trainer_waits(self, now: float, *, is_held_back: bool = False) -> None:
-        """The trainer asked for a step and gets none yet. `is_held_back`: only schedule.stale=wait is against it."""
+        """The trainer requested a step that is not ready; `is_held_back`: only because of schedule.stale=wait."""
         self._book_trainer(now)
         self._asked_at, self._booked_at, self._is_held_back = now, now, is_held_back
 
-    def trainer_goes_on(self, now: float) -> None:
-        """The trainer got its groups."""
+    def trainer_resumes(self, now: float) -> None:
+        """The trainer has received its groups."""
         self._book_trainer(now)
         self._asked_at = None
 
     def actor_synced(self, actor: ActorKey, now: float, empty_share: float) -> None:
-        """An actor spoke, and `empty_share` of its slots stand empty from now on for want of a grant."""
+        """An actor has synced; `empty_share` of its slots are empty for want of a grant."""
         self._book_trainer(now)
         share, since = self._empty.get(actor, (0.0, now))
         self._seconds["actors"] += share * _within(now - since)
@@ -69,19 +69,19 @@ class Waits:
         self._seconds["engine"] += seconds * (1 - share)
 
     def _empty_share(self, now: float) -> float:
-        """Over the actors that are there."""
+        """Mean share of empty slots over the present actors."""
         while self._present:
             actor, (share, since) = next(iter(self._present.items()))
             if now - since <= _SILENCE_SECONDS:
                 return self._present_sum / len(self._present)
             del self._present[actor]
             self._present_sum -= share
-        self._present_sum = 0.0  # nobody is left, nor the rounding errors of the sum
+        self._present_sum = 0.0  # also removes rounding errors of the sum
         return 0.0
 
 
 def empty_share(sync: Sync, num_leases: int, group_size: int) -> float:
-    """Share of an actor's slots that stay empty although it asked for more groups than the `num_leases` it got."""
+    """Share of an actor's slots that stay empty because the actor received fewer groups than it requested."""
     if sync.want <= num_leases or not sync.concurrency:
         return 0.0
     num_sequences = sync.running + sync.waiting + num_leases * group_size

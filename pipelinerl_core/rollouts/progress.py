@@ -3,7 +3,6 @@
 import numpy as np
 
 from pipelinerl_core.algo.spans import joined
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -12,6 +11,7 @@ from pipelinerl_core.types import (
     Int32Array,
     Origin,
     Outcome,
+    PartialRow,
     WeightSpan,
 )
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.messages import Lease
@@ -26,6 +25,7 @@ from pipelinerl_core.types import (
     FinishReason,
     Int32Array,
     Outcome,
+    PartialRow,
     Prompt,
     Rollout,
     Sampler,

@@ -289,7 +289,7 @@ class ScriptedRun:
             actor.heard = (newest, self.now + self._script.swap_units(name, newest))
         for lease_id in result.stop_leases:
             self._note(f"stop {actor.works.pop(lease_id).grant.group_id} at {name}")
-        self._set_paused(actor, self.ledger.stands_still(actor.version))
+        self._set_paused(actor, self.ledger.must_pause(actor.version))
         if result.leases:
             self._note(f"lease {_grant_names(result.leases)} -> {name} v{actor.version}")
         for grant in result.leases:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.data.checks import apart
+from pipelinerl_core.data.checks import rows_of_groups
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import CreditSink
 from pipelinerl_core.messages import (
@@ -87,7 +87,7 @@ class QueueHub:
 
     def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
         """One answer to each."""
-        parts = apart([group.ref for group in groups], rows)
+        parts = rows_of_groups([group.ref for group in groups], rows)
         with self._condition:
             self.received.extend(groups)
         return [

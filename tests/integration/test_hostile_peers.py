@@ -306,9 +306,9 @@ def a_swap(**fields) -> Callable[[World], Answer]:
 
 MINE = (Committed(step=1, epoch=9, manifest=None, groups=(), is_last=True), Reserve(step=1, epoch=9))
 CASES = [
-    Case("malformed JSON", lambda world: world.raw(b'{"kind": "group", '), "schema", "no request of this protocol"),
-    Case("no JSON", lambda world: world.raw(b"\xff\xfe\x00"), "schema", "no request of this protocol"),
-    Case("deep JSON", lambda world: world.raw(b"[" * 100_000), "schema", "no request of this protocol"),
+    Case("malformed JSON", lambda world: world.raw(b'{"kind": "group", '), "schema", "not a valid request"),
+    Case("no JSON", lambda world: world.raw(b"\xff\xfe\x00"), "schema", "not a valid request"),
+    Case("deep JSON", lambda world: world.raw(b"[" * 100_000), "schema", "not a valid request"),
     Case("an oversized message", lambda world: world.raw(b" " * (9 << 20)), "schema", "the limit is 8388608"),
     Case("another major schema", newer_schema, "schema", "'2.0' cannot be read"),
     Case("other columns", other_columns, "schema", "schema"),
@@ -338,7 +338,7 @@ CASES = [
     ), "schema", "sync.counters.x"),
     Case("a negative attempt", of_a_negative_attempt, "schema", "group.ref"),
     Case("a lease far ahead", a_huge_lease, "schema", "was never leased"),
-    Case("a swap that is none", a_swap(version="x"), "schema", "a swap that is none"),
+    Case("a swap that is none", a_swap(version="x"), "schema", "an invalid swap"),
     Case("somebody else's name", in_their_name, "wrong_peer", "sent a message of actor-0/1"),
     Case("somebody else's lease", under_their_lease, "wrong_peer", "which is actor-0/1's"),
     Case("a copy of theirs", a_copy_of_what_they_delivered, "wrong_peer", "which is actor-0/1's"),
@@ -347,7 +347,7 @@ CASES = [
     Case("sealed for another", said(Sealed(actor="actor-0", epoch=1, seq=0, groups=())), "wrong_peer", "actor-0/1"),
     Case("sealing their group", sealing_their_group, "wrong_peer", "which is actor-0/1's"),
     Case("a swap of another", a_swap(actor="actor-0", actor_epoch=1), "wrong_peer", "a swap of actor-0/1"),
-    *[Case(f"an actor says {message.kind}", said(message), "wrong_peer", "no actor says that")
+    *[Case(f"an actor says {message.kind}", said(message), "wrong_peer", "role actor may not send it")
       for message in (*MINE, Rows(step=1, groups=((1, 0),)))],
     Case("registering as the trainer", said(Register(role="trainer", name="trainer", epoch=99)), "wrong_peer",
          "registers as trainer/trainer"),

@@ -69,7 +69,7 @@ def test_another_certificate_is_refused_in_one_line(server, other):
     with pytest.raises(HubUnavailable) as caught, client(server, certificate):
         pass
     said = str(caught.value)
-    assert said.startswith(f"no hub at {server.url}: it shows another certificate than the one in hub.json")
+    assert said.startswith(f"no hub at {server.url}: its certificate is not the certificate in hub.json")
     assert "\n" not in said
 
 
@@ -89,7 +89,7 @@ def test_a_hub_for_other_hosts_warns_without_tls_and_writes_its_key_nowhere_with
     assert record.url.partition("://")[0] == ("grpc+tls" if is_tls else "grpc")
     assert record.certificate.startswith("-----BEGIN CERTIFICATE-----" if is_tls else "")
     assert b"PRIVATE KEY" not in written
-    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line and "stood still" not in line]
+    warnings = [line for line in log.read_text().splitlines() if "WARNING" in line and "was suspended" not in line]
     assert [line.rpartition("; ")[2] for line in warnings] == ([] if is_tls else ["set placement.hub_tls=true"])
 
 

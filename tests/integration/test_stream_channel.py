@@ -209,7 +209,10 @@ def test_rows_that_break_the_rules_are_refused_and_the_exchange_goes_on(channel)
 @pytest.mark.parametrize("message", [Reserve(step=1, epoch=0), Rows(step=1, groups=())])
 def test_an_actor_says_nothing_of_the_trainers(channel, message):
     answer = channel.client().request(message)
-    assert (answer.code, answer.detail) == ("wrong_peer", f"actor/actor-0 sent {message.kind}: no actor says that")
+    assert (answer.code, answer.detail) == (
+        "wrong_peer",
+        f"actor/actor-0 sent {message.kind}: role actor may not send it",
+    )
     assert channel.service.received == []
 
 
@@ -374,15 +377,15 @@ def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel
 
 
 def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypatch):
-    desk = channel.server._desk
-    welcome = desk.welcome
+    dispatcher = channel.server._dispatcher
+    connect = dispatcher.connect
 
     def late(who, writer):
         assert channel.gate.wait(60)  # the client thinks that it is connected; the hub does not know its name yet
-        return welcome(who, writer)
+        return connect(who, writer)
 
     channel.gate = threading.Event()
-    monkeypatch.setattr(desk, "welcome", late)
+    monkeypatch.setattr(dispatcher, "connect", late)
     actor = channel.client()
     assert actor.is_connected
     threading.Timer(0.2, channel.gate.set).start()
@@ -413,7 +416,7 @@ def test_peers_that_come_and_go_leave_nothing_behind(channel):
     assert channel.service.wait_for(disconnections=20, seconds=60)
     assert sorted(channel.service.disconnections) == sorted(channel.service.connections)
     wait_for(lambda: not [thread for thread in threading.enumerate() if "guest" in thread.name], "their threads")
-    assert channel.server._desk._peers == {}
+    assert channel.server._dispatcher._peers == {}
 
 
 def fail(*arguments):
@@ -432,7 +435,7 @@ def test_a_service_that_fails_at_a_coming_turns_the_peer_away_and_serves_on(chan
         with pytest.raises(fl.FlightInternalError):
             writer.close()
         client.close()
-    assert channel.server._desk._peers == {}
+    assert channel.server._dispatcher._peers == {}
     assert send_group(channel.client(), 0).note == "new"
 
 
@@ -458,7 +461,7 @@ def test_credit_for_a_peer_that_has_gone_does_nothing(channel):
 
 
 def test_a_name_that_is_none_is_refused_before_anything_is_sent():
-    with pytest.raises(ConfigError, match="'a/b' cannot be the name of a peer"):
+    with pytest.raises(ConfigError, match="'a/b' is no valid name of a peer"):
         HubClient("grpc://127.0.0.1:1", token=TOKEN, role="actor", name="a/b")
 
 
@@ -640,7 +643,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
     is_held_up = nudges.is_alive()
     if not is_held_up:
         assert channel.client().request(SYNC).kind == "sync_reply"
-        channel.server._desk.say_goodbye()
+        channel.server._dispatcher.say_goodbye()
     reader.cancel()
     with pytest.raises(fl.FlightCancelledError):
         writer.close()

@@ -7,11 +7,11 @@ import time
 import pyarrow as pa
 import pytest
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.data.codec import from_segment, origins_of
 from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.types import PreviousHolder
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -65,7 +65,9 @@ def test_unfinished_groups_are_continued_by_another_actor_from_the_tokens_they_h
             continue
         (origin,) = row["origins"]
         assert (origin.actor, row["actor"], row["attempt"]) == ("first", "second", 1)
-        logged = reader.take_over(row["group_id"], [Holder("first", origin.epoch, 0)])[row["rollout_index"]]
+        logged = reader.read_continuations(row["group_id"], [PreviousHolder("first", origin.epoch, 0)])[
+            row["rollout_index"]
+        ]
         known = origin.num_tokens
         assert logged.token_ids.tolist() == row["completion_token_ids"][:known]
         assert logged.rollout_logprobs.tolist() == row["rollout_logprobs"][:known]

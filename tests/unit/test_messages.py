@@ -58,7 +58,7 @@ def test_a_value_out_of_its_bounds_is_refused_by_its_place(message, place, value
     inner[place[-1]] = value
     with pytest.raises(SchemaMismatch) as caught:
         parse(json.dumps(fields).encode())
-    assert str(caught.value).startswith(f"no request of this protocol: {message.kind}.{place[0]}")
+    assert str(caught.value).startswith(f"not a valid request: {message.kind}.{place[0]}")
     assert len(str(caught.value)) < 400
 
 

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.partials import PartialLog, PartialReader
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.runner import GroupRunner
+from pipelinerl_core.types import PartialRow
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GroupLog:
         if not lease.holders:
             return {}
         try:
-            taken = await asyncio.to_thread(self._reader.take_over, lease.group_id, lease.holders)
+            taken = await asyncio.to_thread(self._reader.read_continuations, lease.group_id, lease.holders)
         except StoreError as error:
             logger.warning("group %d is begun anew, its log cannot be read: %s", lease.group_id, error)
             return {}

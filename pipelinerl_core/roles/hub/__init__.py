@@ -1,1 +1,1 @@
-"""The hub: who may generate what, which groups a step trains, which weight version is newest."""
+"""The hub grants leases to actors, selects the groups of each step, and announces weight versions."""

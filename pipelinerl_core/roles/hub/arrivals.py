@@ -1,4 +1,4 @@
-"""The arrival of finished groups at the hub: all of one write at once, each accepted or refused for itself."""
+"""Accepts or refuses the finished groups of one Flight write: one ledger update, one answer per group."""
 
 import logging
 from collections import Counter
@@ -11,14 +11,14 @@ from pipelinerl_core.errors import MissingObject, PipelineRLError, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary
 from pipelinerl_core.messages import Ack, Answer, Group
 from pipelinerl_core.roles.hub.recovery import check_versions, summarize
-from pipelinerl_core.roles.hub.rows import Arrived
+from pipelinerl_core.roles.hub.rows import WrittenGroup
 from pipelinerl_core.roles.hub.state import HubState
 
 logger = logging.getLogger(__name__)
 
 
-class GroupDesk:
-    """Books groups that actors deliver, and keeps their rows."""
+class Arrivals:
+    """Adds delivered groups to the ledger and keeps their rows in memory."""
 
     def __init__(self, config: RunConfig, state: HubState) -> None:
         self._takes_turns = config.takes_turns
@@ -26,59 +26,62 @@ class GroupDesk:
         self._changed = state.changed
         self._ledger = state.ledger
 
-    def take(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch | None) -> list[Answer | Exception]:
-        """An answer to each group, or why there is none; `rows` are checked, those of one group after the other."""
+    def receive(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch | None) -> list[Answer | Exception]:
+        """One answer or error per group.
+
+        rows: checked rows of all groups, in the order of `groups`.
+        """
         if rows is None:
-            return [MissingObject(f"group {group.ref.group_id} came without its rows") for group in groups]
+            return [MissingObject(f"group {group.ref.group_id} arrived without its rows") for group in groups]
         summaries = summarize([group.ref for group in groups], rows)
         with self._changed:
             actor = self._state.peers[peer].actor
             if actor is None:
                 return [self._state.unknown_boot(group.id) for group in groups]
-            stood_still = self._stands_still()
+            was_paused = self._must_pause()
             answers = [
                 self._add(peer, actor, group, summary) for group, summary in zip(groups, summaries, strict=True)
             ]
-            is_news = self._stands_still() and not stood_still
+            has_to_pause = self._must_pause() and not was_paused
             self._keep(groups, answers, rows)
             self._state.wake_trainer()
         idle = sum(not isinstance(answer, Ack) or answer.note != Arrival.READY for answer in answers)
         if idle:
             self._state.return_credit(Counter({actor: idle}))
-        if is_news:
-            self._state.nudge()
+        if has_to_pause:
+            self._state.request_sync()
         return answers
 
     def _add(self, peer: str, actor: ActorKey, group: Group, summary: GroupSummary) -> Answer | Exception:
         ref = group.ref
         key = (ref.group_id, ref.attempt)
         try:
-            self._state.check_own(actor, summary.actor, [key])
+            self._state.check_ownership(actor, summary.actor, [key])
             self._state.check_groups([ref.group_id])
             check_versions(summary, self._ledger.manifest)
             self._state.use_credit(self._state.peers[peer])
             arrival = self._ledger.add_group(summary, group.lease_id)
             if group.seq is not None:
-                self._ledger.place(*key, actor, group.seq)
+                self._ledger.record_segment(*key, actor, group.seq)
         except PipelineRLError as error:
             if isinstance(error, StaleLease):
                 logger.info("refused: %s", error)
-            return error.with_traceback(None)  # it holds this call, which holds the rows
-        except Exception as error:  # noqa: BLE001 - of this group alone; the carrier answers with it
+            return error.with_traceback(None)  # the traceback would keep the rows in memory
+        except Exception as error:  # noqa: BLE001 - concerns this group only; the dispatcher turns it into a refusal
             return error
         return Ack(re=group.id, note=arrival.value)
 
     def _keep(self, groups: Sequence[Group], answers: Sequence[Answer | Exception], rows: pa.RecordBatch) -> None:
-        """The rows of those that were accepted and that the trainer may ask for."""
+        """Keep the rows of the accepted groups that the trainer may request."""
         kept, start = [], 0
         for group, answer in zip(groups, answers, strict=True):
             ref = group.ref
             if isinstance(answer, Ack) and self._ledger.needs_rows(ref.group_id, ref.attempt):
                 key = (ref.group_id, ref.attempt)
-                kept.append(Arrived(key, start, ref.num_rollouts, group.seq is not None))
+                kept.append(WrittenGroup(key, start, ref.num_rollouts, group.seq is not None))
             start += ref.num_rollouts
         self._state.rows.keep_all(rows, kept)
 
-    def _stands_still(self) -> bool:
-        """Whether engines with the newest weights must pause."""
-        return self._takes_turns and self._ledger.stands_still(self._ledger.newest_version)
+    def _must_pause(self) -> bool:
+        """Whether the schedule pauses engines that already have the newest weights."""
+        return self._takes_turns and self._ledger.must_pause(self._ledger.newest_version)

@@ -1,8 +1,9 @@
-"""The hub: accounts for prompts, leases, lag and tokens; carries rollouts from actors to the trainer in memory.
+"""Hub process: accounts for prompts, leases, lag and tokens; passes rollouts from actors to the trainer in memory.
 
-Start and restart are one path: newest commit, segments above its low-water marks, registrations during a grace time.
-It ends when the last step is committed or it is asked to, after telling the actors to leave; and with exit code 3
-when another hub of the run has started in the same moment and has taken its epoch later.
+Start and restart follow the same path: the hub reads the newest commit and the segments above the commit's low-water
+marks, and accepts registrations during a grace period. The hub ends when the last step is committed or when the
+supervisor stops the hub. Before it ends, the hub asks the actors to leave. If a hub with a newer epoch has started,
+the hub ends with exit code 3.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from pipelinerl_core.channel.tls import make_credentials
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.hub.beat import LiveRecord
-from pipelinerl_core.roles.hub.recovery import read_past
+from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
+from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.runtime.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -43,34 +44,37 @@ from pipelinerl_core.run.records import HUB_KEY, EpochRecord
 
 logger = logging.getLogger(__name__)
 
-# Attempts of one group that one hub may grant before they would look like the next hub's.
+# Attempt numbers that each hub epoch has per group: attempts of different epochs never share a number.
 ATTEMPTS_PER_BOOT = 1000
 _TICK_SECONDS = 0.1
 _STANDSTILL_SECONDS = 2.0
-_BEAT_SECONDS = 1.0
-# Between two looks whether another hub has taken over: to two that live, no actor knows where it belongs.
+_HEARTBEAT_SECONDS = 1.0
+# Interval between checks for a newer hub epoch. While two hubs run, actors may connect to either of them.
 _FENCE_SECONDS = 3.0
-# Beside the rows; a connection takes about 100 kB of it.
+# Limit of free memory that the process keeps, rows excluded. A connection uses about 100 kB.
 _MAX_FREE_BYTES = 256 << 20
-_GIVE_BACK_SECONDS = 5.0
-# What comes and goes here are groups, of some thirty objects each and without cycles: to look for these after every
-# 700 new objects takes a tenth of the hub's time.
+_TRIM_SECONDS = 5.0
+# Thresholds of the garbage collector. A group consists of about 30 objects without reference cycles. The default
+# threshold of 700 new objects costs a tenth of the hub's time.
 _COLLECT_AFTER = (20_000, 50, 100)
-# How long actors may take to seal and leave once the last step is committed.
+# Time for actors to seal their segments and leave after the last step is committed.
 DRAIN_SECONDS = 5.0
-# The same when asked to stop: the supervisor kills a hub that has not left after 3 s.
+# The same time if the supervisor stops the hub. The supervisor kills a hub that has not ended after 3 s.
 STOP_SECONDS = 1.5
-# A run that was complete at the start: its trainer comes, sees that, and goes.
+# The same time if no trainer has registered: if the run was complete at the start, the trainer still connects once.
 _IDLE_SECONDS = 60.0
-_FAREWELL_SECONDS = 0.5
+_GOODBYE_SECONDS = 0.5
 
 
 def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
-    """Take the next epoch and restore the ledger from the store; PipelineRLError while another hub lives."""
+    """Take the next hub epoch and restore the ledger from the store.
+
+    Raises PipelineRLError while another hub of the run is live.
+    """
     refuse_second_hub(context.store)
-    past = read_past(context.store, context.config.placement.hub_bytes)
+    past = read_stored_state(context.store, context.config.placement.hub_bytes)
     committed = past.commit.step if past.commit else -1
-    refuse_second_hub(context.store)  # reading takes a while: one that has come up meanwhile is not to be fenced
+    refuse_second_hub(context.store)  # again: a hub that started during the read must not be fenced
     epoch = take_epoch(context.store, "hub", committed)
     boot_id = f"{epoch.epoch}-{uuid.uuid4().hex[:8]}"
     is_first = epoch.parent is None
@@ -94,22 +98,23 @@ def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
 
 
 class HubProcess:
-    """A hub that serves: its Flight server, ticks, hub.json."""
+    """Runs the Flight server of the hub, the periodic tick and the updates of hub.json."""
 
     def __init__(self, context: RunContext, monitor: RoleMonitor | None = None) -> None:
-        """Raises ConfigError without a token, PipelineRLError while another hub of the run lives."""
+        """Raises ConfigError without a token, PipelineRLError while another hub of the run is live."""
         if not context.token:
             raise ConfigError(
-                f"{TOKEN_VARIABLE} is not set: the hub admits nobody without a token. Set it, or let the flow"
+                f"{TOKEN_VARIABLE} is not set, and the hub does not start without a token. Set {TOKEN_VARIABLE}, or "
+                "start the run with the flow, which sets the variable"
             )
         placement = context.config.placement
         self._store = context.store
         self.hub, self._epoch = start_hub(context)
         credentials = make_credentials() if placement.hub_tls else None
-        # gRPC accepts the connections of anybody, without a bound, before it asks for the token. What says in the
-        # store that this hub lives has descriptors that connections cannot use up, on a thread older than they are.
-        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="keeper", initializer=own_descriptors)
-        self._keeper.submit(int).result()
+        # gRPC accepts any number of connections before it checks the token. The thread that writes hub.json starts
+        # first and has its own file descriptors, so that connections cannot exhaust them.
+        self._report_thread = ThreadPoolExecutor(1, thread_name_prefix="heartbeat", initializer=own_descriptors)
+        self._report_thread.submit(int).result()
         self._server = HubServer(
             self.hub,
             host=placement.hub_host,
@@ -118,68 +123,71 @@ class HubProcess:
             credentials=credentials,
         )
         certificate = credentials.certificate if credentials else ""
-        self._live = LiveRecord(self.hub, context.config, reachable_url(self._server.url), certificate)
+        self._record_builder = HubRecordBuilder(
+            self.hub, context.config, reachable_url(self._server.url), certificate
+        )
         if not placement.hub_tls and not is_loopback(placement.hub_host):
             logger.warning(
-                "placement.hub_host=%s: the token and the rows cross the network in the clear; "
-                "set placement.hub_tls=true",
+                "placement.hub_host=%s: the token and the rows are sent unencrypted; set placement.hub_tls=true",
                 placement.hub_host,
             )
         self._monitor = monitor or RoleMonitor("hub", "hub", context.run_id)
         self._monitor.facts["epoch"] = self._epoch.epoch
-        self._beat_at = self._gave_back_at = self._checked_at = 0.0
+        self._written_at = self._trimmed_at = self._checked_at = 0.0
         self._process = psutil.Process()
         self._bytes_at_start = self._process.memory_info().rss
 
     def run(self, stop: threading.Event) -> None:
         """Serve until the last step is committed and the actors have left, or until `stop`.
 
-        Raises Fenced once a newer hub of the run has taken over.
+        Raises Fenced once a hub of the run with a newer epoch has started.
         """
         self._server.start()
-        self._keep("run", is_due=True)
+        self._report("run", is_due=True)
         logger.info("listening at %s", self._server.url)
         self._monitor.ready_unless(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
-            self._keep("run")
+            self._report("run")
         was_stopped = stop.is_set() and not self.hub.is_finished
-        logger.info("draining: %s", "asked to stop" if was_stopped else "the last step is committed")
+        logger.info("draining: %s", "the hub was asked to stop" if was_stopped else "the last step is committed")
         if was_stopped:
             self.hub.stop()
         self._drain(stop)
-        self._keep("stopped" if was_stopped else "done", is_due=True)
-        has_ended = self._server.shutdown(_FAREWELL_SECONDS)
-        logger.info("hub left%s", "" if has_ended else ", some peers had not")
+        self._report("stopped" if was_stopped else "done", is_due=True)
+        has_ended = self._server.shutdown(_GOODBYE_SECONDS)
+        logger.info("the hub ends%s", "" if has_ended else "; some peers are still connected")
 
     def _drain(self, stop: threading.Event) -> None:
-        """Answer syncs with `drain` until everybody has gone."""
+        """Answer syncs with state `drain` until all peers have disconnected or the time limit is over."""
         begun = time.monotonic()
         while True:
-            limit = STOP_SECONDS if stop.is_set() else DRAIN_SECONDS if self.hub.has_met_trainer else _IDLE_SECONDS
-            is_alone = self.hub.num_peers == 0 and (self.hub.has_met_trainer or stop.is_set())
+            limit = (
+                STOP_SECONDS if stop.is_set() else DRAIN_SECONDS if self.hub.has_trainer_registered else _IDLE_SECONDS
+            )
+            is_alone = self.hub.num_peers == 0 and (self.hub.has_trainer_registered or stop.is_set())
             if is_alone or time.monotonic() - begun > limit:
                 return
             self.hub.tick()
-            self._keep("drain")
+            self._report("drain")
             slept_from = time.monotonic()
             time.sleep(_TICK_SECONDS)
-            stood_still = time.monotonic() - slept_from
-            if stood_still > _STANDSTILL_SECONDS:  # this host, or this process: nobody had the time to hear of it
-                begun += stood_still
+            was_paused = time.monotonic() - slept_from
+            if was_paused > _STANDSTILL_SECONDS:  # the host or the process was suspended: peers received no answer
+                begun += was_paused
 
-    def _keep(self, state: str, *, is_due: bool = False) -> None:
-        self._keeper.submit(self._beat, state, is_due=is_due).result()
+    def _report(self, state: str, *, is_due: bool = False) -> None:
+        self._report_thread.submit(self._write_heartbeat, state, is_due=is_due).result()
         if state == "run":
-            self._keeper.submit(self._check_epoch).result()
+            self._report_thread.submit(self._check_epoch).result()
 
-    def _beat(self, state: str, *, is_due: bool) -> None:
-        if not is_due and time.monotonic() - self._beat_at < _BEAT_SECONDS:
+    def _write_heartbeat(self, state: str, *, is_due: bool) -> None:
+        if not is_due and time.monotonic() - self._written_at < _HEARTBEAT_SECONDS:
             return
-        self._beat_at = time.monotonic()
-        with contextlib.suppress(OSError):  # where the keeper has no descriptors apart, there may be none left
+        self._written_at = time.monotonic()
+        with contextlib.suppress(OSError):  # if the thread shares its descriptors, none may be left
             self._limit_memory()
-        record = self._live.record(state)
+        record = self._record_builder.record(state)
         self._monitor.beat(f"state {state}, step {record.live['step']}")
         self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
         for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
@@ -196,18 +204,18 @@ class HubProcess:
         try:
             check_not_fenced(self._store, self._epoch)
         except StoreError as error:
-            logger.warning("cannot see whether another hub has taken over: %s", error)
+            logger.warning("cannot check for a newer hub epoch, the check is repeated: %s", error)
 
     def _limit_memory(self) -> None:
-        """What is free but kept for the next rows stays small, beside the rows themselves."""
+        """Return freed memory to the operating system if the process keeps too much of it."""
         free_bytes = self._process.memory_info().rss - self._bytes_at_start - self.hub.row_bytes
-        if free_bytes > _MAX_FREE_BYTES and self._beat_at - self._gave_back_at > _GIVE_BACK_SECONDS:
-            self._gave_back_at = self._beat_at
+        if free_bytes > _MAX_FREE_BYTES and self._written_at - self._trimmed_at > _TRIM_SECONDS:
+            self._trimmed_at = self._written_at
             give_back_freed_memory()
 
 
 def _exported(live: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Gauge -> value, of what hub.json says."""
+    """(name, value) of each Prometheus gauge that is taken from hub.json."""
     keys = {"hub_row_bytes": "row_bytes", "role_weight_version": "newest_version"}
     return [(name, float(live[key])) for name, key in keys.items()]
 

@@ -1,4 +1,4 @@
-"""What the hub reads from the store: everything since the newest commit."""
+"""Reads the state of a run from the object store when the hub starts; summarizes rows for the ledger."""
 
 import logging
 import math
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.data.codec import flat_structs
 from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
@@ -18,36 +17,39 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger import GroupSummary, SealedGroup
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.records import Commit, rollout_key
-from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, WeightManifest
+from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, PreviousHolder, WeightManifest
 
 logger = logging.getLogger(__name__)
 
-# Asking by index is the cheaper way, and every group is asked.
+# Access by column index is faster than by name, and runs for every group.
 _COMPLETION_AT, _SPANS_AT, _REWARD_AT = map(
     ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward")
 )
 _UNSCORED = -1
-"""Takes the place of the weight version for tokens of rollouts with outcome error."""
+"""Key in place of the weight version for tokens of rollouts with outcome error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Past:
-    """Where a run stands in its objects."""
+class StoredState:
+    """The state of a run, as read from the object store."""
 
     commit: Commit | None = None
-    """The newest that counts."""
+    """The newest commit that counts (docs/storage.md)."""
     manifest: WeightManifest | None = None
     """The newest published version."""
     sealed: list[SealedGroup] = field(default_factory=list)
     """Groups in the segments at and above the low-water marks of the commit."""
     rows: dict[GroupKey, pa.RecordBatch] = field(default_factory=dict)
-    """The rows of the first of them, as far as there was room."""
-    holders: Mapping[int, list[Holder]] = field(default_factory=dict)
-    """group_id -> whose logs hold tokens of it, newest attempt first."""
+    """Rows of the first of these groups, up to the limit of bytes."""
+    holders: Mapping[int, list[PreviousHolder]] = field(default_factory=dict)
+    """group_id -> actor epochs whose logs hold tokens of the group, newest attempt first."""
 
 
-def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
-    """Everything a starting hub must know; of rows no more than these bytes, the others are in their segments."""
+def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> StoredState:
+    """Read the newest commit, and the groups in segments above the commit's low-water marks.
+
+    max_row_bytes: limit of the rows returned in memory; other rows stay in their segments.
+    """
     commits = counted_commit_keys(store, read_epochs(store))
     commit = read_commit(store, commits[max(commits)]) if commits else None
     manifest = None
@@ -55,7 +57,7 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
         manifest = read_commit(store, commits[step]).manifest
         if manifest is not None:
             break
-    past = Past(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
+    past = StoredState(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
     segments, num_bytes = SegmentReader(store), 0
     for name in segments.segments(commit.low_water if commit else None):
         key = rollout_key(*name)
@@ -74,9 +76,9 @@ def read_past(store: ObjectStore, max_row_bytes: float = math.inf) -> Past:
 
 
 def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> None:
-    """Raise SchemaMismatch for tokens of a version newer than `manifest`, the newest announced one.
+    """Raises SchemaMismatch for tokens of a version newer than `manifest`, the newest announced version.
 
-    An actor whose hub knows of no version yet samples with the weights that every run starts from, version 0.
+    Before the first announcement actors sample with the initial weights, version 0.
     """
     newest = manifest.version if manifest is not None else 0
     found = max(summary.tokens_by_version, default=0)
@@ -88,7 +90,10 @@ def check_versions(summary: GroupSummary, manifest: WeightManifest | None) -> No
 
 
 def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSummary]:
-    """What the ledger must know of each group of checked rows (data/checks.py), those of `refs` in their order."""
+    """One summary per group.
+
+    batch: checked rows (data/checks.py) of all groups, in the order of `refs`.
+    """
     lengths = np.diff(batch.column(_COMPLETION_AT).offsets.to_numpy()).tolist()
     offsets, fields = flat_structs(batch.column(_SPANS_AT))
     bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)

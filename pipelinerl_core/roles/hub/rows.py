@@ -1,11 +1,11 @@
-"""The rows that the hub keeps in memory, within a budget of bytes.
+"""Keeps the rows of ready and reserved groups in the hub's memory, within a limit of bytes.
 
     a group arrives --keep--> in memory --seal--> in memory and in a segment --make_room--> in its segment only
                                   |                                                            |
-                                  +------------------------ forget <---------------------------+
+                                  +------------------------ drop <-----------------------------+
 
-What does not fit is not refused: rows that lie in a segment leave first, and credit, of which the budget is one
-measure, keeps the others at their actors.
+The memory accepts all rows. If the limit is near, rows that are also in a segment are dropped. Credit, which depends
+on the free memory, limits how many groups the actors send.
 """
 
 from collections.abc import Iterable
@@ -19,85 +19,85 @@ from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.types import GroupKey
 
 GROUP_BYTES = 32 << 10
-"""What a group takes beside its values, however few they are: the objects of Arrow and of the ledger."""
+"""Memory of the Arrow and ledger objects of one group, in addition to its values."""
 _GROUP_ID_AT = ROLLOUT_SCHEMA.get_field_index("group_id")
 SEALED_SHARE = 0.75
-"""Of the budget: beyond it sealed rows leave, so that there is always room for groups that are on their way."""
+"""Share of the limit above which sealed rows are dropped: the rest is reserved for arriving groups."""
 
 
 @dataclass(slots=True, eq=False)
 class _Write:
-    """Memory of one write to the hub: it is free again when the last of its groups has gone."""
+    """The memory of one Flight write; it is freed when the rows of its last group are dropped."""
 
     address: int
     num_bytes: int
     num_groups: int = 0
 
 
-class Place(NamedTuple):
-    """Where the rows of a group lie in the batch that they came with."""
+class RowSlice(NamedTuple):
+    """The position of a group's rows in the record batch of their write."""
 
     batch: pa.RecordBatch
     start: int
     num_rows: int
 
     def rows(self) -> pa.RecordBatch:
-        """A view of them."""
+        """The rows, as a view of the batch."""
         is_all = self.num_rows == self.batch.num_rows
         return self.batch if is_all else self.batch.slice(self.start, self.num_rows)
 
-    def follows(self, other: "Place") -> bool:
-        """Whether they lie right behind those of another group."""
+    def follows(self, other: "RowSlice") -> bool:
+        """Whether the rows directly follow the rows of `other` in the same batch."""
         return self.batch is other.batch and self.start == other.start + other.num_rows
 
 
-class Arrived(NamedTuple):
-    """A group of a write."""
+class WrittenGroup(NamedTuple):
+    """One group of a write."""
 
     key: GroupKey
     start: int
-    """Its first row."""
+    """Index of the group's first row in the batch."""
     num_rows: int
     is_sealed: bool
 
 
 class _Kept(NamedTuple):
-    place: Place
+    rows: RowSlice
     write: _Write
 
 
 class RowMemory:
     """Rows by group. Not thread-safe: the hub uses it under its lock."""
 
-    def __init__(self, budget_bytes: int, usual_bytes: int) -> None:
-        """`usual_bytes`: of the values of a group, as long as there is none to go by."""
+    def __init__(self, budget_bytes: int, default_group_bytes: int) -> None:
+        """`default_group_bytes`: estimated size of a group's values, used while the memory is empty."""
         self.used_bytes = 0
-        """Of all writes of which a group is kept, and of what each group takes beside."""
+        """Bytes of all kept writes, plus GROUP_BYTES per kept group."""
         self._budget_bytes = budget_bytes
-        self._usual_bytes = usual_bytes + GROUP_BYTES
+        self._default_group_bytes = default_group_bytes + GROUP_BYTES
         self._rows: dict[GroupKey, _Kept] = {}
-        self._sealed: dict[GroupKey, None] = {}  # of them, in the order in which they were sealed
+        self._sealed: dict[GroupKey, None] = {}  # kept groups that are in a segment, in the order of sealing
         self._writes: dict[int, _Write] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def get(self, key: GroupKey) -> pa.RecordBatch | None:
-        """The rows of a group, if they are here."""
-        place = self.place(key)
-        return None if place is None else place.rows()
+        """The rows of a group; None if they are not in memory."""
+        found = self.find(key)
+        return None if found is None else found.rows()
 
-    def place(self, key: GroupKey) -> Place | None:
-        """Where the rows of a group are, if they are here."""
+    def find(self, key: GroupKey) -> RowSlice | None:
+        """The position of a group's rows; None if they are not in memory."""
         kept = self._rows.get(key)
-        return None if kept is None else kept.place
+        return None if kept is None else kept.rows
 
     def keep(self, key: GroupKey, rows: pa.RecordBatch, *, is_sealed: bool = False) -> None:
-        """Take in the rows of a group, unless they are here."""
-        self.keep_all(rows, [Arrived(key, 0, rows.num_rows, is_sealed)])
+        """Keep the rows of one group; no effect if they are already in memory."""
+        self.keep_all(rows, [WrittenGroup(key, 0, rows.num_rows, is_sealed)])
 
-    def keep_all(self, batch: pa.RecordBatch, groups: Iterable[Arrived]) -> None:
-        """Take in the rows of groups of one write, but for those that are here."""
+    def keep_all(self, batch: pa.RecordBatch, groups: Iterable[WrittenGroup]) -> None:
+        """Keep the rows of the groups of one write, except groups that are already in memory."""
         write = None
         for key, start, num_rows, is_sealed in groups:
             if key in self._rows:
@@ -105,7 +105,7 @@ class RowMemory:
             if write is None:
                 write = self._write_of(batch)
             write.num_groups += 1
-            self._rows[key] = _Kept(Place(batch, start, num_rows), write)
+            self._rows[key] = _Kept(RowSlice(batch, start, num_rows), write)
             self.used_bytes += GROUP_BYTES
             if is_sealed:
                 self._sealed[key] = None
@@ -120,25 +120,25 @@ class RowMemory:
         return write
 
     def seal(self, keys: Iterable[GroupKey]) -> None:
-        """These groups can be read back from a segment."""
+        """Note that the rows of these groups are also in a segment."""
         self._sealed.update(dict.fromkeys(key for key in keys if key in self._rows))
         self.make_room()
 
     def keep_only(self, needed: AbstractSet[GroupKey]) -> None:
-        """Drop the rows of every other group."""
+        """Drop the rows of all groups that are not in `needed`."""
         for key in self._rows.keys() - needed:
             self._drop(key)
 
     def make_room(self) -> None:
-        """Drop sealed rows while there are too many bytes; those sealed last go first, they are trained last."""
+        """Drop sealed rows while more than SEALED_SHARE of the limit is used, the last sealed first."""
         while self._sealed and self.used_bytes > SEALED_SHARE * self._budget_bytes:
             self._drop(next(reversed(self._sealed)))
 
     def free_groups(self) -> float:
-        """Groups that there is room for, by the mean size of those that are here; negative beyond the budget."""
-        usual_bytes = self.used_bytes / len(self._rows) if self._rows else self._usual_bytes
-        # However large a group may be, one must fit at last.
-        return (self._budget_bytes - self.used_bytes) / min(usual_bytes, self._budget_bytes)
+        """How many groups fit into the free memory, by the mean size of kept groups; negative above the limit."""
+        group_bytes = self.used_bytes / len(self._rows) if self._rows else self._default_group_bytes
+        # A group larger than the limit must fit once the memory is empty.
+        return (self._budget_bytes - self.used_bytes) / min(group_bytes, self._budget_bytes)
 
     def _drop(self, key: GroupKey) -> None:
         write = self._rows.pop(key).write
@@ -151,6 +151,6 @@ class RowMemory:
 
 
 def _address(rows: pa.RecordBatch) -> int:
-    """The same for all groups of one write, whose rows are views of the same memory."""
+    """The address of the write's memory, equal for all groups of one write."""
     address: int = rows.column(_GROUP_ID_AT).buffers()[1].address
     return address

@@ -1,10 +1,10 @@
-"""What the hub does with each message: the ledger under one lock, and the rows of ready and reserved groups.
+"""Handles every request of the hub protocol: updates the ledger and the rows in memory under one lock.
 
     actor --sync--> leases, newest version          trainer --reserve--> waits until a step's groups are ready
-          --group-> rows kept, reserve woken                --rows-----> rows from memory, else from their segment
-          --sealed> where rows lie in the store             --committed> groups forgotten, version announced
+          --group-> rows kept, reserve woken                --rows-----> rows from memory, else from a segment
+          --sealed> position of rows in the store           --committed> groups removed, version announced
 
-The right half is in roles/hub/trainer_side.py. Prompts, summaries and reads from the store happen outside the lock.
+roles/hub/trainer_side.py handles the trainer. Prompts, summaries and store reads are made outside the lock.
 """
 
 import logging
@@ -38,33 +38,33 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.ranges import first_error
-from pipelinerl_core.roles.hub.arrivals import GroupDesk
+from pipelinerl_core.roles.hub.arrivals import Arrivals
 from pipelinerl_core.roles.hub.rows import RowMemory
-from pipelinerl_core.roles.hub.state import MIN_CREDIT, HubState, Peer
-from pipelinerl_core.roles.hub.trainer_side import TrainerDesk
+from pipelinerl_core.roles.hub.state import MIN_CREDIT, HubState, PeerState
+from pipelinerl_core.roles.hub.trainer_side import TrainerRequests
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.05
-"""Between two syncs of an actor, as long as there are few of them."""
+"""Shortest interval between two syncs of an actor, used while there are few actors."""
 MAX_SYNC_SECONDS = 1.5
-"""Who is silent for two seconds counts as gone in the report of who waits for whom (ledger/waits.py)."""
-# More would cost the hub more than the groups do. What is urgent, actors are nudged about.
+"""Longest interval: an actor without a sync for 2 s is not counted by the report of waits (ledger/waits.py)."""
+# More syncs would cost the hub more time than the groups. For urgent changes the hub requests a sync.
 _MAX_SYNCS_PER_SECOND = 500
-# Steps of `tick` further apart than this: this process was stopped or starved, and heard nobody.
+# If two calls of `tick` are further apart, the process was suspended and could not receive syncs.
 _STALL_SECONDS = 2.0
 _RECENT_SWAPS = 200
-# Of a rollout beside its completion, about.
+# Approximate size of a rollout without its completion.
 _ROW_BYTES = 1000
 
 
 class Hub:
     """The HubService of a run. `handle` raises StaleLease, WrongPeer, SchemaMismatch, Fenced and StoreError.
 
-    The channel turns them into refusals and checks that a peer keeps the role and the name of its exchange
-    (channel/admission.py). The hub checks that an actor keeps the actor epoch that it registered.
+    The channel turns these errors into refusals and checks the role and name of the peer (channel/admission.py). The
+    hub checks that an actor only uses its registered actor epoch.
     """
 
     def __init__(
@@ -77,23 +77,23 @@ class Hub:
         boot_id: str,
         rows: Mapping[GroupKey, pa.RecordBatch] | None = None,
     ) -> None:
-        """`rows`: those of groups that the ledger was restored with."""
+        """`rows`: rows of the groups with which the ledger was restored."""
         self.boot_id = boot_id
         self._config = config
         self._source = source
-        memory = RowMemory(config.placement.hub_bytes, _usual_bytes(config))
+        memory = RowMemory(config.placement.hub_bytes, _default_group_bytes(config))
         self._state = HubState(ledger, memory, rows or {}, boot_id)
         self._changed = self._state.changed
         self._ledger = ledger
-        self._trainer = TrainerDesk(self._state, store)
-        self._groups = GroupDesk(config, self._state)
+        self._trainer = TrainerRequests(self._state, store)
+        self._arrivals = Arrivals(config, self._state)
         self._prompt_lock = threading.Lock()
         self._ticked_at = time.monotonic()
         self.swap_pauses: deque[float] = deque(maxlen=_RECENT_SWAPS)
-        """Seconds."""
+        """Pauses of recent swaps, seconds."""
         self.num_swaps = 0
 
-    # ---- the process asks ------------------------------------------------------------------------------------
+    # ---- for the process -------------------------------------------------------------------------------------
 
     @property
     def is_finished(self) -> bool:
@@ -103,58 +103,58 @@ class Hub:
 
     @property
     def num_peers(self) -> int:
-        """Open exchanges."""
+        """Connected peers."""
         with self._changed:
             return len(self._state.peers)
 
     @property
     def row_bytes(self) -> int:
-        """Memory of the rows that are kept, and of what belongs to them."""
+        """Memory used by the kept rows and their bookkeeping, bytes."""
         with self._changed:
             return self._state.rows.used_bytes
 
     @property
-    def has_met_trainer(self) -> bool:
+    def has_trainer_registered(self) -> bool:
         """Whether a trainer has registered with this hub."""
-        return self._trainer.has_met
+        return self._trainer.has_registered
 
     @property
     def step_metrics(self) -> dict[str, float]:
-        """Of the newest commit."""
+        """Metrics of the newest commit."""
         return self._trainer.step_metrics
 
     def stop(self) -> None:
-        """Grant nothing more and tell the actors to leave."""
+        """Grant no further leases and ask the actors to leave."""
         with self._changed:
             self._state.is_stopping = self._ledger.is_draining = True
             self._changed.notify_all()
 
     def tick(self) -> None:
-        """Let silent actors go; call it a few times a second."""
+        """Expire actors and leases; to be called several times per second."""
         now = time.monotonic()
         with self._changed:
             if now - self._ticked_at > _STALL_SECONDS:
-                logger.warning("the hub stood still for %.1f s: leases are extended", now - self._ticked_at)
+                logger.warning("the hub was suspended for %.1f s: leases are extended", now - self._ticked_at)
                 self._ledger.extend(now - self._ticked_at)
             self._ticked_at = now
             expired = self._ledger.expire()
         if expired:
             logger.warning("leases expired, to be granted again: groups %s", expired)
 
-    def read(self, look: Callable[[Ledger], dict[str, object]]) -> dict[str, object]:
-        """A consistent look at the ledger."""
+    def read(self, query: Callable[[Ledger], dict[str, object]]) -> dict[str, object]:
+        """The result of `query`, evaluated under the lock."""
         with self._changed:
-            return look(self._ledger)
+            return query(self._ledger)
 
     # ---- HubService ------------------------------------------------------------------------------------------
 
     def connected(self, peer: str, credit_sink: CreditSink) -> None:
-        """A peer's exchange has opened; it registers next."""
+        """Add a peer whose exchange has opened; the peer registers next."""
         with self._changed:
-            self._state.peers[peer] = Peer(credit_sink)
+            self._state.peers[peer] = PeerState(credit_sink)
 
     def disconnected(self, peer: str) -> None:
-        """A peer's exchange is gone; its leases stay until they expire, because it may come back."""
+        """Remove a peer whose exchange has ended. Its leases stay until they expire: the peer may reconnect."""
         with self._changed:
             gone = self._state.peers.pop(peer, None)
             self._state.granted -= gone.granted if gone is not None else 0
@@ -162,7 +162,7 @@ class Hub:
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-        """Answers in order."""
+        """The answers to one request, in order."""
         if isinstance(request, Rows):
             yield from self._trainer.send_rows(request)
         elif isinstance(request, Reserve):
@@ -171,8 +171,8 @@ class Hub:
             yield self._answer(peer, request, rows), None
 
     def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
-        """Several groups of one write, whose rows are checked: what `handle` would yield for each, or raise."""
-        return self._groups.take(peer, groups, rows)
+        """For each group of one write, with checked rows: the answer that `handle` would yield, or the error."""
+        return self._arrivals.receive(peer, groups, rows)
 
     def _answer(self, peer: str, request: Request, rows: pa.RecordBatch | None) -> Answer:
         match request:
@@ -181,7 +181,7 @@ class Hub:
             case Sync():
                 return self._sync(peer, request)
             case Group():
-                return _or_raise(*self._groups.take(peer, [request], rows))
+                return _or_raise(*self._arrivals.receive(peer, [request], rows))
             case Sealed():
                 return self._sealed(peer, request)
             case Committed():
@@ -226,8 +226,8 @@ class Hub:
             result = self._ledger.sync(actor, request)
             is_final = self._ledger.is_draining or self._ledger.is_done
             manifest = self._ledger.manifest
-            swaps_acknowledged = self._ledger.book.acknowledged(actor, is_final=is_final)
-            state = "drain" if is_final else "pause" if self._ledger.stands_still(request.engine_version) else "run"
+            swaps_acknowledged = self._ledger.actor_reports.acknowledged(actor, is_final=is_final)
+            state = "drain" if is_final else "pause" if self._ledger.must_pause(request.engine_version) else "run"
             credit = self._credit(peer, actor)
             ready_groups = self._ledger.num_ready
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
@@ -265,9 +265,9 @@ class Hub:
             actor = self._state.peers[peer].actor
             if actor is None:
                 return self._state.unknown_boot(request.id)
-            self._state.check_own(actor, ActorKey(request.actor, request.epoch), request.groups)
+            self._state.check_ownership(actor, ActorKey(request.actor, request.epoch), request.groups)
             self._ledger.sealed(actor, request.seq, request.groups)
-            self._state.rows.seal(key for key in request.groups if self._ledger.where(*key) is not None)
+            self._state.rows.seal(key for key in request.groups if self._ledger.segment_of(*key) is not None)
         return Ack(re=request.id)
 
     def _bye(self, peer: str, request: Bye) -> Answer:
@@ -275,11 +275,11 @@ class Hub:
             actor = self._state.peers[peer].actor
             if actor is not None:
                 self._ledger.bye(actor)
-        logger.info("%s said goodbye", peer)
+        logger.info("%s left", peer)
         return Ack(re=request.id)
 
     def _sync_seconds(self) -> float:
-        """How often each actor is to sync."""
+        """Interval between two syncs of each actor, seconds."""
         limit = min(MAX_SYNC_SECONDS, self._config.placement.lease_seconds / 4)
         return max(SYNC_SECONDS, min(limit, len(self._state.peers) / _MAX_SYNCS_PER_SECOND))
 
@@ -294,21 +294,21 @@ def _or_raise(answer: Answer | Exception) -> Answer:
             raise answer
         return answer
     finally:
-        del answer  # an error that this call holds would hold it, and the rows
+        del answer  # avoids a reference cycle between the error and its traceback, which would keep the rows
 
 
-def _usual_bytes(config: RunConfig) -> int:
-    """Of the rows of a group, if its completions are as long as may be: an id, a log-probability, a bit per token."""
+def _default_group_bytes(config: RunConfig) -> int:
+    """Size of a group with completions of maximal length: 4 bytes of id, 4 of log-probability, 1 bit per token."""
     return config.rollouts.group_size * (config.rollouts.max_tokens * 33 // 4 + _ROW_BYTES)
 
 
 def _check_swaps(actor: ActorKey, swaps: Iterable[dict[str, Any]]) -> None:
-    """SchemaMismatch for reports that are no SwapRecord, WrongPeer for those of another actor epoch."""
+    """Raises SchemaMismatch for an invalid SwapRecord, and WrongPeer for the record of another actor epoch."""
     for swap in swaps:
         try:
             record = SwapRecord.model_validate(swap)
         except ValidationError as error:
-            raise SchemaMismatch(f"{actor} reports a swap that is none: {first_error(error)}") from None
+            raise SchemaMismatch(f"{actor} reports an invalid swap: {first_error(error)}") from None
         named = ActorKey(record.actor, record.actor_epoch)
         if named != actor:
-            raise WrongPeer(f"{actor} reports a swap of {named}: an actor speaks for itself")
+            raise WrongPeer(f"{actor} reports a swap of {named}: an actor may only report its own swaps")

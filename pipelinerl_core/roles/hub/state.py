@@ -1,4 +1,4 @@
-"""What the actors' side and the trainer's side of the hub share: ledger, rows, open exchanges; and credit."""
+"""State shared by all request handlers of the hub: ledger, rows in memory, connected peers and their credit."""
 
 import math
 import random
@@ -16,87 +16,86 @@ from pipelinerl_core.messages import Refused
 from pipelinerl_core.roles.hub.rows import RowMemory
 from pipelinerl_core.types import GroupKey
 
-# Groups that an earlier hub may have leased after the last commit that this one has read. A peer that names one
-# further out is broken, and every group up to it would be queued.
-MAX_UNTOLD_GROUPS = 1 << 16
-# Groups one actor may have at the hub, however small the window, if there is room for them.
+# Groups that an earlier hub may have leased after the newest commit. A peer that names a higher group id is faulty:
+# every group up to that id would be queued.
+MAX_UNRECORDED_GROUPS = 1 << 16
+# Minimum of groups that one actor may have at the hub, if the memory has room for them.
 MIN_CREDIT = 8
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
-    """An open exchange."""
+class PeerState:
+    """A connected peer."""
 
     credit: CreditSink
     actor: ActorKey | None = None
-    """Once it has registered as one."""
+    """The actor epoch; None for a trainer, or before the registration."""
     granted: int = 0
-    """Groups that it may still send of the credit it was told of last."""
+    """Unused groups of the credit granted last."""
 
 
 class HubState:
-    """Everything below is read and changed under `changed`; its methods say whether they take it themselves."""
+    """All fields are read and changed under the lock `changed`; each method states whether it acquires the lock."""
 
     def __init__(
         self, ledger: Ledger, memory: RowMemory, rows: Mapping[GroupKey, pa.RecordBatch], boot_id: str
     ) -> None:
-        """`rows`: those of groups that the ledger was restored with, all from segments."""
+        """`rows`: rows of the groups with which the ledger was restored, read from segments."""
         self.ledger = ledger
         self._boot_id = boot_id
         self.changed = threading.Condition()
-        """Notified when the reserve that waits may be possible, or has to look again."""
+        """Notified when the waiting reserve has to be evaluated again."""
         self.awaited_step: int | None = None
-        """The step that a reserve waits for."""
+        """The step of the reserve that waits; None without a waiting reserve."""
         self.rows = memory
-        """Of ready and reserved groups."""
+        """Rows of ready and reserved groups."""
         for key, batch in rows.items():
             if ledger.needs_rows(*key):
                 self.rows.keep(key, batch, is_sealed=True)
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, PeerState] = {}
         self.granted = 0
-        """Of all peers."""
+        """Sum of `granted` over all peers."""
         self.is_stopping = False
-        self._first_unlikely = ledger.next_group_id + MAX_UNTOLD_GROUPS
+        self._first_unlikely = ledger.next_group_id + MAX_UNRECORDED_GROUPS
 
     def check_groups(self, group_ids: Iterable[int]) -> None:
-        """SchemaMismatch for a group that no hub can have leased. Under the lock."""
+        """Raises SchemaMismatch for a group id that no hub can have leased. The caller holds the lock."""
         limit = max(self._first_unlikely, self.ledger.next_group_id)
         for group_id in group_ids:
             if group_id >= limit:
                 found = self.ledger.next_group_id
                 raise SchemaMismatch(f"group {group_id} was never leased, the next one is {found}")
 
-    def check_own(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
-        """WrongPeer if an actor speaks as `named`, or of groups that are another's; under the lock.
+    def check_ownership(self, actor: ActorKey, named: ActorKey, groups: Iterable[GroupKey]) -> None:
+        """Raises WrongPeer if an actor names another epoch or groups of another actor. The caller holds the lock.
 
-        An attempt that nobody holds may be its own of old: what becomes of it the ledger says.
+        If no actor holds an attempt, the check passes and the ledger decides how to treat the attempt.
         """
         if named != actor:
-            raise WrongPeer(f"{actor} sent a message of {named}: an actor speaks for itself")
+            raise WrongPeer(f"{actor} sent a message of {named}: an actor may only name itself")
         for group_id, attempt in groups:
             holder = self.ledger.holder(group_id, attempt)
             if holder not in (None, actor):
                 raise WrongPeer(f"{actor} sent group {group_id} attempt {attempt}, which is {holder}'s")
 
     def unknown_boot(self, re: int) -> Refused:
-        """To a peer that has not registered with this hub."""
+        """The refusal for a peer that has not registered with this hub process."""
         return Refused(re=re, code="unknown_boot", detail=f"this hub is {self._boot_id}: register")
 
     def wake_trainer(self) -> None:
-        """A group has arrived: let the reserve that waits look again, if that is worth it. Under the lock."""
+        """Wake the waiting reserve if its step has enough ready groups. The caller holds the lock."""
         if self.awaited_step is not None and self.ledger.is_due(self.awaited_step):
             self.changed.notify_all()
 
-    def forget_rows(self) -> None:
-        """Keep the rows of groups that are ready or reserved, and no others. Under the lock."""
+    def drop_unneeded_rows(self) -> None:
+        """Drop rows of groups that are neither ready nor reserved. The caller holds the lock."""
         self.rows.keep_only(self.ledger.needed_rows())
 
-    def grant_credit(self, peer: Peer, limit: int) -> int:
-        """Groups that an actor may send from now on, `limit` at most. Under the lock.
+    def grant_credit(self, peer: PeerState, limit: int) -> int:
+        """How many groups an actor may send from now on, at most `limit`. The caller holds the lock.
 
-        The room in memory, less what the others were granted and have not used, is shared among the actors. Where
-        there is less than one group for each, chance decides at every sync, so that nobody waits for ever for one
-        that does not use its share.
+        The free memory, less the unused credit of other peers, is divided equally among the peers. The fraction is
+        rounded at random at every sync: if the share is below one group, every actor still gets credit eventually.
         """
         free = self.rows.free_groups()
         share = math.floor(free / max(1, len(self.peers)) + random.random())
@@ -106,28 +105,28 @@ class HubState:
         peer.granted = credit
         return credit
 
-    def use_credit(self, peer: Peer) -> None:
-        """An actor has sent a group. Under the lock."""
+    def use_credit(self, peer: PeerState) -> None:
+        """Count a group that an actor has sent. The caller holds the lock."""
         if peer.granted:
             peer.granted -= 1
             self.granted -= 1
 
     def return_credit(self, groups: "Counter[ActorKey]") -> None:
-        """Tell actors to ask for credit again, unless they have plenty. Outside the lock: it writes to the peers."""
+        """Ask actors with little credit to sync again. The caller must not hold the lock: peers are written to."""
         with self.changed:
-            short = [(peer.credit, actor) for peer, actor in self._heard() if peer.granted < MIN_CREDIT]
+            short = [(peer.credit, actor) for peer, actor in self._live_actors() if peer.granted < MIN_CREDIT]
         sinks = [(sink, groups[actor]) for sink, actor in short if actor in groups]
         for sink, num_groups in sinks:
             sink(num_groups)
 
-    def nudge(self) -> None:
-        """Tell the actors to sync now; outside the lock. It is a hint: they sync anyway, a little later."""
+    def request_sync(self) -> None:
+        """Ask all actors to sync now; actors also sync without the request. The caller must not hold the lock."""
         with self.changed:
-            sinks = [peer.credit for peer, _ in self._heard()]
+            sinks = [peer.credit for peer, _ in self._live_actors()]
         for sink in sinks:
             sink(0)
 
-    def _heard(self) -> list[tuple[Peer, ActorKey]]:
-        """Actors that are there: one so long silent that it counts as gone needs no news. Under the lock."""
+    def _live_actors(self) -> list[tuple[PeerState, ActorKey]]:
+        """Registered actors whose epoch has not left or expired. The caller holds the lock."""
         found = ((peer, peer.actor) for peer in self.peers.values())
         return [(peer, actor) for peer, actor in found if actor is not None and not self.ledger.is_gone(actor)]

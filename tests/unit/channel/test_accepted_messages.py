@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pipelinerl.tasks.run_watch import version_rows
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.bundles import unbundled
-from pipelinerl_core.channel.dispatcher import Desk
+from pipelinerl_core.channel.dispatcher import Dispatcher
 from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.ledger import Ledger
@@ -47,9 +47,9 @@ from pipelinerl_core.prompts import build_source
 from pipelinerl_core.ranges import MAX_COUNT, MAX_NUMBER, MAX_REWARD, MAX_SECONDS, MAX_STEP
 from pipelinerl_core.report.html import write_report
 from pipelinerl_core.report.live_view import format_status, run_status
-from pipelinerl_core.roles.hub.beat import LiveRecord
+from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
 from pipelinerl_core.roles.hub.main import ATTEMPTS_PER_BOOT
-from pipelinerl_core.roles.hub.recovery import read_past
+from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.run.follow import RunFollower, forward
@@ -91,10 +91,10 @@ EPOCHS = {"intruder": 3, "other": 4, "honest": 5}
 class Wire:
     """A peer's end: bytes in, bytes out, as over Flight."""
 
-    def __init__(self, desk: Desk, role: str, name: str) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher, role: str, name: str) -> None:
+        self._dispatcher = dispatcher
         self._written: list[tuple[bytes, pa.RecordBatch | None]] = []
-        self.peer = desk.welcome(Introduction(role=role, name=name), self)
+        self.peer = dispatcher.connect(Introduction(role=role, name=name), self)
 
     def write_metadata(self, metadata: bytes) -> None:
         self._written.append((metadata, None))
@@ -105,7 +105,7 @@ class Wire:
     def ask(self, metadata: bytes, rows: pa.RecordBatch | None = None) -> list[tuple[Answer, pa.RecordBatch | None]]:
         """The answers, nudges left out."""
         self._written.clear()
-        self._desk.answer(self.peer, metadata, rows)
+        self._dispatcher.answer(self.peer, metadata, rows)
         answers = [(ANSWER.validate_json(metadata), batch) for metadata, batch in self._written]
         for answer, _ in answers:
             assert not isinstance(answer, Refused) or answer.code != "internal", answer
@@ -138,7 +138,7 @@ class World:
 
     def start_hub(self) -> None:
         """Or another one, from what the store has."""
-        past = read_past(self.store)
+        past = read_stored_state(self.store)
         self.num_hubs += 1
         self.boot_id = f"{self.num_hubs}-boot"
         ledger = Ledger(
@@ -147,14 +147,14 @@ class World:
         if past.commit is not None:
             ledger.restore(past.commit, past.sealed, past.manifest)
         self.hub = Hub(CONFIG, ledger, build_source(CONFIG), self.store, boot_id=self.boot_id, rows=past.rows)
-        self.desk = Desk(self.hub, max_row_bytes=1 << 20, max_tokens_per_row=1000)
-        self.desk.is_open = True
-        self.live = LiveRecord(self.hub, CONFIG, "grpc://127.0.0.1:1")
+        self.dispatcher = Dispatcher(self.hub, max_row_bytes=1 << 20, max_tokens_per_row=1000)
+        self.dispatcher.is_open = True
+        self.live = HubRecordBuilder(self.hub, CONFIG, "grpc://127.0.0.1:1")
         self.now += 10.0  # the grace time is over
-        self.wires = {name: Wire(self.desk, "actor", name) for name in EPOCHS}
+        self.wires = {name: Wire(self.dispatcher, "actor", name) for name in EPOCHS}
         for name, wire in self.wires.items():
             assert isinstance(wire.say(Register(role="actor", name=name, epoch=EPOCHS[name])), Registered)
-        self.trainer = Wire(self.desk, "trainer", "trainer")
+        self.trainer = Wire(self.dispatcher, "trainer", "trainer")
         assert isinstance(self.trainer.say(Register(role="trainer", name="trainer", epoch=1)), Registered)
 
     def committer(self) -> Committer:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.channel.dispatcher import Peer
+from pipelinerl_core.channel.dispatcher import PeerConnection
 from pipelinerl_core.channel.server import HubServer
 from pipelinerl_core.data.checks import check_groups
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
@@ -98,14 +98,14 @@ class Writer:
 @pytest.fixture(scope="module")
 def flight():
     server = HubServer(Service(), host="127.0.0.1", port=0, token="t", max_tokens_per_row=1000)
-    yield server._desk
+    yield server._dispatcher
     assert server.shutdown(60.0)
 
 
 def ask(flight, metadata: bytes, rows: pa.RecordBatch | None = None, role: str = "actor"):
     """The one answer to it; "internal" would be an exception that nobody meant."""
     writer = Writer()
-    flight.answer(Peer(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
+    flight.answer(PeerConnection(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(written) for written in writer.written]
     assert answer.kind == "ack" or answer.code in ("schema", "wrong_peer"), answer
     assert len(encode(answer)) < 4000  # bytes

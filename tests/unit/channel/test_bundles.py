@@ -13,14 +13,14 @@ from pipelinerl_core.channel.bundles import (
     BUNDLE_BYTES,
     GROUPS_BYTES,
     Frame,
-    as_one,
     bundled,
-    together,
+    frames_of_writes,
+    merged,
     unbundled,
 )
-from pipelinerl_core.channel.dispatcher import Peer
+from pipelinerl_core.channel.dispatcher import PeerConnection
 from pipelinerl_core.channel.server import HubServer
-from pipelinerl_core.data.checks import apart, check_groups
+from pipelinerl_core.data.checks import check_groups, rows_of_groups
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import StaleLease
@@ -93,17 +93,17 @@ def frame(group_id: int, num_tokens: int = 5, *, is_group: bool = True) -> Frame
 
 def test_groups_that_are_sent_together_are_one_message():
     frames = [frame(1), frame(2), frame(3, is_group=False), frame(4)]
-    parts = list(together(frames))
+    parts = list(frames_of_writes(frames))
     assert parts == [frames[:2], frames[2:3], frames[3:]]
-    metadata, rows = as_one(parts[0])
+    metadata, rows = merged(parts[0])
     assert [group.id for group in parse(metadata).groups] == [101, 102]
     assert rows.column("group_id").to_pylist() == [1, 1, 2, 2]
-    assert as_one(parts[2]) == (frames[3].metadata, frames[3].rows)
+    assert merged(parts[2]) == (frames[3].metadata, frames[3].rows)
 
 
 def test_a_write_to_the_hub_has_a_size():
     large = GROUPS_BYTES // 20  # tokens of each of two rollouts, of more than 8 bytes
-    sizes = [len(part) for part in together([frame(1, large), frame(2, large), frame(3), frame(4)])]
+    sizes = [len(part) for part in frames_of_writes([frame(1, large), frame(2, large), frame(3), frame(4)])]
     assert sizes == [1, 3]
 
 
@@ -119,7 +119,7 @@ class Service:
         yield self._take(request, rows), None
 
     def handle_groups(self, peer, groups, rows):
-        parts = apart([group.ref for group in groups], rows)
+        parts = rows_of_groups([group.ref for group in groups], rows)
         return [self._answer(group, part) for group, part in zip(groups, parts, strict=True)]
 
     def _answer(self, group, rows):
@@ -139,7 +139,7 @@ class Service:
 @pytest.fixture
 def flight():
     server = HubServer(Service(), host="127.0.0.1", port=0, token="t", max_row_bytes=1 << 20)
-    yield server._desk
+    yield server._dispatcher
     assert server.shutdown(60.0)
 
 
@@ -147,7 +147,7 @@ def ask(flight, metadata, rows, role="actor"):
     """Which groups are answered how."""
     written = []
     writer = SimpleNamespace(write_metadata=written.append)
-    flight.answer(Peer(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
+    flight.answer(PeerConnection(f"{role}/a#1", Introduction(role=role, name="a"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(one) for one in written]
     return [(part.answer.re, getattr(part.answer, "code", "taken")) for part in unbundled(answer, None)]
 
@@ -159,7 +159,7 @@ def changed(rows: pa.RecordBatch, row: int, name: str, value) -> pa.RecordBatch:
 
 
 def test_each_group_of_a_message_has_its_own_answer(flight):
-    metadata, rows = as_one([frame(1), frame(13), frame(2)])
+    metadata, rows = merged([frame(1), frame(13), frame(2)])
     assert ask(flight, metadata, rows) == [(101, "taken"), (113, "stale_lease"), (102, "taken")]
     assert flight._service.groups == [1, 2]
 
@@ -169,24 +169,24 @@ def test_each_group_of_a_message_has_its_own_answer(flight):
     [(3, "reward", float("nan")), (2, "lease_id", "another"), (2, "group_id", 7), (3, "rollout_index", 0)],
 )
 def test_a_group_that_is_at_fault_is_refused_alone(flight, row, name, value):
-    metadata, rows = as_one([frame(1), frame(2), frame(3)])
+    metadata, rows = merged([frame(1), frame(2), frame(3)])
     assert ask(flight, metadata, changed(rows, row, name, value)) == [(101, "taken"), (102, "schema"), (103, "taken")]
 
 
 def test_rows_that_cannot_be_told_apart_are_refused_altogether(flight):
-    metadata, rows = as_one([frame(1), frame(2)])
+    metadata, rows = merged([frame(1), frame(2)])
     refused = [(101, "schema"), (102, "schema")]
     assert ask(flight, metadata, rows.slice(1)) == refused
     assert ask(flight, metadata, None) == refused
-    assert ask(flight, *as_one([frame(1, 70_000), frame(2, 1)])) == refused  # larger than the server allows
+    assert ask(flight, *merged([frame(1, 70_000), frame(2, 1)])) == refused  # larger than the server allows
     assert ask(flight, metadata, rows, role="trainer") == [(101, "wrong_peer"), (102, "wrong_peer")]
 
 
 @settings(deadline=None, max_examples=200, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_damaged_rows_of_several_groups_are_refused_and_nothing_breaks(flight, data):
-    """Arrow's reader looks at neither lengths nor offsets, and cutting rows apart must not believe them."""
-    metadata, rows = as_one([frame(1), frame(2)])
+    """Arrow's reader looks at neither lengths nor offsets, and cutting rows rows_of_groups must not believe them."""
+    metadata, rows = merged([frame(1), frame(2)])
     message = bytearray(rows.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):
         place = 8 * data.draw(st.integers(0, len(message) // 8 - 1))

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.continuation import Holder, PartialRow
 from pipelinerl_core.data import partials
 from pipelinerl_core.data.codec import from_segment, to_segment
 from pipelinerl_core.data.partials import PartialLog, PartialReader, decode_partials, encode_partials, join_rows
@@ -17,7 +16,16 @@ from pipelinerl_core.errors import SchemaMismatch, StoreError
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.run.records import partial_key
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.types import Chunk, Completion, FinishReason, Origin, Outcome, WeightSpan
+from pipelinerl_core.types import (
+    Chunk,
+    Completion,
+    FinishReason,
+    Origin,
+    Outcome,
+    PartialRow,
+    PreviousHolder,
+    WeightSpan,
+)
 
 
 def row(start=0, num=3, *, group_id=5, index=0, attempt=0, version=7, **more):
@@ -106,12 +114,16 @@ def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout()
     store = MemoryStore()
     log(store, "a", 1).write([row(0, 3, index=0), row(0, 2, index=1)])
     log(store, "b", 9).write([row(0, 3, index=0, attempt=1, origins=(Origin("a", 1, 2),))])
-    holders = [Holder("c", 4, 2), Holder("b", 9, 1), Holder("a", 1, 0)]  # c died before its first write
-    taken = PartialReader(store).take_over(5, holders)
+    holders = [
+        PreviousHolder("c", 4, 2),
+        PreviousHolder("b", 9, 1),
+        PreviousHolder("a", 1, 0),
+    ]  # c died before its first write
+    taken = PartialReader(store).read_continuations(5, holders)
     assert taken[0].origins == (Origin("a", 1, 2), Origin("b", 9, 1))
     assert taken[1].origins == (Origin("a", 1, 2),)
     assert sorted(taken) == [0, 1]
-    assert PartialReader(store).take_over(6, holders) == {}
+    assert PartialReader(store).read_continuations(6, holders) == {}
 
 
 def test_whose_logs_hold_what_is_found_in_the_store():
@@ -119,7 +131,7 @@ def test_whose_logs_hold_what_is_found_in_the_store():
     log(store, "a", 1).write([row(), row(group_id=6)])
     log(store, "b", 2).write([row(attempt=1000)])
     found = PartialReader(store).holders()
-    assert found == {5: [Holder("b", 2, 1000), Holder("a", 1, 0)], 6: [Holder("a", 1, 0)]}
+    assert found == {5: [PreviousHolder("b", 2, 1000), PreviousHolder("a", 1, 0)], 6: [PreviousHolder("a", 1, 0)]}
 
 
 def test_a_damaged_segment_costs_what_it_held_and_no_more():
@@ -128,7 +140,7 @@ def test_a_damaged_segment_costs_what_it_held_and_no_more():
     for start in (0, 3, 6):
         one.write([row(start, 3), row(start, 3, index=1)])
     store.put(partial_key("a", 1, 1), b"torn")
-    taken = PartialReader(store).take_over(5, [Holder("a", 1, 0)])
+    taken = PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])
     assert [len(taken[index].token_ids) for index in (0, 1)] == [3, 3]
 
 
@@ -160,7 +172,7 @@ def test_a_store_that_fails_for_a_while_costs_nothing(monkeypatch):
     monkeypatch.setattr(store, "put", put)
     one.write([])
     one.write([row(3, 2)])
-    assert len(PartialReader(store).take_over(5, [Holder("a", 1, 0)])[0].token_ids) == 5
+    assert len(PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])[0].token_ids) == 5
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

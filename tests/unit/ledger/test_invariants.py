@@ -204,12 +204,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_window_is_never_exceeded(self) -> None:
-        assert self.ledger.standing.outstanding <= self.config.window_groups
+        assert self.ledger.counts.outstanding <= self.config.window_groups
 
     @invariant()
     def every_group_below_the_frontier_is_open_or_decided(self) -> None:
         num_open = sum(self.ledger.is_open(group_id) for group_id in range(self.ledger.next_group_id))
-        places = self.ledger.standing.outstanding + self.ledger.num_queued
+        places = self.ledger.counts.outstanding + self.ledger.num_queued
         assert num_open == places
         told = {ref.group_id for answer in self.reserved.values() for ref in answer.groups}
         for group_id, fate in self.fates.items():

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
 from pipelinerl_core.run.records import Commit
-from pipelinerl_core.types import GroupRef, Origin, WeightManifest
+from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
@@ -128,7 +127,7 @@ def test_window_admits_w_groups_and_not_one_more():
     ledger = new_ledger()
     assert [grant.group_id for grant in lease(ledger, A, want=3)] == [0, 1, 2]
     assert [grant.group_id for grant in lease(ledger, B, want=3)] == [3]
-    assert ledger.standing.outstanding == 4
+    assert ledger.counts.outstanding == 4
 
 
 def test_ready_and_reserved_groups_hold_their_places_until_their_version_is_committed():
@@ -370,10 +369,10 @@ def test_a_stale_group_is_dropped_and_its_place_refilled():
     for grant in late:
         deliver(ledger, grant, {0: 10})  # at step 3 a token of version 0 has lag 2
     assert sync(ledger, B, want=9, version=2).leases[0].group_id == 6
-    assert ledger.standing.outstanding == 4
+    assert ledger.counts.outstanding == 4
     assert not ledger.reserve(3, epoch=2).is_ready
     assert ledger.tokens()["dropped_stale"] == 20
-    assert ledger.standing.outstanding == 2
+    assert ledger.counts.outstanding == 2
 
 
 def test_a_group_with_a_live_token_is_trained_and_its_dead_tokens_are_masked():
@@ -557,9 +556,9 @@ def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
         deliver(ledger, grant)
     answer = ledger.reserve(1, epoch=2)
     assert [record["version"] for record in answer.swaps] == [1, 2, 3]
-    assert ledger.book.acknowledged(A, is_final=False) == -1
+    assert ledger.actor_reports.acknowledged(A, is_final=False) == -1
     commit(ledger, 1, answer)
-    assert ledger.book.acknowledged(A, is_final=False) == 3
+    assert ledger.actor_reports.acknowledged(A, is_final=False) == 3
     for grant in grants[2:]:
         deliver(ledger, grant)
     assert ledger.reserve(2, epoch=2).swaps == ()
@@ -742,10 +741,10 @@ def test_a_lease_names_those_who_held_the_group_before_newest_first():
     assert first.holders == ()
     ledger.bye(A)
     (second,) = lease(ledger, B, want=1)
-    assert second.holders == (Holder("actor-0", 1, 0),)
+    assert second.holders == (PreviousHolder("actor-0", 1, 0),)
     ledger.bye(B)
     (third,) = lease(ledger, ActorKey("actor-2", 7), want=1)
-    assert third.holders == (Holder("actor-1", 1, 1), Holder("actor-0", 1, 0))
+    assert third.holders == (PreviousHolder("actor-1", 1, 1), PreviousHolder("actor-0", 1, 0))
     (new,) = sync(ledger, ActorKey("actor-2", 7), want=1, leases=[third.lease_id]).leases
     assert new.holders == ()
 
@@ -753,11 +752,13 @@ def test_a_lease_names_those_who_held_the_group_before_newest_first():
 def test_holders_are_found_again_by_a_restarted_hub():
     ledger = new_ledger(first_attempt=1000, clock=Clock())
     ledger.register_actor(A, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.old")])
-    ledger.restore_holders({0: [Holder("gone", 3, 0)], 1: [Holder("actor-0", 1, 0)], 9: [Holder("gone", 3, 0)]})
+    ledger.restore_holders(
+        {0: [PreviousHolder("gone", 3, 0)], 1: [PreviousHolder("actor-0", 1, 0)], 9: [PreviousHolder("gone", 3, 0)]}
+    )
     ledger._clock.now += 30
     ledger.expire()
     grants = {grant.group_id: grant.holders for grant in lease(ledger, B, want=3)}
-    assert grants == {0: (Holder("gone", 3, 0),), 1: (Holder("actor-0", 1, 0),), 2: ()}
+    assert grants == {0: (PreviousHolder("gone", 3, 0),), 1: (PreviousHolder("actor-0", 1, 0),), 2: ()}
 
 
 def test_tokens_that_were_taken_over_stay_their_samplers_and_only_the_lost_ones_are_superseded():

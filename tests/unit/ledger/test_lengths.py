@@ -77,7 +77,7 @@ def test_each_class_keeps_its_own_lengths_and_what_is_undecided_is_ready():
     assert tokens.lengths.totals() == {"generated": ALL, "ready": ALL}
     tokens.train_group(group(), 3, max_lag=1)
     tokens.arrive_group(group())
-    tokens.settle_group(group(), "filtered")
+    tokens.decide_group(group(), "filtered")
     tokens.supersede(group())
     assert tokens.lengths.totals() == {
         "generated": ALL + ALL + ALL, "trained": VERSION_1, "masked_stale": VERSION_0, "failed": UNSCORED,

@@ -118,15 +118,15 @@ class Inspector:
 
     def check_bound(self, run: ScriptedRun) -> None:
         """Never more outstanding than the schedule admits."""
-        rules, num, standing = self.config.schedule, self.config.trainer.groups_per_step, run.ledger.standing
+        rules, num, counts = self.config.schedule, self.config.trainer.groups_per_step, run.ledger.counts
         if rules.kind == "pipeline":
-            assert standing.outstanding <= (rules.max_lag + 1) * num
+            assert counts.outstanding <= (rules.max_lag + 1) * num
         elif rules.kind == "april":
-            assert standing.outstanding <= math.ceil(rules.alpha * num)
+            assert counts.outstanding <= math.ceil(rules.alpha * num)
         elif not run.ledger.is_done:
-            phase = standing.committed_step // rules.steps_per_phase
+            phase = counts.committed_step // rules.steps_per_phase
             last = min((phase + 1) * rules.steps_per_phase, STEPS)
-            assert standing.outstanding <= (last - standing.committed_step) * num
+            assert counts.outstanding <= (last - counts.committed_step) * num
 
     def check_tokens(self, run: ScriptedRun) -> None:
         """generated = the sum of all other classes."""

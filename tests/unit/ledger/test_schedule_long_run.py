@@ -8,7 +8,7 @@ from collections import Counter
 
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.ledger import Ledger
-from pipelinerl_core.ledger.schedules import Pipeline, Schedule, Standing
+from pipelinerl_core.ledger.schedules import GroupCounts, Pipeline, Schedule
 from pipelinerl_core.testing.scripted_run import Script, ScriptedRun
 
 STEPS, NUM, MAX_LAG = 2000, 4, 3
@@ -55,10 +55,10 @@ class CumulativeAdmission(Pipeline):
         super().__init__(config)
         self._max_lag = config.schedule.max_lag
 
-    def free_places(self, standing: Standing, engine_version: int) -> int:
+    def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         ever_leased = self.ledger.next_group_id - self.ledger.num_queued
-        accepted = ever_leased - standing.leased
-        return (self._max_lag + standing.newest_version + 1) * self._num - accepted - standing.leased
+        accepted = ever_leased - counts.leased
+        return (self._max_lag + counts.newest_version + 1) * self._num - accepted - counts.leased
 
 
 def simulate(schedule: Schedule | None = None) -> ScriptedRun:

@@ -20,8 +20,8 @@ def test_the_trainer_waits_for_busy_engines():
     waits.actor_synced(A, 10.0, 0.0)
     waits.trainer_waits(10.0)
     waits.trainer_waits(10.5)
-    waits.trainer_goes_on(10.75)
-    waits.trainer_goes_on(12.0)  # it did not wait since
+    waits.trainer_resumes(10.75)
+    waits.trainer_resumes(12.0)  # it did not wait since
     assert totals(waits) == {"engine": 0.75}
 
 
@@ -30,7 +30,7 @@ def test_empty_slots_share_the_wait_between_window_and_engine():
     waits.actor_synced(A, 10.0, 0.5)
     waits.actor_synced(B, 10.0, 0.0)
     waits.trainer_waits(10.0)  # a quarter of all slots is empty
-    waits.trainer_goes_on(11.0)
+    waits.trainer_resumes(11.0)
     assert totals(waits) == {"window": 0.25, "engine": 0.75}
 
 
@@ -39,7 +39,7 @@ def test_a_change_at_a_sync_counts_from_then_on():
     waits.actor_synced(A, 10.0, 0.0)
     waits.trainer_waits(10.0)
     waits.actor_synced(A, 10.5, 1.0)  # full until here, empty from here on
-    waits.trainer_goes_on(11.25)
+    waits.trainer_resumes(11.25)
     waits.actor_synced(A, 11.25, 0.0)
     assert totals(waits) == {"engine": 0.5, "window": 0.75, "actors": 0.75}
 
@@ -49,7 +49,7 @@ def test_a_step_that_is_held_back_waits_for_old_groups_whatever_the_engines_do()
     waits.actor_synced(A, 10.0, 1.0)
     waits.trainer_waits(10.0)
     waits.trainer_waits(10.5, is_held_back=True)
-    waits.trainer_goes_on(11.5)
+    waits.trainer_resumes(11.5)
     assert totals(waits) == {"window": 0.5, "stale_wait": 1.0}
 
 
@@ -68,7 +68,7 @@ def test_who_is_silent_is_not_waiting():
     waits.trainer_waits(20.0)  # the actor is gone
     waits.actor_synced(B, 29.0, 0.0)  # and so is the trainer, since 22
     waits.trainer_waits(30.0)
-    waits.trainer_goes_on(30.5)
+    waits.trainer_resumes(30.5)
     waits.actor_synced(A, 40.0, 0.0)  # back after half a minute, of which it was heard for no more than 2 s
     assert totals(waits) == {"engine": 2.5, "actors": 2.0}
 
@@ -77,14 +77,14 @@ def test_a_clock_that_steps_back_takes_nothing_away():
     waits = Waits()
     waits.trainer_waits(10.0)
     waits.trainer_waits(9.0)
-    waits.trainer_goes_on(9.5)
+    waits.trainer_resumes(9.5)
     assert totals(waits) == {"engine": 0.5}
 
 
 def test_totals_go_on_from_a_commit():
     waits = Waits({"engine": 7.0})
     waits.trainer_waits(1.0)
-    waits.trainer_goes_on(2.0)
+    waits.trainer_resumes(2.0)
     assert totals(waits) == {"engine": 8.0}
 
 

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.partials import join_rows
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
 from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.types import FinishReason, Origin, Outcome, Prompt, WeightSpan
+from pipelinerl_core.types import FinishReason, Origin, Outcome, PartialRow, Prompt, WeightSpan
 
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
 CONFIG = load_config("quickstart", ["rollouts.group_size=3", "rollouts.max_tokens=24"])

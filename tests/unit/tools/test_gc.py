@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError
@@ -26,6 +25,7 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import save_checkpoint
+from pipelinerl_core.types import PartialRow
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.unit.tools.test_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
 

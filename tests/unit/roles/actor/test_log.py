@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.continuation import Holder
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.types import PreviousHolder
 from tests.unit.data.test_partials import row
 
 
@@ -63,7 +63,7 @@ def test_what_one_actor_wrote_another_takes_over():
     async def main():
         store = MemoryStore()
         await log_of(store, Runner(row(num=4))).flush()
-        return await log_of(store, Runner()).taken(lease(Holder("a", 1, 0)))
+        return await log_of(store, Runner()).taken(lease(PreviousHolder("a", 1, 0)))
 
     taken = asyncio.run(main())
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
@@ -79,7 +79,7 @@ def test_switched_off_it_writes_nothing_and_still_takes_over():
         await log.flush()
         await log.forget([(5, 0)])
         assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
-        return await log.taken(lease(Holder("a", 1, 0)))
+        return await log.taken(lease(PreviousHolder("a", 1, 0)))
 
     assert len(asyncio.run(main())[0].token_ids) == 2
 
@@ -95,7 +95,7 @@ def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
         raise StoreError("503")
 
     monkeypatch.setattr(store, "list", fail)
-    assert asyncio.run(log_of(store, Runner()).taken(lease(Holder("a", 1, 0)))) == {}
+    assert asyncio.run(log_of(store, Runner()).taken(lease(PreviousHolder("a", 1, 0)))) == {}
     assert "group 5 is begun anew" in caplog.text
 
 

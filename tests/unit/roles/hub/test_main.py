@@ -14,7 +14,7 @@ from pipelinerl_core.testing.fakes import MemoryStore
 
 
 def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_it(monkeypatch):
-    store, read_past = MemoryStore(), main.read_past
+    store, read_stored_state = MemoryStore(), main.read_stored_state
     record = RunRecord(run_id="run", created_at=0.0, code_version="test", config={})
     context = RunContext(store=store, record=record, config=build_config({}), token="a-token-for-tests")
     other = HubRecord(
@@ -28,9 +28,9 @@ def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_i
 
     def read_while_another_starts(*arguments):
         store.put(HUB_KEY, other.model_dump_json().encode())
-        return read_past(*arguments)
+        return read_stored_state(*arguments)
 
-    monkeypatch.setattr(main, "read_past", read_while_another_starts)
+    monkeypatch.setattr(main, "read_stored_state", read_while_another_starts)
     with pytest.raises(PipelineRLError, match="this run is live"):
         main.start_hub(context)
     assert store.list("epochs") == []

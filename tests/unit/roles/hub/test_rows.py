@@ -11,8 +11,8 @@ from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.roles.hub.recovery import read_past
-from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, Arrived, RowMemory
+from pipelinerl_core.roles.hub.recovery import read_stored_state
+from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory, WrittenGroup
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
@@ -31,7 +31,7 @@ SIZE = VALUES + GROUP_BYTES
 
 
 def memory(num_groups: float) -> RowMemory:
-    return RowMemory(budget_bytes=int(num_groups * SIZE), usual_bytes=VALUES)
+    return RowMemory(budget_bytes=int(num_groups * SIZE), default_group_bytes=VALUES)
 
 
 def test_what_is_kept_is_counted_once_and_forgotten_rows_are_free_again():
@@ -170,7 +170,7 @@ def test_a_hub_that_starts_reads_no_more_rows_than_it_may_keep(tmp_path):
         rollouts = build_group(0, group_id=group_id, size=2, num_tokens=NUM_TOKENS)
         writer.append(encode_rollouts("run", rollouts), group_ref(rollouts, actor_epoch=1))
     writer.seal()
-    past = read_past(store, 4.5 * VALUES)
+    past = read_stored_state(store, 4.5 * VALUES)
     assert len(past.sealed) == 10
     assert [group_id for group_id, _ in past.rows] == [0, 1, 2, 3]
 
@@ -179,11 +179,11 @@ def test_groups_of_one_write_that_are_wanted_in_their_order_are_one_view_of_it()
     rows = memory(100)
     large, small = ([rows_of(group_id, num) for group_id in range(4)] for num in (MIN_RUN_BYTES // 16, 8))
     for batch, offset in ((pa.concat_batches(large), 0), (pa.concat_batches(small), 10)):
-        rows.keep_all(batch, [Arrived((offset + index, 0), 2 * index, 2, False) for index in range(4)])
+        rows.keep_all(batch, [WrittenGroup((offset + index, 0), 2 * index, 2, False) for index in range(4)])
 
     def runs(*group_ids):
-        places = {(group_id, 0): rows.place((group_id, 0)) for group_id in group_ids}
-        return [[key[0] for key, _ in run] for run in _runs(places)]
+        slices = {(group_id, 0): rows.find((group_id, 0)) for group_id in group_ids}
+        return [[key[0] for key, _ in run] for run in _runs(slices)]
 
     assert runs(0, 1, 2, 3) == [[0, 1, 2, 3]]
     assert runs(1, 2, 0, 3) == [[1, 2], [0], [3]]

@@ -38,8 +38,8 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub import trainer_side
-from pipelinerl_core.roles.hub.beat import LiveRecord
-from pipelinerl_core.roles.hub.recovery import read_past, summarize
+from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
+from pipelinerl_core.roles.hub.recovery import read_stored_state, summarize
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key
 from pipelinerl_core.storage.object_store import open_store
@@ -219,7 +219,7 @@ def test_an_actor_seals_in_its_own_name_and_what_is_its_own(talk):
     ):
         with pytest.raises(WrongPeer):
             talk("b", sealed)
-    assert talk.ledger.where(0, 0) is talk.ledger.where(1, 0) is None
+    assert talk.ledger.segment_of(0, 0) is talk.ledger.segment_of(1, 0) is None
     assert talk("b", Sealed(actor="actor-1", epoch=5, seq=0, groups=((7, 0),))) == Ack(re=7)  # of long ago
     talk.hub.connected("new", lambda num_groups: None)
     assert talk("new", Sealed(actor="actor-1", epoch=5, seq=0, groups=())).code == "unknown_boot"
@@ -227,7 +227,7 @@ def test_an_actor_seals_in_its_own_name_and_what_is_its_own(talk):
 
 def test_an_actor_reports_its_own_swaps(talk):
     swap = {"actor": "actor-1", "actor_epoch": 5, "version": 1, "at": 0.0, "pause_seconds": 0.0}
-    with pytest.raises(SchemaMismatch, match="a swap that is none"):
+    with pytest.raises(SchemaMismatch, match="an invalid swap"):
         talk.sync(want=0, swaps=(swap,))
     with pytest.raises(WrongPeer, match="a swap of actor-1/5"):
         talk.sync(want=0, swaps=({**swap, "num_bytes": 1, "num_running": 1, "num_tokens": 1},))
@@ -464,7 +464,7 @@ def test_live_record_shows_the_run(talk):
     talk.sync(want=0, swaps=tuple({**swap, "version": v, "pause_seconds": v / 1000} for v in (1, 2, 9)))
     metrics = {"reward/mean": 0.5, "importance/ess": 0.9, "lag/mean": 0.25}
     talk.commit(1, talk.reserve(1), metrics=metrics)
-    live = LiveRecord(talk.hub, CONFIG, "grpc://x:1").record("run").live
+    live = HubRecordBuilder(talk.hub, CONFIG, "grpc://x:1").record("run").live
     seen = {name: live[name] for name in ("step", "steps", "newest_version", "ready", "leased", "reserved", "state")}
     assert seen == {
         "step": 1, "steps": 2, "newest_version": 1, "ready": 1, "leased": 1, "reserved": 0, "state": "run",
@@ -505,7 +505,7 @@ def test_a_commit_that_no_hub_was_told_of_is_read_from_the_store(talk):
         talk.deliver(lease)
     write_commit(talk, 1, talk.reserve(1))
     talk("t", Register(role="trainer", name="trainer", epoch=3, committed_step=1, manifest=manifest(1)))
-    assert (talk.ledger.committed_step, talk.ledger.newest_version, talk.ledger.standing.outstanding) == (1, 1, 0)
+    assert (talk.ledger.committed_step, talk.ledger.newest_version, talk.ledger.counts.outstanding) == (1, 1, 0)
     assert talk.ledger.tokens()["trained"] == 20
 
 
@@ -527,7 +527,7 @@ def test_a_restarted_hub_serves_sealed_rows_and_reservations_that_are_presented_
     ref, batch = rows_of(leases[3])
     refs = (rows_of(leases[2])[0], ref)
 
-    past = read_past(talk.store)
+    past = read_stored_state(talk.store)
     ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
     ledger.restore(past.commit, past.sealed, past.manifest)
     new = Talk(talk.store.url.removeprefix("file://"), ledger, past.rows)

@@ -1,4 +1,4 @@
-"""hub.json: where the hub is, that it lives, and what the run looks like now."""
+"""Builds hub.json: address and heartbeat of the hub, and the current state of the run."""
 
 import os
 import socket
@@ -14,15 +14,15 @@ from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.run.records import HubRecord
 
-# Generation speed is the slope over this time.
+# Window over which the generation speed is measured.
 _SPEED_SECONDS = 10.0
 
 
-class LiveRecord:
+class HubRecordBuilder:
     """Builds hub.json."""
 
     def __init__(self, hub: Hub, config: RunConfig, url: str, certificate: str = "") -> None:
-        """`url`: where clients find it; `certificate`: what TLS clients trust."""
+        """`url`: address for clients; `certificate`: PEM that TLS clients trust, empty without TLS."""
         self._hub = hub
         self._config = config
         self._url = url
@@ -31,8 +31,8 @@ class LiveRecord:
         self._generated: deque[tuple[float, int]] = deque()
 
     def record(self, state: str) -> HubRecord:
-        """hub.json now; `state` is run, drain or done."""
-        live = self._hub.read(_look)
+        """The current content of hub.json; `state` is run, drain, stopped or done."""
+        live = self._hub.read(_summary)
         live["state"] = state
         live["steps"] = self._config.trainer.steps
         live["tokens_per_second"] = self._speed(live)
@@ -54,7 +54,7 @@ class LiveRecord:
         )
 
     def _speed(self, live: dict[str, object]) -> float:
-        """Tokens per second over the last seconds."""
+        """Tokens sampled per second, measured over the last _SPEED_SECONDS."""
         tokens = live["tokens"]
         assert isinstance(tokens, dict)
         now = time.monotonic()
@@ -65,7 +65,7 @@ class LiveRecord:
         return (tokens["generated"] - before) / (now - begun) if now > begun else 0.0
 
 
-def _look(ledger: Ledger) -> dict[str, object]:
+def _summary(ledger: Ledger) -> dict[str, object]:
     actors = {
         str(actor): {
             "engine_version": sample.engine_version,
@@ -76,7 +76,7 @@ def _look(ledger: Ledger) -> dict[str, object]:
             "num_tokens": sample.num_tokens,
             "heard_at": sample.at,
         }
-        for actor, sample in ledger.book.samples.items()
+        for actor, sample in ledger.actor_reports.samples.items()
         if not ledger.is_gone(actor)
     }
     return {
