@@ -19,9 +19,11 @@ from pipelinerl_core.types import (
 class Progress:
     """One rollout of an open group."""
 
-    def __init__(self, *, group_id: int, rollout_index: int, attempt: int, taken: PartialRow | None = None) -> None:
-        """`taken`: what earlier holders of the group knew of it."""
-        self._place = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
+    def __init__(
+        self, *, group_id: int, rollout_index: int, attempt: int, restored: PartialRow | None = None
+    ) -> None:
+        """`restored`: what earlier holders of the group knew of it."""
+        self._key = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
         self._token_ids: list[Int32Array] = []
         self._logprobs: list[Float32Array] = []
         self._spans: list[WeightSpan] = []
@@ -32,13 +34,13 @@ class Progress:
         self.reward: float | None = None
         self.outcome: Outcome | None = None
         self.origins: tuple[Origin, ...] = ()
-        if taken is not None:
-            self._token_ids, self._logprobs = [taken.token_ids], [taken.rollout_logprobs]
-            self._spans, self._num_tokens = list(taken.weight_spans), len(taken.token_ids)
-            self.finish_reason, self.origins = taken.finish_reason, taken.origins
+        if restored is not None:
+            self._token_ids, self._logprobs = [restored.token_ids], [restored.rollout_logprobs]
+            self._spans, self._num_tokens = list(restored.weight_spans), len(restored.token_ids)
+            self.finish_reason, self.origins = restored.finish_reason, restored.origins
             self._is_news = True
-            if taken.outcome is Outcome.SCORED:  # an error is tried once more
-                self.reward, self.outcome = taken.reward, taken.outcome
+            if restored.outcome is Outcome.SCORED:  # an error is tried once more
+                self.reward, self.outcome = restored.reward, restored.outcome
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +59,7 @@ class Progress:
             finish_reason=self.finish_reason or FinishReason.ABORT,
         )
 
-    def take(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """New tokens; the last chunk's completion says which weights sampled all of them."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
         if self._num_tokens > start:
@@ -85,7 +87,7 @@ class Progress:
         whole, start = self.completion(), self._num_logged
         self._num_logged, self._is_news = self._num_tokens, False
         return PartialRow(
-            **self._place,
+            **self._key,
             start=start,
             token_ids=whole.token_ids[start:],
             rollout_logprobs=whole.rollout_logprobs[start:],

@@ -57,15 +57,15 @@ class GroupRunner:
         self._actor = actor
         self._open: dict[tuple[int, int], list[Progress]] = {}
 
-    async def run(self, lease: Lease, taken: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
+    async def run(self, lease: Lease, restored: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
         """All rollouts of a lease, by rollout_index. Cancelling it gives up its sequences.
 
-        taken: rollout_index -> what earlier holders of the group knew; the rest is sampled and scored.
+        restored: rollout_index -> what earlier holders of the group knew; the rest is sampled and scored.
         """
         prompt_token_ids = self._codec.encode(lease.prompt)
-        known = taken or {}
+        known = restored or {}
         progress = [
-            Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, taken=known.get(index))
+            Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, restored=known.get(index))
             for index in range(lease.group_size)
         ]
         self._open[lease.group_id, lease.attempt] = progress
@@ -146,10 +146,10 @@ class GroupRunner:
         )
 
     async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:
-        if progress.finish_reason is not None:  # it had ended before it was taken over
+        if progress.finish_reason is not None:  # it had ended before it was restored over
             return progress.completion()
         async for chunk in self._engine.generate(request):
-            progress.take(chunk)
+            progress.add(chunk)
             if chunk.completion is not None:
                 return chunk.completion
         raise EngineError(f"request {request.request_id} ended without a completion")

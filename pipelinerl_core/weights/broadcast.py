@@ -35,7 +35,7 @@ GROUP_COUNTER = "broadcast_group"
 # Groups of one trainer epoch; beyond it numbers of two epochs could meet.
 _GROUPS_PER_EPOCH = 1_000_000
 _POLL_SECONDS = 0.02
-_FAREWELL_SECONDS = 5.0
+_THREAD_END_SECONDS = 5.0
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
@@ -46,7 +46,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
     )
 
 
-def gloo_member_key(rank: int) -> str:
+def gloo_receiver_key(rank: int) -> str:
     """What a member sets in the TCPStore of a gloo group before it connects."""
     return f"here/{rank}"
 
@@ -63,7 +63,7 @@ class Sender(Protocol):
 
     ticket: str
 
-    def meet(self, is_over: threading.Event) -> None:
+    def connect(self, is_closed: threading.Event) -> None:
         """Returns when every member is there; raises when it is over before."""
         ...
 
@@ -88,12 +88,12 @@ class GlooSender:
         self._deadline = deadline
         self._group: Any = None
 
-    def meet(self, is_over: threading.Event) -> None:
+    def connect(self, is_closed: threading.Event) -> None:
         """Connect to every member. Each says that it is there first: connecting cannot be interrupted."""
-        members = [gloo_member_key(rank) for rank in range(1, self._world_size)]
+        members = [gloo_receiver_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._deadline.total_seconds()
         while not self._store.check(members):
-            if is_over.wait(_POLL_SECONDS) or time.monotonic() > deadline:
+            if is_closed.wait(_POLL_SECONDS) or time.monotonic() > deadline:
                 raise BroadcastError("its members did not come")
         self._group = dist.ProcessGroupGloo(self._store, 0, self._world_size, self._deadline)
 
@@ -118,7 +118,7 @@ class NcclSender:
         self._world_size = world_size
         self._communicator: Any = None
 
-    def meet(self, is_over: threading.Event) -> None:
+    def connect(self, is_closed: threading.Event) -> None:
         """Form the communicator; NCCL cannot be interrupted in it."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
@@ -165,13 +165,13 @@ class WeightBroadcaster:
         self._group: BroadcastGroup | None = None
         self._sender: Sender | None = None
         self._num_sent = 0
-        self._has_met = threading.Event()
-        self._is_lost = threading.Event()
+        self._is_connected = threading.Event()
+        self._has_failed = threading.Event()
         """The group never met."""
-        self._heard: set[str] = set()
+        self._confirmed: set[str] = set()
         """Actors that have said that they are in the group."""
         self._opened_at = 0.0
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
         """An interpreter that ends while one of them is in a collective aborts."""
 
@@ -179,25 +179,25 @@ class WeightBroadcaster:
     def number(self) -> int:
         """The group that actors are to join, 0 for none."""
         group = self._group
-        return 0 if group is None or self._is_lost.is_set() else group.number
+        return 0 if group is None or self._has_failed.is_set() else group.number
 
     @property
     def next_index(self) -> int:
         """Of the group's next broadcast; members count with it. The first is 1."""
         return self._num_sent + 1
 
-    def attend(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
+    def ensure_group(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
         """Whether a broadcast reaches every actor; opens a new group where none can any more.
 
         joined: each actor that is there -> the group it says it is in. What it says is a little old: one that has not
         said yet that it is in the group may have joined; one that has said so and says otherwise now has left.
         """
         group = self._group
-        if group is not None and not self._is_lost.is_set() and set(joined) == set(group.first_ranks):
+        if group is not None and not self._has_failed.is_set() and set(joined) == set(group.first_ranks):
             present = {actor for actor, number in joined.items() if number == group.number}
-            has_lost = bool(self._heard - present)
-            self._heard |= present
-            is_complete = self._has_met.is_set() and len(present) == len(joined)
+            has_lost = bool(self._confirmed - present)
+            self._confirmed |= present
+            is_complete = self._is_connected.is_set() and len(present) == len(joined)
             is_late = time.monotonic() - self._opened_at > 2 * self._deadline_seconds
             if is_complete or not (has_lost or is_late):
                 return is_complete
@@ -234,12 +234,12 @@ class WeightBroadcaster:
 
     def close(self) -> None:
         """Give the group up. Harmless without one."""
-        self._is_over.set()
+        self._is_closed.set()
         sender = self._sender
         if sender is not None:
             sender.close()
         for thread in self._threads:
-            thread.join(_FAREWELL_SECONDS)
+            thread.join(_THREAD_END_SECONDS)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._group = self._sender = None
 
@@ -260,11 +260,13 @@ class WeightBroadcaster:
             layout=layout,
         )
         self._store.put(broadcast_key(group.number), json.dumps(asdict(group)).encode())
-        self._group, self._sender, self._has_met = group, sender, threading.Event()
-        self._num_sent, self._heard, self._opened_at = 0, set(), time.monotonic()
-        self._is_lost, self._is_over = threading.Event(), threading.Event()
-        meet = functools.partial(self._meet, group, sender, self._has_met, self._is_lost, self._is_over)
-        self._start(meet, "broadcast-meet")
+        self._group, self._sender, self._is_connected = group, sender, threading.Event()
+        self._num_sent, self._confirmed, self._opened_at = 0, set(), time.monotonic()
+        self._has_failed, self._is_closed = threading.Event(), threading.Event()
+        connect = functools.partial(
+            self._connect, group, sender, self._is_connected, self._has_failed, self._is_closed
+        )
+        self._start(connect, "broadcast-connect")
         logger.info("broadcast group %d opened for %s", group.number, actors)
 
     def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -275,19 +277,19 @@ class WeightBroadcaster:
         return thread
 
     @staticmethod
-    def _meet(
+    def _connect(
         group: BroadcastGroup,
         sender: Sender,
-        has_met: threading.Event,
-        is_lost: threading.Event,
-        is_over: threading.Event,
+        is_connected: threading.Event,
+        has_failed: threading.Event,
+        is_closed: threading.Event,
     ) -> None:
         """On a thread of its own: what it says is about its group, which may not be the newest any more."""
         try:
-            sender.meet(is_over)
+            sender.connect(is_closed)
         except Exception as error:  # noqa: BLE001 - whatever it is, there is no group
             logger.warning("broadcast group %d never met: %s", group.number, error)
-            is_lost.set()
+            has_failed.set()
             return
-        has_met.set()
+        is_connected.set()
         logger.info("broadcast group %d has met: %d members", group.number, group.world_size)

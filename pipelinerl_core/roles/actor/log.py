@@ -66,7 +66,7 @@ class GroupLog:
             async with self._writing:
                 await asyncio.to_thread(self._log.forget, closed)
 
-    async def taken(self, lease: Lease) -> dict[int, PartialRow]:
+    async def restore(self, lease: Lease) -> dict[int, PartialRow]:
         """rollout_index -> what earlier holders of a group knew; nothing is worse than that it is sampled again."""
         if not lease.holders:
             return {}

@@ -40,7 +40,7 @@ from pipelinerl_core.errors import (
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_group
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.roles.actor.sealing import Sealer
@@ -71,7 +71,7 @@ class ActorParts:
     segments: SegmentWriter
     store: ObjectStore
     """Of the run: for the log of open groups."""
-    member: GroupMember | None = None
+    broadcasts: BroadcastSubscriber | None = None
     """With weights.transport=nccl."""
 
 
@@ -92,7 +92,7 @@ class Actor:
         self._config = config
         self._engine = parts.engine
         self._subscriber = parts.subscriber
-        self._member = parts.member
+        self._broadcasts = parts.broadcasts
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
@@ -136,7 +136,7 @@ class Actor:
                         self._swap_loop(),
                         self._send_loop(),
                         self._sealer.run(self._config.store.segment_seconds),
-                        self._sealer.tell(),
+                        self._sealer.report(),
                         self._log.run(),
                         self._watch.run(),
                     )
@@ -150,8 +150,8 @@ class Actor:
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
-            if self._member is not None:
-                await self._member.close()
+            if self._broadcasts is not None:
+                await self._broadcasts.close()
             await self._sealer.close()
             await asyncio.to_thread(self._link.close)
 
@@ -185,14 +185,14 @@ class Actor:
                 raise
             if reply is None:
                 continue
-            self._watch.heard(reply, self._unsent.qsize())
+            self._watch.synced(reply, self._unsent.qsize())
             self._take_versions(reply)
             self._engine.set_paused(reply.state == "pause")
             if reply.state == "drain":
                 logger.info("the hub says drain: %d leases given up", len(self._leases))
                 return
             self._take_leases(reply, tasks)
-            for group in self._sealer.to_offer_again():
+            for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
             if self._errors.is_spent:
                 raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
@@ -233,7 +233,7 @@ class Actor:
                 "step_delay_seconds": self._pacer.delay_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
                 UNREADABLE_COUNTER: float(self._unreadable),
-                **({} if self._member is None else {GROUP_COUNTER: float(self._member.number)}),
+                **({} if self._broadcasts is None else {GROUP_COUNTER: float(self._broadcasts.group)}),
             },
         )
 
@@ -265,12 +265,12 @@ class Actor:
         if reply.manifest is not None and self._is_wanted(reply.manifest):
             self._newest = reply.manifest
             self._newer.set()
-        if reply.manifest is not None and self._member is not None:
-            self._member.attend(reply.manifest)
+        if reply.manifest is not None and self._broadcasts is not None:
+            self._broadcasts.join(reply.manifest)
 
     def _is_wanted(self, manifest: WeightManifest) -> bool:
-        if self._member is not None:
-            return self._member.wants(manifest, self._engine.weight_version)
+        if self._broadcasts is not None:
+            return self._broadcasts.should_swap(manifest, self._engine.weight_version)
         return manifest.version > self._engine.weight_version
 
     def _take_leases(self, reply: SyncReply, tasks: asyncio.TaskGroup) -> None:
@@ -289,7 +289,7 @@ class Actor:
     async def _work(self, lease: Lease) -> None:
         leased_at = time.time()
         try:
-            rollouts = await self._runner.run(lease, await self._log.taken(lease))
+            rollouts = await self._runner.run(lease, await self._log.restore(lease))
         finally:
             self._tasks.pop(lease.lease_id, None)
         self._errors.add(rollouts)
@@ -332,7 +332,7 @@ class Actor:
         if isinstance(answer, Refused):
             self._forget_refused(group, answer)
         else:
-            self._sealer.settle(group)
+            self._sealer.confirm(group)
 
     def _spend_credit(self, num_groups: int) -> None:
         self._credit -= num_groups
@@ -348,12 +348,12 @@ class Actor:
     def _registration(self) -> Register:
         """Called by the link, on its thread, at every (re)connection."""
         if self._link.registered is not None:
-            self._sealer.must_offer_again = True
+            self._sealer.must_send_again = True
         held = [
             LeaseRef(group_id=lease.group_id, attempt=lease.attempt, lease_id=lease.lease_id)
             for lease in list(self._leases.values())
         ]
-        offered = [offer for offer in self._sealer.offers() if offer.lease_id not in self._leases]
+        offered = [offer for offer in self._sealer.lease_refs() if offer.lease_id not in self._leases]
         return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
 
     # ---- weights ---------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Actor:
             if manifest is None or not self._is_wanted(manifest):
                 continue
             try:
-                update = self._member.update(manifest) if self._member is not None else None
+                update = self._broadcasts.update(manifest) if self._broadcasts is not None else None
                 if update is None:
                     update = await asyncio.to_thread(self._subscriber.fetch, manifest)
             except (MissingObject, ChecksumMismatch) as error:

@@ -11,7 +11,7 @@ from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
@@ -60,7 +60,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
-        member=_group_member(context, engine, name),
+        broadcasts=_broadcast_subscriber(context, engine, name),
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
@@ -80,11 +80,11 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         await engine.close()
 
 
-def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember | None:
+def _broadcast_subscriber(context: RunContext, engine: Engine, name: str) -> BroadcastSubscriber | None:
     if context.config.weights.transport != "nccl":
         return None
     assert isinstance(engine, BroadcastReceiver)  # the configuration allows no other engine
-    return GroupMember(engine, context.store, name=name)
+    return BroadcastSubscriber(engine, context.store, name=name)
 
 
 def _act(own: RoleProcess) -> None:

@@ -14,7 +14,7 @@ from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_SECONDS = 5.0
+LAST_REPORT_SECONDS = 5.0
 """For a hub to hear of the last segments; without it, it reads what is in the store when it starts again."""
 
 
@@ -40,10 +40,10 @@ class Sealer:
         self._actor = actor
         self._epoch = epoch
         self._forget = forget
-        self._untold: deque[Sealed] = deque()
-        self._has_untold = asyncio.Event()
+        self._unreported: deque[Sealed] = deque()
+        self._has_unreported = asyncio.Event()
         self._groups: dict[GroupKey, FinishedGroup] = {}
-        self.must_offer_again = False
+        self.must_send_again = False
         """A new hub knows nothing of groups that were sent but not sealed."""
 
     def add(self, group: FinishedGroup) -> None:
@@ -51,7 +51,7 @@ class Sealer:
         self._groups[_key(group)] = group
         self._segments.append(group.rows, group.ref)
 
-    def settle(self, group: FinishedGroup) -> None:
+    def confirm(self, group: FinishedGroup) -> None:
         """The hub has the group: it is forgotten if it is sealed too."""
         if group.seq is not None:
             self.drop(group)
@@ -60,18 +60,18 @@ class Sealer:
         """Nobody wants the group, or everybody knows it."""
         self._groups.pop(_key(group), None)
 
-    def offers(self) -> list[LeaseRef]:
+    def lease_refs(self) -> list[LeaseRef]:
         """All groups, as a registration names them; from any thread."""
         return [
             LeaseRef(group_id=group.ref.group_id, attempt=group.ref.attempt, lease_id=group.lease_id)
             for group in list(self._groups.values())
         ]
 
-    def to_offer_again(self) -> list[FinishedGroup]:
+    def groups_to_send_again(self) -> list[FinishedGroup]:
         """What a new hub is to be sent once more."""
-        if not self.must_offer_again:
+        if not self.must_send_again:
             return []
-        self.must_offer_again = False
+        self.must_send_again = False
         return [group for group in self._groups.values() if group.is_sent]
 
     async def run(self, segment_seconds: float) -> None:
@@ -98,21 +98,21 @@ class Sealer:
         for key in keys:
             if key in self._groups:
                 self._groups[key].seq = seq
-        self._untold.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
-        self._has_untold.set()
+        self._unreported.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
+        self._has_unreported.set()
         await self._forget(keys)
 
-    async def tell(self) -> None:
+    async def report(self) -> None:
         """Let the hub know of segments, one after the other, until cancelled."""
         while True:
-            await self._has_untold.wait()
-            message = self._untold[0]
+            await self._has_unreported.wait()
+            message = self._unreported[0]
             try:
                 await asyncio.to_thread(self._link.request, message)
             except (HubUnavailable, RunOver):  # whoever syncs with it decides what follows
-                await asyncio.sleep(LAST_WORD_SECONDS / 10)
+                await asyncio.sleep(LAST_REPORT_SECONDS / 10)
                 continue
-            self._told(message)
+            self._reported(message)
 
     async def close(self) -> None:
         """Seal the rest, and tell a hub that is there; call it when no other method runs any more.
@@ -120,20 +120,20 @@ class Sealer:
         Raises StoreError.
         """
         await self._seal(everything=True)
-        while self._untold:
-            message = self._untold[0]
+        while self._unreported:
+            message = self._unreported[0]
             try:
-                await asyncio.to_thread(self._link.request, message, seconds=LAST_WORD_SECONDS)
+                await asyncio.to_thread(self._link.request, message, seconds=LAST_REPORT_SECONDS)
             except (HubUnavailable, RunOver):
-                logger.warning("%d segments are sealed, but no hub heard of them", len(self._untold))
+                logger.warning("%d segments are sealed, but no hub heard of them", len(self._unreported))
                 return
-            self._told(message)
+            self._reported(message)
 
-    def _told(self, message: Sealed) -> None:
-        self._untold.popleft()
-        if not self._untold:
-            self._has_untold.clear()
-        if self.must_offer_again:  # this hub has not been sent them; that they are sealed goes with them
+    def _reported(self, message: Sealed) -> None:
+        self._unreported.popleft()
+        if not self._unreported:
+            self._has_unreported.clear()
+        if self.must_send_again:  # this hub has not been sent them; that they are sealed goes with them
             return
         for key in message.groups:
             group = self._groups.get((key[0], key[1]))

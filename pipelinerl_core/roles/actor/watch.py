@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
-from pipelinerl_core.roles.runtime.inference import BEAT_SECONDS, beating
+from pipelinerl_core.roles.runtime.inference import HEARTBEAT_SECONDS, heartbeats
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import ActorTraces
 from pipelinerl_core.run.records import SwapRecord
@@ -25,42 +25,42 @@ class ActorWatch:
         self._epoch = monitor.facts["epoch"] = epoch
         self._engine = engine
         self._is_current = is_current
-        self._heard_at = 0.0
-        self._heard_of: dict[int, float] = {}
+        self._synced_at = 0.0
+        self._announced_at: dict[int, float] = {}
         self._manifest: WeightManifest | None = None
         tracer = monitor.tracer
         self._traces = None if tracer is None else ActorTraces(tracer, monitor.name, epoch)
         self._is_paused = False
-        monitor.ready_unless(self.why_not_ready)
+        monitor.set_readiness_check(self.reason_not_ready)
 
     async def run(self) -> None:
         """Beat while the event loop turns and the engine, if it has something to do, gets on with it."""
         metrics = self._monitor.metrics
-        async with beating(self._monitor, self._engine, is_paused=lambda: self._is_paused):
+        async with heartbeats(self._monitor, self._engine, is_paused=lambda: self._is_paused):
             while True:
                 stats = self._engine.stats()
                 metrics.set("actor_engine_running", stats.running)
                 metrics.set("actor_engine_waiting", stats.waiting)
                 metrics.set("actor_kv_usage", stats.kv_usage)
-                await asyncio.sleep(BEAT_SECONDS)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def why_not_ready(self) -> str:
+    def reason_not_ready(self) -> str:
         """Empty while the hub answers and weights that it knows are in."""
-        if not self._heard_at:
+        if not self._synced_at:
             return "not registered at the hub yet"
-        silent = time.monotonic() - self._heard_at
+        silent = time.monotonic() - self._synced_at
         if silent > SILENCE_SECONDS:
             return f"the hub has not answered for {silent:.0f} s"
         return "" if self._is_current() else "the newest weights are not loaded yet"
 
-    def heard(self, reply: SyncReply, num_unsent: int) -> None:
+    def synced(self, reply: SyncReply, num_unsent: int) -> None:
         """The hub has answered a sync; `num_unsent` finished groups wait for its credit."""
-        self._heard_at = time.monotonic()
+        self._synced_at = time.monotonic()
         self._is_paused = reply.state == "pause"
         self._monitor.metrics.set("actor_unsent_groups", num_unsent)
         if reply.manifest is not None and reply.manifest.version > self._engine.weight_version:
             self._manifest = reply.manifest
-            self._heard_of.setdefault(reply.manifest.version, self._heard_at)
+            self._announced_at.setdefault(reply.manifest.version, self._synced_at)
 
     def finished(self, lease: Lease, rollouts: Sequence[Rollout], leased_at: float) -> None:
         """The rollouts of a lease have ended; it came at `leased_at`, Unix seconds."""
@@ -88,9 +88,9 @@ class ActorWatch:
     def swapped(self, report: SwapReport) -> SwapRecord:
         """New weights are in the engine; what the hub is told of it."""
         self._monitor.metrics.observe("actor_swap_pause_seconds", report.pause_seconds)
-        took_seconds = time.monotonic() - self._heard_of.get(report.version, time.monotonic())
+        took_seconds = time.monotonic() - self._announced_at.get(report.version, time.monotonic())
         self._monitor.metrics.observe("actor_weight_update_seconds", took_seconds)
-        self._heard_of = {version: at for version, at in self._heard_of.items() if version > report.version}
+        self._announced_at = {version: at for version, at in self._announced_at.items() if version > report.version}
         swap = SwapRecord(
             actor=self._monitor.name,
             actor_epoch=self._epoch,

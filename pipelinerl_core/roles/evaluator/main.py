@@ -19,7 +19,7 @@ from pipelinerl_core.errors import RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.runtime.inference import base_weights, beating, build_codec, open_engine
+from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, heartbeats, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import Arguments, RoleProcess, run_role
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
@@ -90,8 +90,8 @@ async def run(
     known = _known_accuracies(context) if names_several(version) else {}
     records: list[EvalRecord] = []
     monitor = monitor or RoleMonitor("evaluator", "evaluator", context.run_id)
-    async with _evaluation(context.config, context.run_id) as evaluation, beating(monitor, evaluation.engine):
-        monitor.ready_unless(lambda: "")
+    async with _evaluation(context.config, context.run_id) as evaluation, heartbeats(monitor, evaluation.engine):
+        monitor.set_readiness_check(lambda: "")
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             record = await evaluation.measure(context, commits[step])
             context.store.put(eval_key(record.version), record.model_dump_json().encode())

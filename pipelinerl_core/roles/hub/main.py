@@ -62,7 +62,7 @@ DRAIN_SECONDS = 5.0
 STOP_SECONDS = 1.5
 # A run that was complete at the start: its trainer comes, sees that, and goes.
 _IDLE_SECONDS = 60.0
-_FAREWELL_SECONDS = 0.5
+_THREAD_END_SECONDS = 0.5
 
 
 def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
@@ -139,7 +139,7 @@ class HubProcess:
         self._server.start()
         self._keep("run", is_due=True)
         logger.info("listening at %s", self._server.url)
-        self._monitor.ready_unless(lambda: "")
+        self._monitor.set_readiness_check(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
             self._keep("run")
@@ -149,7 +149,7 @@ class HubProcess:
             self.hub.stop()
         self._drain(stop)
         self._keep("stopped" if was_stopped else "done", is_due=True)
-        has_ended = self._server.shutdown(_FAREWELL_SECONDS)
+        has_ended = self._server.shutdown(_THREAD_END_SECONDS)
         logger.info("hub left%s", "" if has_ended else ", some peers had not")
 
     def _drain(self, stop: threading.Event) -> None:
@@ -180,7 +180,7 @@ class HubProcess:
         with contextlib.suppress(OSError):  # where the keeper has no descriptors apart, there may be none left
             self._limit_memory()
         record = self._live.record(state)
-        self._monitor.beat(f"state {state}, step {record.live['step']}")
+        self._monitor.heartbeat(f"state {state}, step {record.live['step']}")
         self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
         for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
             self._monitor.metrics.set(name, value)

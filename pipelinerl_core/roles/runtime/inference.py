@@ -23,7 +23,7 @@ from pipelinerl_core.types import Int32Array, Prompt
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 def model_directory(config: RunConfig) -> Path:
@@ -83,24 +83,24 @@ def build_codec(config: RunConfig) -> TextCodec:
 
 
 @asynccontextmanager
-async def beating(
+async def heartbeats(
     monitor: RoleMonitor, engine: Engine, is_paused: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[None]:
     """For the time of the block: beat while the event loop turns and the engine gets on with what it has to do."""
 
-    async def beat() -> None:
+    async def report() -> None:
         seen: tuple[int, int] | None = None
         while True:
             stats = engine.stats()
             grown = (stats.num_tokens, stats.num_steps)
             if grown != seen or stats.running == 0 or is_paused():
                 seen = grown
-                monitor.beat(f"{stats.running} sequences under version {engine.weight_version}")
+                monitor.heartbeat(f"{stats.running} sequences under version {engine.weight_version}")
                 monitor.metrics.set("role_weight_version", engine.weight_version)
                 monitor.facts["weight_version"] = engine.weight_version
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    task = asyncio.create_task(beat())
+    task = asyncio.create_task(report())
     try:
         yield
     finally:

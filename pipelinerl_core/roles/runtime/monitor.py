@@ -47,32 +47,32 @@ class RoleMonitor:
         self.tracer: Tracer | None = None
         """With tracking.traces."""
         self._phase = "starting"
-        self._beat_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
-        self._why_not_ready: Callable[[], str] = lambda: "starting"
+        self._reason_not_ready: Callable[[], str] = lambda: "starting"
         self._is_starting = True
         self.start_beat = 0.0
         """Unix seconds of the newest beat before it was ready."""
         self.metrics.ask("role_healthy", lambda: float(self.health()[0]))
         self.metrics.ask("role_ready", lambda: float(self.readiness()[0]))
-        self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._beat_at)
+        self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._heartbeat_at)
         self.metrics.add("role_restarts_total", float(os.environ.get(RESTARTS_VARIABLE, "0") or 0))
 
-    def beat(self, phase: str = "") -> None:
+    def heartbeat(self, phase: str = "") -> None:
         """The main loop turns; `phase` says what it does from here on, if that has changed."""
-        self._beat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
+        self._heartbeat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
         if self._is_starting:
             self.start_beat = time.time()
         if phase:
             self._phase = phase
 
-    def ready_unless(self, why_not: Callable[[], str]) -> None:
+    def set_readiness_check(self, why_not: Callable[[], str]) -> None:
         """From here on the role is ready while `why_not` answers with an empty text; asked on other threads."""
-        self._why_not_ready, self._is_starting = why_not, False
+        self._reason_not_ready, self._is_starting = why_not, False
 
     def health(self) -> tuple[bool, str]:
         """Whether the main loop turns, and a line about it."""
-        age = time.monotonic() - self._beat_at
+        age = time.monotonic() - self._heartbeat_at
         if age <= self._limit_seconds:
             return True, f"ok: {self._phase}"
         allowed = f"at most {self._limit_seconds:.0f}"
@@ -81,7 +81,7 @@ class RoleMonitor:
     def readiness(self) -> tuple[bool, str]:
         """Whether the role does its work, and a line about it."""
         is_healthy, line = self.health()
-        reason = self._why_not_ready() if is_healthy else line
+        reason = self._reason_not_ready() if is_healthy else line
         return not reason, reason or f"ready: {self._phase}"
 
     def exposition(self) -> bytes:

@@ -15,7 +15,7 @@ from pipelinerl_core.algo.adapters import is_factor
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.roles.trainer.retrain import foreign_steps, replay_steps, restore, weights_sha256
+from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore, weights_sha256
 from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.run.records import Commit, holds_adapters
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -38,7 +38,7 @@ def adopt(
     commit = read_commit(store, commits[last])
     restore(store, learner, commits, last)
     begun, start = learner.version, time.monotonic()
-    is_alike = max(foreign_steps(store, commits, config), default=0) <= begun
+    is_alike = max(inexact_steps(store, commits, config), default=0) <= begun
     differs = False
     for replayed in replay_steps(store, learner, commits, last):
         trained_again(replayed.step)

@@ -21,11 +21,11 @@ HUB_SECONDS = 5.0
 """For a hub to be found: one that comes later reads the commit itself."""
 
 
-def nothing_is_left(context: RunContext, commits: dict[int, str], epochs: list[EpochRecord], stop: Event) -> bool:
+def is_already_done(context: RunContext, commits: dict[int, str], epochs: list[EpochRecord], stop: Event) -> bool:
     """Whether the last step is committed, which the hub hears again then, or the run is to drain."""
     last = max(commits, default=-1)
     if last >= context.config.trainer.steps:
-        _tell_hub_of_the_end(context, commits[last], epochs, stop)
+        _report_last_step(context, commits[last], epochs, stop)
         return True
     if commits and wants_drain(context.store):
         logger.info("asked to drain: nothing is done after step %d", last)
@@ -33,7 +33,7 @@ def nothing_is_left(context: RunContext, commits: dict[int, str], epochs: list[E
     return False
 
 
-def _tell_hub_of_the_end(context: RunContext, key: str, epochs: list[EpochRecord], stop: Event) -> None:
+def _report_last_step(context: RunContext, key: str, epochs: list[EpochRecord], stop: Event) -> None:
     """Register as the trainer that has committed the last step, under `key`; the hub then lets everybody go."""
     commit = read_commit(context.store, key)
     registration = Register(

@@ -78,7 +78,7 @@ class BroadcastPublisher:
     ) -> WeightManifest:
         """The manifest to commit and announce; then call `deliver`. `data`: the tensors, serialized."""
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
-        index = self._broadcaster.next_index if self._broadcaster.attend(joined, tensors) else 0
+        index = self._broadcaster.next_index if self._broadcaster.ensure_group(joined, tensors) else 0
         manifest = self._publisher.publish_bytes(
             version, data, durable=durable, group=self._broadcaster.number, broadcast_index=index
         )
@@ -97,7 +97,7 @@ class BroadcastPublisher:
             return self._store_newest()
         return None
 
-    def rescue(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
+    def store_if_unreachable(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
         """A manifest to announce if some actor cannot read the newest version: it came too late, or restarted."""
         newest = self._newest
         if newest is None or newest.manifest.key is not None:

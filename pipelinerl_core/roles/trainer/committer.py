@@ -91,8 +91,8 @@ class Committer:
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.transport == "nccl":
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
-        self._rescue: Future[None] | None = None
-        self._rescued_version = -1
+        self._republishing: Future[None] | None = None
+        self._republished_version = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: list[Future[Commit]] = []
         self._failure: BaseException | None = None
@@ -129,7 +129,7 @@ class Committer:
         while self._pending and (len(self._pending) > num_left or self._pending[0].done()):
             self._pending.pop(0).result()
 
-    def attend(
+    def republish_if_unreadable(
         self,
         actors: Mapping[str, Mapping[str, Any]],
         version: int,
@@ -142,19 +142,21 @@ class Committer:
         actors: as in a reservation. weights: a snapshot of version `version`, taken only if it is needed.
         """
         self._take_results(num_left=MAX_UNCOMMITTED)
-        if self._rescue is not None:
-            if not self._rescue.done():
+        if self._republishing is not None:
+            if not self._republishing.done():
                 return
-            self._rescue.result()  # what went wrong in it surfaces here
-            self._rescue = None
+            self._republishing.result()  # what went wrong in it surfaces here
+            self._republishing = None
         broadcasts = self._broadcasts
         if broadcasts is not None:
-            self._rescue = self._thread.submit(self._announce_instead, lambda: broadcasts.rescue(actors))
+            self._republishing = self._thread.submit(
+                self._announce_again, lambda: broadcasts.store_if_unreachable(actors)
+            )
         elif self._is_unreadable(actors, version):
-            self._rescued_version, tensors = version, weights()
+            self._republished_version, tensors = version, weights()
             logger.warning("an actor cannot read version %d: it is published again, into the store too", version)
-            self._rescue = self._thread.submit(
-                self._announce_instead, lambda: self._publisher.publish(version, tensors, durable=True)
+            self._republishing = self._thread.submit(
+                self._announce_again, lambda: self._publisher.publish(version, tensors, durable=True)
             )
 
     def _is_unreadable(self, actors: Mapping[str, Mapping[str, Any]], version: int) -> bool:
@@ -162,7 +164,7 @@ class Committer:
         newest = self.newest
         if newest is None or newest.manifest is None or newest.manifest.version != version:
             return False
-        if version == self._rescued_version:  # the sample may be that of an actor which has died since
+        if version == self._republished_version:  # the sample may be that of an actor which has died since
             return False
         told = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
         return float(version) in told
@@ -181,7 +183,7 @@ class Committer:
         actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
         return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
 
-    def _announce_instead(self, find: Callable[[], WeightManifest | None]) -> None:
+    def _announce_again(self, find: Callable[[], WeightManifest | None]) -> None:
         """Announce the newest version once more, if it is somewhere else now."""
         if self.newest is None:
             return
@@ -236,7 +238,7 @@ class Committer:
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
-            self._announce_instead(self._broadcasts.deliver)
+            self._announce_again(self._broadcasts.deliver)
         self._committed(commit)
         if computed.state is not None:
             prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)

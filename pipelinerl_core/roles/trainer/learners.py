@@ -19,11 +19,11 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
-from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
-from pipelinerl_core.roles.trainer.rendezvous import announce_meeting, hold_meeting, own_address
-from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address
+from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
@@ -80,8 +80,8 @@ class Learners:
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
-        with lost_ranks("loading of the model"), self._channel.command():
-            self._channel.tell("build", config=config.model_dump(mode="json"))
+        with translate_rank_errors("loading of the model"), self._channel.command():
+            self._channel.send("build", config=config.model_dump(mode="json"))
             local, batcher = build_rank(config, self._ranks)
         return RankedLearner(local, self._channel, batcher)
 
@@ -89,8 +89,8 @@ class Learners:
         """End the other ranks: by a word, or at once."""
         self._closing.set()
         if self._ranks.size > 1 and at_once:
-            self._processes.name_the_dead(_REAP_SECONDS)
-        if self._channel is not None and not at_once and self._processes.name_the_dead() is None:
+            self._processes.log_failures(_REAP_SECONDS)
+        if self._channel is not None and not at_once and self._processes.log_failures() is None:
             with suppress(RuntimeError):  # they are on their way out already
                 self._channel.close()
         self._processes.stop(0.0 if at_once else RANK_STOP_SECONDS)
@@ -102,13 +102,13 @@ class Learners:
         ranks, seconds = self._ranks, config.trainer.collective_seconds
         device = rank_device(config, ranks)
         host = None if self._spread is None else own_address(config)
-        store, where = hold_meeting(ranks.size, seconds, directory=self._directory, host=host)
+        store, where = open_rendezvous(ranks.size, seconds, directory=self._directory, host=host)
         if self._spread is not None:
-            record = MeetingRecord(
+            record = RendezvousRecord(
                 epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
                 device=device.type, seconds=seconds,
             )  # fmt: skip
-            announce_meeting(self._spread.store, record)
+            announce_rendezvous(self._spread.store, record)
         self._processes.start(
             range(1, ranks.local_size), where=where, size=ranks.size, per_node=ranks.local_size, device=device.type,
             seconds=seconds,
@@ -119,7 +119,7 @@ class Learners:
     def _watch(self) -> None:
         """End this process soon after any of the others: without it no step can be taken."""
         while not self._closing.wait(_POLL_SECONDS):
-            code = self._processes.name_the_dead()
+            code = self._processes.log_failures()
             if code is not None:
                 if not self._closing.wait(_GRACE_SECONDS):
                     leave(code)

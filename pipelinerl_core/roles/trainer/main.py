@@ -42,7 +42,7 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer.adopt import adopt
-from pipelinerl_core.roles.trainer.already_done import nothing_is_left
+from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
@@ -132,7 +132,7 @@ class Trainer:
     # ---- start -----------------------------------------------------------------------------------------------
 
     def _adopt(self, commits: dict[int, str]) -> None:
-        commit = adopt(self._store, self._learner, commits, self._config, self._watch.repeats)
+        commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
         self._committer.republish(commit, self._learner.weights())
         self._samples = int(commit.metrics.get("progress/samples", 0))
@@ -184,7 +184,7 @@ class Trainer:
             return
         reserved, groups = found
         reserved_at = time.time()
-        self._watch.computes(step)
+        self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
         batch = encode_batch(self._context.run_id, step, assembled.rows)
         upload = self._uploads.submit(self._upload, step, batch)
@@ -258,7 +258,7 @@ class Trainer:
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
         reason, most_ready = "", 0
         while not stop.is_set():
-            self._watch.waits(step)
+            self._watch.waiting(step)
             answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
                 raise error_of(answer)
@@ -267,7 +267,7 @@ class Trainer:
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason
-                self._committer.attend(answer.actors, self._learner.version, self._learner.weights)
+                self._committer.republish_if_unreadable(answer.actors, self._learner.version, self._learner.weights)
                 if answer.ready_groups > most_ready:  # a long phase goes on as long as it fills
                     most_ready = answer.ready_groups
                     deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
@@ -357,7 +357,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     """
     epochs = read_epochs(context.store)
     commits = counted_commit_keys(context.store, epochs)
-    if nothing_is_left(context, commits, epochs, stop):
+    if is_already_done(context, commits, epochs, stop):
         return
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)

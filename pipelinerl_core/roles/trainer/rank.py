@@ -12,9 +12,9 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.roles.runtime.process import Arguments, freeze_startup_objects, leave, run_main
 from pipelinerl_core.roles.trainer.learners import build_rank
-from pipelinerl_core.roles.trainer.rank_channel import join_ranks, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
-from pipelinerl_core.roles.trainer.rendezvous import join_meeting
+from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous
 from pipelinerl_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def _compute(arguments: argparse.Namespace) -> None:
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    with lost_ranks("rank 0's meeting"):
-        store = join_meeting(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
+    with translate_rank_errors("rank 0's meeting"):
+        store = join_rendezvous(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
     channel = join_ranks(ranks.rank, ranks.size, store=store, device=device, collective_seconds=arguments.seconds)
 
     def build(config: RunConfig) -> tuple[RankLearner, PackBatcher]:

@@ -45,17 +45,17 @@ class RankProcesses:
             command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
-    def name_the_dead(self, wait_seconds: float = 0.0) -> int | None:
+    def log_failures(self, wait_seconds: float = 0.0) -> int | None:
         """Log each rank that has failed, once; returns the exit code for this process, None while none has.
 
         wait_seconds: how long to look for one.
         """
         deadline = time.monotonic() + wait_seconds
-        while (code := self._name_the_dead()) is None and time.monotonic() < deadline:
+        while (code := self._log_failures()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return code
 
-    def _name_the_dead(self) -> int | None:
+    def _log_failures(self) -> int | None:
         worst = None
         for rank, process in self._processes.items():
             code = process.poll()
@@ -72,7 +72,7 @@ class RankProcesses:
         """Whether none of them runs."""
         return all(process.poll() is not None for process in self._processes.values())
 
-    def await_end(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait at most so long for all of them to end by themselves."""
         deadline = time.monotonic() + seconds
         for process in self._processes.values():
@@ -81,7 +81,7 @@ class RankProcesses:
 
     def stop(self, seconds: float) -> None:
         """Wait so long for them to end by themselves, then kill them."""
-        self.await_end(seconds)
+        self.wait(seconds)
         for process in self._processes.values():
             process.kill()
             process.wait()

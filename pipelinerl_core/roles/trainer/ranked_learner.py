@@ -22,7 +22,7 @@ from pipelinerl_core.data.codec import (
     from_segment,
     to_segment,
 )
-from pipelinerl_core.roles.trainer.rank_channel import RankChannel, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import RankChannel, translate_rank_errors
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 _T = TypeVar("_T")
@@ -81,16 +81,16 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
-        with lost_ranks(f"step {step}"), self._channel.command():
-            self._channel.tell("step", payloads=[_share(rows, packs, step) for packs in plan[1:]])
+        with translate_rank_errors(f"step {step}"), self._channel.command():
+            self._channel.send("step", payloads=[_share(rows, packs, step) for packs in plan[1:]])
             return self._local.step_packs(self._batcher.planned(rows, plan[0]))
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """See `interfaces.Learner`."""
-        with lost_ranks("scoring of rollouts"), self._channel.command():
+        with translate_rank_errors("scoring of rollouts"), self._channel.command():
             if self._local.is_sharded:
                 data = _segment(encode_rollouts("", rollouts))
-                self._channel.tell("score", payloads=[({}, data)] * (self._channel.size - 1))
+                self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
             return self._local.logprobs_of(rollouts)
 
     def weights(self) -> dict[str, Tensor]:
@@ -105,16 +105,16 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
-        with lost_ranks("sending of a checkpoint"), self._channel.command():
-            self._channel.tell("load", tensors=shapes, values=dict(values))
+        with translate_rank_errors("sending of a checkpoint"), self._channel.command():
+            self._channel.send("load", tensors=shapes, values=dict(values))
             for tensor in found.values():
                 self._channel.broadcast(tensor)
             self._local.load_state(found, values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
-        with lost_ranks(f"gathering of {command}"), self._channel.command():
+        with translate_rank_errors(f"gathering of {command}"), self._channel.command():
             if self._local.is_sharded:
-                self._channel.tell(command)
+                self._channel.send(command)
             return gather()
 
 
@@ -123,7 +123,7 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
     learner: RankLearner | None = None
     batcher: PackBatcher | None = None
     while True:
-        order, data = channel.listen()
+        order, data = channel.receive()
         command = order["command"]
         if command == "stop":
             return
@@ -132,11 +132,11 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
         elif learner is None or batcher is None:
             raise ValueError(f"{command} before build")
         else:
-            with lost_ranks(command):
-                _obey(command, order, data, learner, batcher, channel)
+            with translate_rank_errors(command):
+                _execute(command, order, data, learner, batcher, channel)
 
 
-def _obey(
+def _execute(
     command: str,
     order: Mapping[str, Any],
     data: bytes,

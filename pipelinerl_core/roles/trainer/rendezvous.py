@@ -14,21 +14,21 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import MEETINGS_PREFIX, MeetingRecord, meeting_key
+from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
 _FILE, _TCP = "file:", "tcp:"
 
 
-def hold_meeting(size: int, seconds: float, *, directory: Path, host: str | None) -> tuple[Store, str]:
+def open_rendezvous(size: int, seconds: float, *, directory: Path, host: str | None) -> tuple[Store, str]:
     """Rank 0: the store of the process group, and where the others find it. `host`: how other hosts name this one."""
     if host is None:
         where = f"{_FILE}{directory / 'ranks'}"
-        return join_meeting(where, size, seconds), where
+        return join_rendezvous(where, size, seconds), where
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store, f"{_TCP}{host}:{store.port}"
 
 
-def join_meeting(where: str, size: int, seconds: float) -> Store:
+def join_rendezvous(where: str, size: int, seconds: float) -> Store:
     """Any other rank: the store of the process group."""
     if where.startswith(_FILE):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -43,14 +43,14 @@ def own_address(config: RunConfig) -> str:
     return config.placement.trainer_host or socket.gethostname()
 
 
-def announce_meeting(store: ObjectStore, record: MeetingRecord) -> None:
+def announce_rendezvous(store: ObjectStore, record: RendezvousRecord) -> None:
     """Rank 0: tell the other hosts of a trainer, through the run's store."""
-    store.put(meeting_key(record.epoch), record.model_dump_json().encode())
+    store.put(rendezvous_key(record.epoch), record.model_dump_json().encode())
 
 
-def newest_meeting(store: ObjectStore) -> MeetingRecord | None:
+def newest_rendezvous(store: ObjectStore) -> RendezvousRecord | None:
     """The meeting of the newest start of the trainer, if there was any."""
-    keys = store.list(MEETINGS_PREFIX)
+    keys = store.list(RENDEZVOUS_PREFIX)
     if not keys:
         return None
-    return read_record(store, keys[-1], MeetingRecord)
+    return read_record(store, keys[-1], RendezvousRecord)

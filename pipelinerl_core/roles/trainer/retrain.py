@@ -39,7 +39,7 @@ class ReplayedStep:
     weights_match: bool
     """Whether the weights after it have the sha256 of the commit."""
     is_exact: bool = True
-    """Whether they must: this step and those before it were computed as they are here (see `foreign_steps`)."""
+    """Whether they must: this step and those before it were computed as they are here (see `inexact_steps`)."""
 
     @property
     def verdict(self) -> str:
@@ -108,7 +108,7 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
         )
 
 
-def foreign_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
+def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
     """Steps that cannot be trained again to the last bit: computed with another arithmetic, or any on a GPU.
 
     Gradients of attention are added up there in whatever order they come. Old epochs do not say how they computed,

@@ -22,21 +22,21 @@ class TrainerWatch:
 
     def registered(self) -> None:
         """The model is loaded and the hub knows this trainer."""
-        self._monitor.beat("registered at the hub")
-        self._monitor.ready_unless(lambda: "")
+        self._monitor.heartbeat("registered at the hub")
+        self._monitor.set_readiness_check(lambda: "")
 
-    def waits(self, step: int) -> None:
+    def waiting(self, step: int) -> None:
         """It asks for the groups of a step, again and again."""
         self._monitor.facts.update(step=step, weight_version=step - 1)
-        self._monitor.beat(f"waiting for the groups of step {step}")
+        self._monitor.heartbeat(f"waiting for the groups of step {step}")
 
-    def computes(self, step: int) -> None:
+    def computing(self, step: int) -> None:
         """A step begins."""
-        self._monitor.beat(f"computing step {step}")
+        self._monitor.heartbeat(f"computing step {step}")
 
-    def repeats(self, step: int) -> None:
+    def replayed(self, step: int) -> None:
         """A recorded step was trained again."""
-        self._monitor.beat(f"trained step {step} again from its batch")
+        self._monitor.heartbeat(f"trained step {step} again from its batch")
 
     def computed(
         self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]
@@ -47,7 +47,7 @@ class TrainerWatch:
         """
         if self._traces is not None:
             self._traces.computed(step, rows, metrics, times)
-        self._monitor.beat(f"step {step} is computed")
+        self._monitor.heartbeat(f"step {step} is computed")
         exported = self._monitor.metrics
         exported.set("role_weight_version", step)
         exported.observe("trainer_step_seconds", metrics["time/compute_seconds"])

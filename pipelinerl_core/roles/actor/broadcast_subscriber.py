@@ -11,7 +11,7 @@ from pipelinerl_core.weights.broadcast import read_group
 logger = logging.getLogger(__name__)
 
 
-class GroupMember:
+class BroadcastSubscriber:
     """One actor's engine in broadcast groups."""
 
     def __init__(self, receiver: BroadcastReceiver, store: ObjectStore, *, name: str) -> None:
@@ -22,17 +22,17 @@ class GroupMember:
         self._joining: asyncio.Task[None] | None = None
 
     @property
-    def number(self) -> int:
+    def group(self) -> int:
         """The group it is in, 0 for none."""
         return self._receiver.group
 
-    def wants(self, manifest: WeightManifest, version: int) -> bool:
+    def should_swap(self, manifest: WeightManifest, version: int) -> bool:
         """Whether to swap a version in, with `version` in the engine: newer, or what it lost; and within reach."""
         is_newer = manifest.version > version or (self._receiver.needs_weights and manifest.version == version)
         is_received = manifest.is_broadcast and manifest.group == self._receiver.group
         return is_newer and (is_received or not manifest.is_broadcast or manifest.key is not None)
 
-    def attend(self, manifest: WeightManifest) -> None:
+    def join(self, manifest: WeightManifest) -> None:
         """Join the group that a manifest names, in the background, once."""
         if manifest.group not in (0, self._tried) and (self._joining is None or self._joining.done()):
             self._tried = manifest.group
