@@ -204,7 +204,7 @@ class StartsRecord(Record):
 
 
 class RendezvousRecord(Record):
-    """meetings/<epoch>.json: where the ranks of a trainer on several hosts find one another."""
+    """meetings/<epoch>.json: address of rank 0, for the ranks of a trainer on other hosts."""
 
     epoch: Count
     """Of the trainer; a newer one is another start."""

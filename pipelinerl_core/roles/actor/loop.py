@@ -1,4 +1,4 @@
-"""The actor: one engine, kept full, whose weights are swapped in the middle of sequences.
+"""The actor's loops: lease groups, sample them on one engine, send them, and swap new weights in meanwhile.
 
     hub --leases, newest version--> sync ----> groups in flight ----> finished groups --> hub (memory)
                                      |               ^                      |
@@ -12,7 +12,7 @@
 | group | one lease         | slots, then the scorer           | engine, reward children         |
 | send  | finished groups   | credit                           | sync (credit is level-triggered)|
 | seal  | finished groups   | store.segment_seconds            | the clock                       |
-| tell  | sealed segments   | the hub's answer                 | a hub                           |
+| report| sealed segments   | the hub's answer                 | a hub                           |
 | log   | growth of groups  | store.partial_seconds            | the clock                       |
 """
 
@@ -56,7 +56,7 @@ from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 
 logger = logging.getLogger(__name__)
 
-# Swaps that fail one after the other before the actor gives up.
+# The actor stops after so many failed swaps in a row.
 _SWAP_ATTEMPTS = 3
 
 
@@ -70,13 +70,13 @@ class ActorParts:
     subscriber: Subscriber
     segments: SegmentWriter
     store: ObjectStore
-    """Of the run: for the log of open groups."""
+    """The run's store; the log of open groups is written there."""
     broadcasts: BroadcastSubscriber | None = None
-    """With weights.transport=nccl."""
+    """Only with weights.transport=nccl."""
 
 
 class Actor:
-    """Runs leases until the hub says drain, or `stop` is set."""
+    """Works on leases until the hub requests a drain or `stop` is set."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Actor:
         self._watch = ActorWatch(monitor, parts.engine, epoch=epoch, is_current=self._is_current)
 
     async def run(self, stop: threading.Event) -> None:
-        """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
+        """Run until drained or stopped. The log then holds the unfinished groups, for another actor to continue."""
         loop = asyncio.get_running_loop()
         self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
         self._link.gives_up = stop.is_set
@@ -146,7 +146,7 @@ class Actor:
                 except HubUnavailable:
                     await self._log.flush()
                     raise
-                await self._log.flush()  # whoever takes the open groups over finds all of them
+                await self._log.flush()  # another actor continues the open groups from the log
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
@@ -156,7 +156,7 @@ class Actor:
             await asyncio.to_thread(self._link.close)
 
     async def _connect(self, stop: threading.Event) -> bool:
-        """Register with the hub; False when the run is over, or `stop` came before there was one."""
+        """Register with the hub; False if the run is over, or if `stop` was set before a hub answered."""
         try:
             await asyncio.to_thread(self._link.connect)
         except RunOver as over:
@@ -171,13 +171,13 @@ class Actor:
     # ---- sync ------------------------------------------------------------------------------------------------
 
     async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
-        want = 0  # nothing is leased before the newest weights are in
+        want = 0  # request no lease before the newest weights are loaded
         while not stop.is_set():
-            self._sync_now.clear()  # what happens from here on is answered by the next sync
+            self._sync_now.clear()  # an event from here on triggers the next sync
             try:
                 reply = await asyncio.to_thread(self._exchange, self._sync(want))
             except RunOver as over:
-                logger.info("%s: %d leases given up", over, len(self._leases))
+                logger.info("%s: %d leases dropped", over, len(self._leases))
                 return
             except HubUnavailable:
                 if stop.is_set():
@@ -189,7 +189,7 @@ class Actor:
             self._take_versions(reply)
             self._engine.set_paused(reply.state == "pause")
             if reply.state == "drain":
-                logger.info("the hub says drain: %d leases given up", len(self._leases))
+                logger.info("the hub requests a drain: %d leases dropped", len(self._leases))
                 return
             self._take_leases(reply, tasks)
             for group in self._sealer.groups_to_send_again():
@@ -200,12 +200,12 @@ class Actor:
             want = self._want() if self._is_current() else 0
 
     def _exchange(self, message: Sync) -> SyncReply | None:
-        """On a thread of its own: the hub's answer; None when it did not know this actor, and now does."""
+        """Send a sync, on a thread of its own; None if the hub did not know this actor, which registers again."""
         reply = self._link.request(message)
         if isinstance(reply, Refused):
             if after(reply) is not Next.REGISTER:
                 raise error_of(reply)
-            with contextlib.suppress(HubUnavailable):  # lost just now: the next sync looks for it
+            with contextlib.suppress(HubUnavailable):  # the next sync reconnects
                 self._link.register_again()
             return None
         assert isinstance(reply, SyncReply)
@@ -238,12 +238,12 @@ class Actor:
         )
 
     async def _next_sync(self) -> None:
-        """Sleep the interval, or less when slots are about to stand empty, or the hub has news."""
+        """Wait for the sync interval, or less if slots are about to run empty or the hub has sent a nudge."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
 
     def _want(self) -> int:
-        """Groups to ask for: enough that slots freed until the next answer find a waiting sequence."""
+        """Groups to request: enough waiting sequences for the slots that become free until the next answer."""
         stats = self._engine.stats()
         group_size = self._config.rollouts.group_size
         ahead = max(group_size, stats.slots // 2)
@@ -307,10 +307,10 @@ class Actor:
             while len(groups) < self._credit and not self._unsent.empty():
                 groups.append(self._unsent.get_nowait())
             self._spend_credit(len(groups))
-            # All at once: a turn of this loop lasts as long as a decode step, so a turn per group would be too slow.
+            # One call for all groups: a turn of the event loop takes a decode step, so a turn per group is too slow.
             try:
                 answers = await asyncio.to_thread(self._send, groups)
-            except (HubUnavailable, RunOver):  # the sync loop decides what follows; a new hub is offered them
+            except (HubUnavailable, RunOver):  # the sync loop handles the error; the groups are sent again
                 for group in groups:
                     self._unsent.put_nowait(group)
                 await asyncio.sleep(self._sync_seconds)
@@ -319,7 +319,7 @@ class Actor:
                 self._note_sent(group, answer)
 
     def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
-        """On a thread of its own; the hub's answers in order."""
+        """Send groups, on a thread of its own; the hub's answers in the same order."""
         messages = [Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq) for group in groups]
         return self._link.request_all(
             [(message, group.rows) for message, group in zip(messages, groups, strict=True)]
@@ -346,7 +346,7 @@ class Actor:
         self._sealer.drop(group)
 
     def _registration(self) -> Register:
-        """Called by the link, on its thread, at every (re)connection."""
+        """The message for the hub; the link calls this on its own thread at every connection."""
         if self._link.registered is not None:
             self._sealer.must_send_again = True
         held = [
@@ -372,25 +372,25 @@ class Actor:
                     update = await asyncio.to_thread(self._subscriber.fetch, manifest)
             except (MissingObject, ChecksumMismatch) as error:
                 if manifest.version != self._unreadable:
-                    logger.warning("weights of version %d not taken: %s", manifest.version, error)
-                self._unreadable = manifest.version  # the trainer hears of it, and publishes them again
+                    logger.warning("weights of version %d cannot be read: %s", manifest.version, error)
+                self._unreadable = manifest.version  # the next sync reports this: the trainer publishes again
                 await asyncio.sleep(self._sync_seconds)
                 continue
             try:
                 report = await self._engine.swap(update)
             except SwapError as error:
-                # The engine goes on under its last good version; the hub offers the newest again with the next sync.
+                # The engine keeps its version; the next answer to a sync names the newest version again.
                 failures += 1
                 if failures == _SWAP_ATTEMPTS:
                     raise
                 logger.warning("%s", error)
                 continue
             failures, self._unreadable = 0, -1
-            self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
+            self._sync_now.set()  # the hub may wait for this swap before it ends a pause or grants leases
             self._swaps.append(self._watch.swapped(report))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
-    """From another thread; nothing happens when the loop has ended."""
+    """Schedule `action` from another thread; no effect if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(action)

@@ -1,4 +1,4 @@
-"""What a trainer tells its monitor: what it does, how long that took, and what a step came to."""
+"""Health, readiness, metrics and traces of a trainer."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from pipelinerl_core.types import TrainingRow
 
 
 class TrainerWatch:
-    """Called by the trainer's main loop, and `committed` by the thread that commits."""
+    """Called by the trainer's main loop; `committed` is called by the committing thread."""
 
     def __init__(self, monitor: RoleMonitor, epoch: int) -> None:
         self._monitor = monitor
@@ -21,12 +21,12 @@ class TrainerWatch:
         monitor.metrics.ask("trainer_checkpoint_age_seconds", lambda: time.monotonic() - self._checkpoint_at)
 
     def registered(self) -> None:
-        """The model is loaded and the hub knows this trainer."""
+        """The model is loaded and the trainer is registered at the hub."""
         self._monitor.heartbeat("registered at the hub")
         self._monitor.set_readiness_check(lambda: "")
 
     def waiting(self, step: int) -> None:
-        """It asks for the groups of a step, again and again."""
+        """The trainer requests the groups of a step; called at each request."""
         self._monitor.facts.update(step=step, weight_version=step - 1)
         self._monitor.heartbeat(f"waiting for the groups of step {step}")
 
@@ -43,7 +43,7 @@ class TrainerWatch:
     ) -> None:
         """A step has been computed from these rows, with these metrics of telemetry/metrics.py.
 
-        times: when it began to wait, had its groups, and had computed, in Unix seconds.
+        times: start of the wait for groups, start and end of the computation, in Unix seconds.
         """
         if self._traces is not None:
             self._traces.computed(step, rows, metrics, times)

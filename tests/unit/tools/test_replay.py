@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     store.delete([f"checkpoints/00000002.{EPOCH}/state.safetensors"])  # its manifest is still there
     assert restored(run) == 0
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
-    with pytest.raises(ConfigError, match="no whole checkpoint at or before step 5"):
+    with pytest.raises(ConfigError, match="no intact checkpoint at or before step 5"):
         restored(run)
 
 

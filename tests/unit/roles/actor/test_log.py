@@ -96,7 +96,7 @@ def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
 
     monkeypatch.setattr(store, "list", fail)
     assert asyncio.run(log_of(store, Runner()).restore(lease(Holder("a", 1, 0)))) == {}
-    assert "group 5 is begun anew" in caplog.text
+    assert "group 5 is sampled from the start" in caplog.text
 
 
 @pytest.mark.parametrize(
