@@ -1,4 +1,4 @@
-"""What is known of a rollout while it is sampled and scored: for the log, and for whoever continues it."""
+"""State of a rollout while it is sampled and scored: for the write-ahead log, and to continue a partial rollout."""
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Progress:
     def __init__(
         self, *, group_id: int, rollout_index: int, attempt: int, restored: PartialRow | None = None
     ) -> None:
-        """`restored`: what earlier holders of the group knew of it."""
+        """`restored`: the logged part of the rollout, from previous holders of the group."""
         self._key = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
         self._token_ids: list[Int32Array] = []
         self._logprobs: list[Float32Array] = []
@@ -39,7 +39,7 @@ class Progress:
             self._spans, self._num_tokens = list(restored.weight_spans), len(restored.token_ids)
             self.finish_reason, self.origins = restored.finish_reason, restored.origins
             self._is_news = True
-            if restored.outcome is Outcome.SCORED:  # an error is tried once more
+            if restored.outcome is Outcome.SCORED:  # a rollout with an error is scored again
                 self.reward, self.outcome = restored.reward, restored.outcome
 
     @property
@@ -48,7 +48,7 @@ class Progress:
         return self._num_tokens
 
     def completion(self) -> Completion:
-        """Everything so far; unfinished is ABORT."""
+        """The completion so far; finish_reason ABORT if it is unfinished."""
         if len(self._token_ids) != 1:
             self._token_ids = [np.concatenate([np.zeros(0, np.int32), *self._token_ids])]
             self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]
@@ -60,7 +60,7 @@ class Progress:
         )
 
     def add(self, chunk: Chunk) -> None:
-        """New tokens; the last chunk's completion says which weights sampled all of them."""
+        """Append new tokens. The last chunk's completion has the final weight spans of all tokens."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
         if self._num_tokens > start:
             self._token_ids.append(chunk.token_ids)
@@ -75,13 +75,13 @@ class Progress:
                 self._num_logged = 0  # versions in the log were lower bounds: write all of it again
 
     def score(self, reward: float | None) -> None:
-        """It has a reward, or None for an error."""
+        """Set the reward; None for an error."""
         self.reward = reward
         self.outcome = Outcome.SCORED if reward is not None else Outcome.ERROR
         self._is_news = True
 
     def growth(self) -> PartialRow | None:
-        """What is new since the last call; None if nothing is."""
+        """The part that is new since the last call; None if nothing is new."""
         if not self._is_news:
             return None
         whole, start = self.completion(), self._num_logged

@@ -125,7 +125,7 @@ class Actor:
         """Run until drained or stopped. The log then holds the unfinished groups, for another actor to continue."""
         loop = asyncio.get_running_loop()
         self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
-        self._link.gives_up = stop.is_set
+        self._link.is_cancelled = stop.is_set
         try:
             if not await self._connect(stop):
                 return

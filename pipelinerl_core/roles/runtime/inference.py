@@ -1,4 +1,4 @@
-"""What every role with an engine builds: the engine on the run's starting model, and its tokenizer."""
+"""Engine and tokenizer of a run's starting model, for every role that samples."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -27,7 +27,7 @@ HEARTBEAT_SECONDS = 1.0
 
 
 def model_directory(config: RunConfig) -> Path:
-    """Directory of the starting model; ConfigError when it is not there."""
+    """Directory of the starting model. Raises ConfigError if the directory does not exist."""
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
@@ -35,7 +35,7 @@ def model_directory(config: RunConfig) -> Path:
 
 
 def base_weights(config: RunConfig) -> BaseWeights | None:
-    """What the versions of the run are merged into; None where they hold all weights. Raises ConfigError."""
+    """Weights into which published adapters are merged; None if versions hold all weights. Raises ConfigError."""
     return BaseWeights(model_directory(config)) if config.weights.content == "adapters" else None
 
 
@@ -50,9 +50,9 @@ def build_engine(config: RunConfig) -> EmbeddedEngine:
 
 
 async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int = 0) -> Engine:
-    """The engine that a run is configured for, with the starting weights.
+    """The configured engine with the starting weights.
 
-    name and epoch: of the role and its start; no two engines of a run that sample for training share both.
+    name, epoch: of the role and of its start; the pair is unique among the engines that sample for training.
     """
     if config.engine.kind == "vllm":
         return await start_engine(
@@ -86,7 +86,7 @@ def build_codec(config: RunConfig) -> TextCodec:
 async def heartbeats(
     monitor: RoleMonitor, engine: Engine, is_paused: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[None]:
-    """For the time of the block: beat while the event loop turns and the engine gets on with what it has to do."""
+    """Report heartbeats during the block, as long as the event loop runs and a busy engine makes progress."""
 
     async def report() -> None:
         seen: tuple[int, int] | None = None

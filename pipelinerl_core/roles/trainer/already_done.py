@@ -47,7 +47,7 @@ def _report_last_step(context: RunContext, key: str, epochs: list[EpochRecord], 
         context.store, token=context.token, role="trainer", name="trainer", registration=lambda: registration,
         deadline_seconds=HUB_SECONDS,
     )  # fmt: skip
-    link.gives_up = stop.is_set
+    link.is_cancelled = stop.is_set
     with suppress(HubUnavailable, RunOver):
         link.connect()
         logger.info("reported to the hub that step %d was the last step", commit.step)

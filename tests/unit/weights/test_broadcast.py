@@ -191,7 +191,7 @@ def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store
     for member in formed(broadcaster, store, ["a", "b"], num_versions=0):  # they have joined and receive nothing
         member.join(timeout=60)
     started = time.monotonic()
-    with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is given up"):
+    with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is closed"):
         broadcaster.send({name: torch.zeros(1_000_000) if name == "c" else t for name, t in WEIGHTS.items()})
     assert time.monotonic() - started < 3 * DEADLINE_SECONDS
     assert broadcaster.number == 0

@@ -46,7 +46,7 @@ class Link:
     boot_id = "boot"
     registered = None
     on_nudge = None
-    gives_up = None
+    is_cancelled = None
 
     def __init__(self, answers=lambda message: Ack(re=0)):
         self.answers = answers
@@ -239,9 +239,9 @@ def test_an_actor_that_is_stopped_while_its_hub_is_away_writes_its_log_and_ends(
 
     def answers(message):
         if message.kind == "sync":
-            assert link.gives_up() is False
+            assert link.is_cancelled() is False
             stop.set()
-            assert link.gives_up() is True  # the link asks while it looks for the hub
+            assert link.is_cancelled() is True  # the link asks while it looks for the hub
             return HubUnavailable("away")
         return Ack(re=0)
 
