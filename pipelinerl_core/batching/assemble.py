@@ -1,4 +1,4 @@
-"""Reserved groups -> the rows of one optimizer step: advantage, loss_weight and loss_mask, decided once."""
+"""Assemble the rows of one optimizer step from reserved groups: advantage, loss_weight and loss_mask."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from pipelinerl_core.types import Outcome, Rollout, TrainingRow
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AssembledStep:
-    """The rows of a step, and what did not become a row or a trained token."""
+    """The rows of a step, with counts of left-out rollouts and masked tokens."""
 
     rows: list[TrainingRow]
-    """Ordered by (group_id, rollout_index), whatever order the groups arrived in."""
+    """Ordered by (group_id, rollout_index), independent of the order of arrival."""
     num_errors: int
     """Rollouts without a reward: in no row, no baseline and no denominator."""
     num_error_tokens: int
@@ -26,7 +26,7 @@ class AssembledStep:
     num_sampled: int
     """Sampled tokens of the rows."""
     num_masked_stale: int
-    """Those of them that the lag rule masked; the others are trained."""
+    """Sampled tokens of the rows that the lag rule masked; the other tokens are trained."""
 
     @property
     def num_trained(self) -> int:
@@ -66,7 +66,7 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
 
 
 def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float, ...]]:
-    """Of each rollout, one in all or one for each of its turns."""
+    """For each rollout one advantage, or one per turn."""
     rewards = _rewards(group, config)
     if config.loss.advantage == "turn":
         return per_turn(rewards, [rollout.num_turns for rollout in group])

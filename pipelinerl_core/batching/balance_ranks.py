@@ -1,4 +1,4 @@
-"""Which rank computes which pack."""
+"""Distribute packs over ranks."""
 
 from collections.abc import Sequence
 
@@ -8,20 +8,20 @@ from pipelinerl_core.batching.pack import Packing, pack
 def share(lengths: Sequence[int], pack_tokens: int, ranks: int, packing: Packing = "sorted") -> list[list[list[int]]]:
     """Cut sequences into packs for several ranks, equally many on each, with about equally many tokens.
 
-    Returns for each rank its packs of indices into `lengths`; a missing pack is empty. As many packs as `pack` would
-    make, rounded up to a multiple of `ranks`; their common budget is lowered as far as that number of packs allows.
-    Packs are in order of the length of their sequences and go to the ranks in turn, forth and back, so that ranks
-    have like sequences too. No pack exceeds `pack_tokens`, but for a sequence that does so alone.
+    Returns for each rank its packs of indices into `lengths`; a missing pack is empty. The number of packs is
+    the number that `pack` makes, rounded up to a multiple of `ranks`; the budget of a pack is lowered as far as this
+    number allows. Packs are ordered by the length of their sequences and go to the ranks in turn, forth and back, so
+    that ranks get sequences of similar length. No pack exceeds `pack_tokens`, except for a single longer sequence.
 
     Example: lengths [4, 4, 4, 4, 4, 4], 20 tokens, 2 ranks -> [[[0, 1, 2]], [[3, 4, 5]]].
     """
     num_packs = max(1, -(-len(pack(lengths, pack_tokens, packing)) // ranks)) * ranks
     low, high = 1, pack_tokens
-    while low < high:  # the smallest budget that still needs no more packs
+    while low < high:  # the smallest budget that needs no more packs
         middle = (low + high) // 2
         low, high = (low, middle) if len(pack(lengths, middle, packing)) <= num_packs else (middle + 1, high)
     packs = pack(lengths, high, packing)
-    if len(packs) > num_packs:  # packing=filled may need a pack more with a larger budget
+    if len(packs) > num_packs:  # packing=filled may need one more pack with a larger budget
         packs = pack(lengths, pack_tokens, packing)
     packs += [[] for _ in range(num_packs - len(packs))]
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]

@@ -1,6 +1,6 @@
-"""Rows -> packs of tensors.
+"""Collate rows into packs of tensors.
 
-Shapes: T = packed tokens, S = sequences, N = sampled tokens, M = those that are trained, P = prompt tokens,
+Shapes: T = packed tokens, S = sequences, N = sampled tokens, M = trained tokens, P = prompt tokens,
 C = completion tokens.
 """
 
@@ -30,7 +30,7 @@ class PackBatcher:
         self._packing: Packing = packing
 
     def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
-        """Packs that hold every sampled token of the rows once; rows without one have nothing to compute."""
+        """Packs with every sampled token of the rows once; rows without a sampled token are left out."""
         kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
         packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens, self._packing)
         return [collate(rows, [kept[position] for position in positions]) for positions in packs]
@@ -48,11 +48,11 @@ class PackBatcher:
         ]
 
     def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> list[PackedBatch]:
-        """The packs of one rank of a plan; `rows` may be those of the rank alone, with indices into them."""
+        """The packs of one rank of a plan: lists of indices into `rows`, which may be the rows of this rank only."""
         return [collate(rows, indices) if indices else empty_pack() for indices in packs]
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
-        """Packs that hold every completion token of the rollouts once, for scoring: weights and advantages are 0."""
+        """Packs with every completion token of the rollouts once, for scoring: weights and advantages are 0."""
         return self.rows([_unweighted(rollout) for rollout in rollouts])
 
 
@@ -76,15 +76,15 @@ def empty_pack() -> PackedBatch:
 
 
 def num_forward_tokens(rollout: Rollout) -> int:
-    """Tokens of a rollout in a forward pass: all but the last, which predicts nothing that was sampled."""
+    """Tokens of a rollout in a forward pass: all but the last, which predicts no sampled token."""
     return len(rollout.prompt_token_ids) + rollout.num_tokens - 1
 
 
 def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     """One pack of the rows at `indices`, in that order.
 
-    Raises ValueError for a row without a prompt, because nothing would predict its first token, for weight_spans
-    that do not cover its completion, and for other than one advantage per turn.
+    Raises ValueError for a row without a prompt, because no token would predict its first token, for weight_spans
+    that do not cover the completion, and if turn_advantages is not empty and has not one advantage per turn.
     """
     chosen = [rows[index] for index in indices]
     for row in chosen:
@@ -98,7 +98,7 @@ def collate(rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
     positions_T = np.arange(lengths_S.sum()) - np.repeat(starts_S, lengths_S)
     sampled = [np.flatnonzero(row.rollout.loss_mask) for row in chosen]
     counts_S = np.array([len(offsets) for offsets in sampled], dtype=np.int64)
-    # The token before completion token c stands at place P + c - 1 of its sequence.
+    # The token before completion token c is at position P + c - 1 of its sequence.
     first_sources_S = starts_S + np.array([len(row.rollout.prompt_token_ids) for row in chosen]) - 1
     return PackedBatch(
         input_ids_T=_int64(np.concatenate([_inputs(row.rollout) for row in chosen])),
@@ -125,14 +125,14 @@ def _versions(rollout: Rollout) -> NDArray[np.int32]:
 
 
 def _advantages(rows: Sequence[TrainingRow], sampled: Sequence[Int64Array], counts_S: Int64Array) -> NDArray[Any]:
-    """[N] of the sampled tokens of each row: that of the row, or of their turn."""
+    """[N] advantage of each sampled token: of its row, or of its turn."""
     if not any(row.turn_advantages for row in rows):
         return np.repeat([row.advantage for row in rows], counts_S)
     return _select([_token_advantages(row) for row in rows], sampled)
 
 
 def _token_advantages(row: TrainingRow) -> NDArray[np.float64]:
-    """[C] 0 between turns, where nothing was sampled."""
+    """[C] advantage of each completion token; 0 between turns, where no token was sampled."""
     if not row.turn_advantages:
         return np.full(row.rollout.num_tokens, row.advantage)
     advantages_C = np.zeros(row.rollout.num_tokens)

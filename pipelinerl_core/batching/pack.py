@@ -1,4 +1,4 @@
-"""Which sequences share a forward pass."""
+"""Divide sequences into packs; the sequences of a pack share a forward pass."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from typing import Literal
 
 Packing = Literal["sorted", "filled"]
 
-# A pack that is filled this far takes no shorter sequences. With 1.0 packs are 1 to 2 % fuller, and attention adds
-# 1.3 to 1.9 times as much padding (512 lognormal lengths; docs/results.md has the figures of 0.9).
+# With packing=filled, a pack above this share of its budget takes no shorter sequences. With 1.0 packs are 1 to 2 %
+# fuller, and attention adds 1.3 to 1.9 times as much padding (512 lognormal lengths; see docs/results.md for 0.9).
 _ENOUGH = 0.9
 
 
@@ -18,11 +18,10 @@ def pack(lengths: Sequence[int], pack_tokens: int, packing: Packing = "sorted") 
     Neighbours in that order are of similar length, so the padding that attention adds inside a pack (to its longest
     sequence) is small. A pack that is not full costs nothing: the other layers see exactly the tokens in it.
 
-    With packing "filled" a pack that is not nearly full then takes the longest of the shorter sequences that still
-    fit: fewer packs, of more equal size, for more padding in attention.
+    With packing "filled", a pack that is not nearly full then takes the longest of the shorter sequences that still
+    fit: fewer packs of more equal size, but more padding in attention.
 
-    A sequence longer than the budget gets a pack of its own: it was generated and must be trained, and stopping a run
-    in the middle for it would help nobody.
+    A sequence longer than the budget gets a pack of its own, because every generated sequence must be trained.
 
     Example: lengths [3, 9, 4, 4] with 8 tokens -> [[1], [2, 3], [0]].
     """
@@ -31,18 +30,18 @@ def pack(lengths: Sequence[int], pack_tokens: int, packing: Packing = "sorted") 
     enough = _ENOUGH * pack_tokens if packing == "filled" else 0.0
     packs: list[list[int]] = []
     while remaining:
-        used, place = 0, len(remaining)
+        used, end = 0, len(remaining)
         taken: list[int] = []
-        while place and (not taken or used + remaining[-1][0] <= pack_tokens):
-            used, place = _take(remaining, place - 1, taken, used)
-        while used < enough and (place := bisect_left(remaining, (pack_tokens - used + 1,))):
-            used, place = _take(remaining, place - 1, taken, used)
+        while end and (not taken or used + remaining[-1][0] <= pack_tokens):
+            used, end = _take(remaining, end - 1, taken, used)
+        while used < enough and (end := bisect_left(remaining, (pack_tokens - used + 1,))):
+            used, end = _take(remaining, end - 1, taken, used)
         packs.append(taken)
     return packs
 
 
-def _take(remaining: list[tuple[int, int]], place: int, taken: list[int], used: int) -> tuple[int, int]:
-    """Move the sequence at a place of `remaining` to `taken`; tokens used then, and how many sequences remain."""
-    length, negative_index = remaining.pop(place)
+def _take(remaining: list[tuple[int, int]], position: int, taken: list[int], used: int) -> tuple[int, int]:
+    """Move one sequence of `remaining` to `taken`; returns the tokens used and the number of remaining sequences."""
+    length, negative_index = remaining.pop(position)
     taken.append(-negative_index)
     return used + length, len(remaining)

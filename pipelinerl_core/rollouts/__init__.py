@@ -1,1 +1,1 @@
-"""Keep sequences in flight, continue partial ones, form groups."""
+"""Sample and score the rollouts of leased groups, and continue partial rollouts."""

@@ -1,4 +1,4 @@
-"""What is known of a rollout while it is sampled and scored: for the log, and for whoever continues it."""
+"""State of a rollout while it is sampled and scored: for the write-ahead log, and to continue a partial rollout."""
 
 import numpy as np
 
@@ -19,9 +19,11 @@ from pipelinerl_core.types import (
 class Progress:
     """One rollout of an open group."""
 
-    def __init__(self, *, group_id: int, rollout_index: int, attempt: int, taken: PartialRow | None = None) -> None:
-        """`taken`: what earlier holders of the group knew of it."""
-        self._place = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
+    def __init__(
+        self, *, group_id: int, rollout_index: int, attempt: int, restored: PartialRow | None = None
+    ) -> None:
+        """`restored`: the logged part of the rollout, from previous holders of the group."""
+        self._key = {"group_id": group_id, "rollout_index": rollout_index, "attempt": attempt}
         self._token_ids: list[Int32Array] = []
         self._logprobs: list[Float32Array] = []
         self._spans: list[WeightSpan] = []
@@ -32,13 +34,13 @@ class Progress:
         self.reward: float | None = None
         self.outcome: Outcome | None = None
         self.origins: tuple[Origin, ...] = ()
-        if taken is not None:
-            self._token_ids, self._logprobs = [taken.token_ids], [taken.rollout_logprobs]
-            self._spans, self._num_tokens = list(taken.weight_spans), len(taken.token_ids)
-            self.finish_reason, self.origins = taken.finish_reason, taken.origins
+        if restored is not None:
+            self._token_ids, self._logprobs = [restored.token_ids], [restored.rollout_logprobs]
+            self._spans, self._num_tokens = list(restored.weight_spans), len(restored.token_ids)
+            self.finish_reason, self.origins = restored.finish_reason, restored.origins
             self._is_news = True
-            if taken.outcome is Outcome.SCORED:  # an error is tried once more
-                self.reward, self.outcome = taken.reward, taken.outcome
+            if restored.outcome is Outcome.SCORED:  # a rollout with an error is scored again
+                self.reward, self.outcome = restored.reward, restored.outcome
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +48,7 @@ class Progress:
         return self._num_tokens
 
     def completion(self) -> Completion:
-        """Everything so far; unfinished is ABORT."""
+        """The completion so far; finish_reason ABORT if it is unfinished."""
         if len(self._token_ids) != 1:
             self._token_ids = [np.concatenate([np.zeros(0, np.int32), *self._token_ids])]
             self._logprobs = [np.concatenate([np.zeros(0, np.float32), *self._logprobs])]
@@ -57,8 +59,8 @@ class Progress:
             finish_reason=self.finish_reason or FinishReason.ABORT,
         )
 
-    def take(self, chunk: Chunk) -> None:
-        """New tokens; the last chunk's completion says which weights sampled all of them."""
+    def add(self, chunk: Chunk) -> None:
+        """Append new tokens. The last chunk's completion has the final weight spans of all tokens."""
         start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
         if self._num_tokens > start:
             self._token_ids.append(chunk.token_ids)
@@ -73,19 +75,19 @@ class Progress:
                 self._num_logged = 0  # versions in the log were lower bounds: write all of it again
 
     def score(self, reward: float | None) -> None:
-        """It has a reward, or None for an error."""
+        """Set the reward; None for an error."""
         self.reward = reward
         self.outcome = Outcome.SCORED if reward is not None else Outcome.ERROR
         self._is_news = True
 
     def growth(self) -> PartialRow | None:
-        """What is new since the last call; None if nothing is."""
+        """The part that is new since the last call; None if nothing is new."""
         if not self._is_news:
             return None
         whole, start = self.completion(), self._num_logged
         self._num_logged, self._is_news = self._num_tokens, False
         return PartialRow(
-            **self._place,
+            **self._key,
             start=start,
             token_ids=whole.token_ids[start:],
             rollout_logprobs=whole.rollout_logprobs[start:],

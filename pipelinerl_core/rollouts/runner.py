@@ -1,8 +1,8 @@
-"""Prompt -> completions -> rewards -> a group. One asyncio task per rollout; the engine keeps the slots full.
+"""Sample and score the rollouts of a leased group, one asyncio task per rollout.
 
     lease --encode--> group_size x EngineRequest --engine--> Completion --decode, score--> Rollout --> group
 
-A failed scoring is data: outcome `error`, reward None. It never cancels its siblings.
+A failed scoring is data: outcome `error`, reward None. The other rollouts of the group go on.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from pipelinerl_core.types import (
 
 
 def rollout_seed(seed: int, group_id: int, rollout_index: int) -> int:
-    """Seed of one rollout's noise: a function of the run's seed and the rollout's place in the ledger alone."""
+    """Seed of one rollout's noise: a function of the run's seed, the group and the rollout's index only."""
     digest = hashlib.blake2b(f"{seed}/{group_id}/{rollout_index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCodec:
-    """The tokenizer, as far as rollouts need it."""
+    """The functions of the tokenizer that rollouts need."""
 
     encode: Callable[[Prompt], Int32Array]
     decode: Callable[[Int32Array], str]
@@ -57,15 +57,15 @@ class GroupRunner:
         self._actor = actor
         self._open: dict[tuple[int, int], list[Progress]] = {}
 
-    async def run(self, lease: Lease, taken: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
-        """All rollouts of a lease, by rollout_index. Cancelling it gives up its sequences.
+    async def run(self, lease: Lease, restored: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
+        """All rollouts of a lease, by rollout_index. Cancelling the call aborts the sequences.
 
-        taken: rollout_index -> what earlier holders of the group knew; the rest is sampled and scored.
+        restored: rollout_index -> the logged part, from previous holders; the rest is sampled and scored.
         """
         prompt_token_ids = self._codec.encode(lease.prompt)
-        known = taken or {}
+        known = restored or {}
         progress = [
-            Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, taken=known.get(index))
+            Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, restored=known.get(index))
             for index in range(lease.group_size)
         ]
         self._open[lease.group_id, lease.attempt] = progress
@@ -81,12 +81,12 @@ class GroupRunner:
         return [task.result() for task in rollouts]
 
     def growth(self) -> list[PartialRow]:
-        """What is new of all open groups since the last call, for the write-ahead log."""
+        """The parts of all open groups that are new since the last call, for the write-ahead log."""
         rows = (progress.growth() for group in self._open.values() for progress in group)
         return [row for row in rows if row is not None]
 
     def forget(self, keys: Iterable[tuple[int, int]]) -> None:
-        """These groups, (group_id, attempt), are in a segment, or nobody's business any more."""
+        """Drop groups, (group_id, attempt), that are in a segment or no longer leased to this actor."""
         for key in keys:
             self._open.pop(key, None)
 
@@ -113,7 +113,7 @@ class GroupRunner:
             if progress.outcome is None:
                 progress.score(await self._scorer.score(lease.prompt, self._codec.decode(completion.token_ids)))
         except EngineError as failure:
-            completion, finished_at, error, origins = _nothing(), time.time(), f"engine: {failure}", ()
+            completion, finished_at, error, origins = _empty_completion(), time.time(), f"engine: {failure}", ()
         except RewardError as failure:
             error = f"reward: {failure}"
             progress.score(None)
@@ -146,10 +146,10 @@ class GroupRunner:
         )
 
     async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:
-        if progress.finish_reason is not None:  # it had ended before it was taken over
+        if progress.finish_reason is not None:  # the log of the previous holder has all of it
             return progress.completion()
         async for chunk in self._engine.generate(request):
-            progress.take(chunk)
+            progress.add(chunk)
             if chunk.completion is not None:
                 return chunk.completion
         raise EngineError(f"request {request.request_id} ended without a completion")
@@ -159,8 +159,8 @@ def _all_true(length: int) -> BoolArray:
     return np.ones(length, dtype=np.bool_)
 
 
-def _nothing() -> Completion:
-    """What is left of a request that the engine refused: no token, no span."""
+def _empty_completion() -> Completion:
+    """The completion of a request that failed in the engine: no token, no span."""
     return Completion(
         token_ids=np.empty(0, dtype=np.int32),
         rollout_logprobs=np.empty(0, dtype=np.float32),

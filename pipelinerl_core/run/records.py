@@ -35,7 +35,7 @@ REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
-MEETINGS_PREFIX = "meetings"
+RENDEZVOUS_PREFIX = "meetings"
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
@@ -102,9 +102,9 @@ def role_key(role: str, name: str) -> str:
     return f"{ROLES_PREFIX}/{role}-{name}.json"
 
 
-def meeting_key(epoch: int) -> str:
+def rendezvous_key(epoch: int) -> str:
     """meetings/<epoch>.json"""
-    return f"{MEETINGS_PREFIX}/{epoch:08d}.json"
+    return f"{RENDEZVOUS_PREFIX}/{epoch:08d}.json"
 
 
 def parse_commit_key(key: str) -> tuple[int, int]:
@@ -203,8 +203,8 @@ class StartsRecord(Record):
     """Newest committed step then; -1: none."""
 
 
-class MeetingRecord(Record):
-    """meetings/<epoch>.json: where the ranks of a trainer on several hosts find one another."""
+class RendezvousRecord(Record):
+    """meetings/<epoch>.json: address of rank 0, for the ranks of a trainer on other hosts."""
 
     epoch: Count
     """Of the trainer; a newer one is another start."""

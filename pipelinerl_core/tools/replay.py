@@ -19,7 +19,7 @@ from pipelinerl_core.roles.runtime.process import RUN, Arguments, limit_threads,
 from pipelinerl_core.roles.trainer.learners import open_learners
 from pipelinerl_core.roles.trainer.retrain import (
     ReplayedStep,
-    foreign_steps,
+    inexact_steps,
     replay_steps,
     restore,
 )
@@ -61,7 +61,7 @@ def replay_run(
             state = learner.state()
             learner = learners.build(studied)
             learner.load_state(*state)
-        foreign = [step for step in foreign_steps(context.store, commits, context.config) if step > start]
+        foreign = [step for step in inexact_steps(context.store, commits, context.config) if step > start]
         for replayed in replay_steps(context.store, learner, commits, end):
             if replayed.step >= begin:
                 yield replace(replayed, is_exact=replayed.step < min(foreign, default=end + 1))

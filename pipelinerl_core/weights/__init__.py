@@ -1,1 +1,1 @@
-"""Weight versions: manifest, publish, subscribe."""
+"""Weight versions: serialize, publish, broadcast, read."""

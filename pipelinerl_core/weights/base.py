@@ -1,6 +1,6 @@
-"""The weights that adapters are merged into: those of the model directory that a run starts from.
+"""The weights of the model directory that a run starts from, into which adapters are merged.
 
-Read from the files when they are asked for, memory-mapped: nothing but the merged layers is held twice.
+The files are memory-mapped and read when a weight is requested, so only merged layers are in memory twice.
 """
 
 import hashlib
@@ -44,16 +44,16 @@ class BaseWeights:
         return name in self._file_of
 
     def tensor(self, name: str) -> Tensor:
-        """A weight in the type of its file; memory-mapped, so that pages are read as they are used."""
+        """A weight in the dtype of its file; memory-mapped, so that pages are read at first use."""
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape, from the header of its file."""
+        """Shape of a weight, from the header of its file."""
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the files have these weights, by name and shape: adapters could not be merged."""
+        """Raise ConfigError unless the files have weights of these names and shapes, as merging adapters requires."""
         for name, shape in shapes.items():
             if name not in self or self.shape(name) != shape:
                 found = f"{list(self.shape(name))} there" if name in self else "not there"
@@ -64,7 +64,7 @@ class BaseWeights:
 
     @cached_property
     def sha256(self) -> str:
-        """Of all weights: name, type, shape and bytes of each, by name. How they are split among files is no matter.
+        """sha256 of name, dtype, shape and bytes of all weights, sorted by name; independent of the split into files.
 
         Reads every file once, at first use.
         """
@@ -76,15 +76,16 @@ class BaseWeights:
         return digest.hexdigest()
 
     def merged(self, adapters: Adapters, where: str) -> dict[str, Tensor]:
-        """The adapted weights, merged, in the type of the note; memory for these and one layer more.
+        """The adapted weights, merged, in the dtype of the note. Needs memory for these weights and one more layer.
 
-        Raises ChecksumMismatch when the adapters are those of another base model, or do not fit it.
+        where: what the adapters are read from, for errors.
+        Raises ChecksumMismatch if the adapters belong to another base model or do not fit its shapes.
         """
         note = adapters.note
         if note.base_sha256 != self.sha256:
             raise ChecksumMismatch(
-                f"{where}: adapters of a base model with sha256 {note.base_sha256[:_SHOWN_DIGITS]}, but that in "
-                f"{self._directory} has {self.sha256[:_SHOWN_DIGITS]}. Put the model there that the run started from"
+                f"{where}: adapters of a base model with sha256 {note.base_sha256[:_SHOWN_DIGITS]}, but the model in "
+                f"{self._directory} has {self.sha256[:_SHOWN_DIGITS]}. Put the run's starting model there"
             )
         dtype = _dtype(note.dtype, where)
         try:
@@ -96,7 +97,7 @@ class BaseWeights:
             raise ChecksumMismatch(f"{where}: no adapters of the model in {self._directory}: {error}") from None
 
     def whole(self, adapters: Adapters, where: str) -> dict[str, Tensor]:
-        """`merged`, and all other weights, in the type of the note; memory-mapped where that is theirs."""
+        """`merged`, and all other weights, in the dtype of the note; memory-mapped if the file has this dtype."""
         dtype = _dtype(adapters.note.dtype, where)
         merged = self.merged(adapters, where)
         return {name: merged[name] if name in merged else self.tensor(name).to(dtype) for name in self._file_of}
@@ -115,7 +116,7 @@ def _dtype(name: str, where: str) -> torch.dtype:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Those that transformers loads: what an index names, else the one file, else all there are."""
+    """The files that transformers loads: the files in the index, else the single file, else all files."""
     index = directory / _INDEX_FILE
     if index.is_file():
         return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

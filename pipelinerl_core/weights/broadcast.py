@@ -1,11 +1,12 @@
-"""Trainer side of weights that go from memory to memory: the group of receivers, and one broadcast per version.
+"""Trainer side of weight broadcasts: the broadcast group of the actors' engines, and one broadcast per version.
 
-Actors hear of a group with a version's manifest and join it; versions go through the store until all have. A member
-that is gone breaks the collective, so before each broadcast the members are compared with the actors that are there,
-and every wait has a deadline: beyond it the group is given up and the version goes through the store.
+A version's manifest names the broadcast group, and actors join the group. Until all actors have joined, versions go
+through the store. A receiver that has ended breaks the collective, so the broadcaster compares the receivers with the
+active actors before each broadcast. Every wait has a deadline, after which the group is closed and the version goes
+through the store.
 
-On a GPU the collective is NCCL's, packed as vLLM's own weight transfer does it; without one it is gloo's. The ticket
-of an NCCL group is its unique id, which goes through the store: vLLM's rendezvous by TCP would send pickles.
+On a GPU the collective is NCCL's, packed as in vLLM's weight transfer; without a GPU it is gloo's. The ticket of an
+NCCL group is its unique id, which goes through the store, because vLLM's rendezvous by TCP sends pickles.
 """
 
 import base64
@@ -30,29 +31,29 @@ from pipelinerl_core.run.records import broadcast_key
 logger = logging.getLogger(__name__)
 
 GROUP_COUNTER = "broadcast_group"
-"""Counter of an actor's sync: the broadcast group it is in."""
+"""Counter of an actor's sync: the broadcast group that the actor has joined."""
 
-# Groups of one trainer epoch; beyond it numbers of two epochs could meet.
+# More groups in one trainer epoch would give two epochs the same group numbers.
 _GROUPS_PER_EPOCH = 1_000_000
 _POLL_SECONDS = 0.02
-_FAREWELL_SECONDS = 5.0
+_THREAD_END_SECONDS = 5.0
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> tuple[TensorMeta, ...]:
-    """The order of sending: by name."""
+    """Name, dtype and shape of each tensor in the order of the broadcasts: by name."""
     return tuple(
         TensorMeta(name, str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape))
         for name in sorted(tensors)
     )
 
 
-def gloo_member_key(rank: int) -> str:
-    """What a member sets in the TCPStore of a gloo group before it connects."""
+def gloo_receiver_key(rank: int) -> str:
+    """The key that a receiver sets in the TCPStore of a gloo group before it connects."""
     return f"here/{rank}"
 
 
 def read_group(store: ObjectStore, number: int) -> BroadcastGroup:
-    """A group by its number. Raises MissingObject."""
+    """Read a broadcast group by its number. Raises MissingObject."""
     values = json.loads(store.get(broadcast_key(number)))
     values["layout"] = tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in values["layout"])
     return BroadcastGroup(**values)
@@ -63,21 +64,21 @@ class Sender(Protocol):
 
     ticket: str
 
-    def meet(self, is_over: threading.Event) -> None:
-        """Returns when every member is there; raises when it is over before."""
+    def connect(self, is_closed: threading.Event) -> None:
+        """Wait until every receiver is connected. Raises an error if `is_closed` is set before."""
         ...
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
-        """Broadcast all tensors, in the order of the layout; returns when they have left."""
+        """Broadcast all tensors in the order of the layout; returns when all are sent."""
         ...
 
     def close(self) -> None:
-        """Give the collective up; a call under way in another thread fails."""
+        """Close the collective; a call in progress on another thread fails."""
         ...
 
 
 class GlooSender:
-    """Over TCP, from CPU memory; its deadlines are gloo's own."""
+    """Broadcasts from CPU memory over TCP, with gloo's own deadlines."""
 
     def __init__(self, host: str, world_size: int, deadline: timedelta) -> None:
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -88,13 +89,13 @@ class GlooSender:
         self._deadline = deadline
         self._group: Any = None
 
-    def meet(self, is_over: threading.Event) -> None:
-        """Connect to every member. Each says that it is there first: connecting cannot be interrupted."""
-        members = [gloo_member_key(rank) for rank in range(1, self._world_size)]
+    def connect(self, is_closed: threading.Event) -> None:
+        """Wait until every receiver has set its key, then connect, because connecting cannot be interrupted."""
+        keys = [gloo_receiver_key(rank) for rank in range(1, self._world_size)]
         deadline = time.monotonic() + self._deadline.total_seconds()
-        while not self._store.check(members):
-            if is_over.wait(_POLL_SECONDS) or time.monotonic() > deadline:
-                raise BroadcastError("its members did not come")
+        while not self._store.check(keys):
+            if is_closed.wait(_POLL_SECONDS) or time.monotonic() > deadline:
+                raise BroadcastError("not all receivers have joined")
         self._group = dist.ProcessGroupGloo(self._store, 0, self._world_size, self._deadline)
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
@@ -108,7 +109,7 @@ class GlooSender:
 
 
 class NcclSender:
-    """Between GPUs. Has never been run: the machines this was made on have none."""
+    """Broadcasts between GPUs. Not tested on GPUs yet."""
 
     def __init__(self, world_size: int) -> None:
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -118,15 +119,15 @@ class NcclSender:
         self._world_size = world_size
         self._communicator: Any = None
 
-    def meet(self, is_over: threading.Event) -> None:
-        """Form the communicator; NCCL cannot be interrupted in it."""
+    def connect(self, is_closed: threading.Event) -> None:
+        """Create the communicator; NCCL cannot be interrupted meanwhile."""
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         device = torch.accelerator.current_device_index()
         self._communicator = uid_init_process_group(self._unique_id, 0, self._world_size, device)
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
-        """Pack into buffers, several in flight, from the snapshot in CPU memory."""
+        """Pack the snapshot in CPU memory into buffers and broadcast them, several in flight."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -137,14 +138,14 @@ class NcclSender:
         )
 
     def close(self) -> None:
-        """Abort: a kernel that waits for a dead member would wait for ever."""
+        """Abort the communicator: a kernel would wait for an ended receiver for ever."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.nccl.ncclCommAbort(communicator.comm)
 
 
 class WeightBroadcaster:
-    """Keeps one group of the actors that are there, and sends versions to it. One thread calls it."""
+    """Maintains one broadcast group of the active actors and sends versions to the group. Call it on one thread."""
 
     def __init__(
         self,
@@ -165,39 +166,39 @@ class WeightBroadcaster:
         self._group: BroadcastGroup | None = None
         self._sender: Sender | None = None
         self._num_sent = 0
-        self._has_met = threading.Event()
-        self._is_lost = threading.Event()
-        """The group never met."""
-        self._heard: set[str] = set()
-        """Actors that have said that they are in the group."""
+        self._is_connected = threading.Event()
+        self._has_failed = threading.Event()
+        """Set if the receivers did not connect."""
+        self._confirmed: set[str] = set()
+        """Actors that have reported that they joined the group."""
         self._opened_at = 0.0
-        self._is_over = threading.Event()
+        self._is_closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        """An interpreter that ends while one of them is in a collective aborts."""
+        """Joined at close: the interpreter aborts at exit if one of them is in a collective."""
 
     @property
     def number(self) -> int:
-        """The group that actors are to join, 0 for none."""
+        """Number of the group for actors to join, 0 for none."""
         group = self._group
-        return 0 if group is None or self._is_lost.is_set() else group.number
+        return 0 if group is None or self._has_failed.is_set() else group.number
 
     @property
     def next_index(self) -> int:
-        """Of the group's next broadcast; members count with it. The first is 1."""
+        """Number of the group's next broadcast, from 1; receivers count broadcasts too."""
         return self._num_sent + 1
 
-    def attend(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
-        """Whether a broadcast reaches every actor; opens a new group where none can any more.
+    def ensure_group(self, joined: Mapping[str, int], tensors: Mapping[str, Tensor]) -> bool:
+        """Whether a broadcast reaches every active actor; if the group never can, opens a new group.
 
-        joined: each actor that is there -> the group it says it is in. What it says is a little old: one that has not
-        said yet that it is in the group may have joined; one that has said so and says otherwise now has left.
+        joined: each active actor -> the group that the actor last reported. Reports lag behind: an actor that has
+        not reported the group yet may have joined. An actor that has reported it and now reports another has left.
         """
         group = self._group
-        if group is not None and not self._is_lost.is_set() and set(joined) == set(group.first_ranks):
+        if group is not None and not self._has_failed.is_set() and set(joined) == set(group.first_ranks):
             present = {actor for actor, number in joined.items() if number == group.number}
-            has_lost = bool(self._heard - present)
-            self._heard |= present
-            is_complete = self._has_met.is_set() and len(present) == len(joined)
+            has_lost = bool(self._confirmed - present)
+            self._confirmed |= present
+            is_complete = self._is_connected.is_set() and len(present) == len(joined)
             is_late = time.monotonic() - self._opened_at > 2 * self._deadline_seconds
             if is_complete or not (has_lost or is_late):
                 return is_complete
@@ -207,9 +208,9 @@ class WeightBroadcaster:
         return False
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Broadcast one version to the group; raises BroadcastError and gives the group up when that fails.
+        """Broadcast one version to the group. If the broadcast fails, closes the group and raises BroadcastError.
 
-        When this returns the version has left, and members at the ends of the collective's tree may not have it yet.
+        When this returns, the version is sent, but some receivers may not have received all of it yet.
         """
         group, sender = self._group, self._sender
         assert group is not None
@@ -227,19 +228,17 @@ class WeightBroadcaster:
         if thread.is_alive() or error:
             self.close()
             cause = error[0] if error else f"not done within {self._deadline_seconds:g} s"
-            raise BroadcastError(
-                f"broadcast group {group.number} of {sorted(group.first_ranks)} is given up: {cause}"
-            )
+            raise BroadcastError(f"broadcast group {group.number} of {sorted(group.first_ranks)} is closed: {cause}")
         self._num_sent += 1
 
     def close(self) -> None:
-        """Give the group up. Harmless without one."""
-        self._is_over.set()
+        """Close the group; no effect without a group."""
+        self._is_closed.set()
         sender = self._sender
         if sender is not None:
             sender.close()
         for thread in self._threads:
-            thread.join(_FAREWELL_SECONDS)
+            thread.join(_THREAD_END_SECONDS)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._group = self._sender = None
 
@@ -260,11 +259,13 @@ class WeightBroadcaster:
             layout=layout,
         )
         self._store.put(broadcast_key(group.number), json.dumps(asdict(group)).encode())
-        self._group, self._sender, self._has_met = group, sender, threading.Event()
-        self._num_sent, self._heard, self._opened_at = 0, set(), time.monotonic()
-        self._is_lost, self._is_over = threading.Event(), threading.Event()
-        meet = functools.partial(self._meet, group, sender, self._has_met, self._is_lost, self._is_over)
-        self._start(meet, "broadcast-meet")
+        self._group, self._sender, self._is_connected = group, sender, threading.Event()
+        self._num_sent, self._confirmed, self._opened_at = 0, set(), time.monotonic()
+        self._has_failed, self._is_closed = threading.Event(), threading.Event()
+        connect = functools.partial(
+            self._connect, group, sender, self._is_connected, self._has_failed, self._is_closed
+        )
+        self._start(connect, "broadcast-connect")
         logger.info("broadcast group %d opened for %s", group.number, actors)
 
     def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -275,19 +276,19 @@ class WeightBroadcaster:
         return thread
 
     @staticmethod
-    def _meet(
+    def _connect(
         group: BroadcastGroup,
         sender: Sender,
-        has_met: threading.Event,
-        is_lost: threading.Event,
-        is_over: threading.Event,
+        is_connected: threading.Event,
+        has_failed: threading.Event,
+        is_closed: threading.Event,
     ) -> None:
-        """On a thread of its own: what it says is about its group, which may not be the newest any more."""
+        """On a thread of its own; the events belong to this group, which may not be the newest any more."""
         try:
-            sender.meet(is_over)
-        except Exception as error:  # noqa: BLE001 - whatever it is, there is no group
-            logger.warning("broadcast group %d never met: %s", group.number, error)
-            is_lost.set()
+            sender.connect(is_closed)
+        except Exception as error:  # noqa: BLE001 - after any failure there is no group
+            logger.warning("broadcast group %d not connected: %s", group.number, error)
+            has_failed.set()
             return
-        has_met.set()
-        logger.info("broadcast group %d has met: %d members", group.number, group.world_size)
+        is_connected.set()
+        logger.info("broadcast group %d connected: %d processes", group.number, group.world_size)

@@ -1,6 +1,6 @@
-"""The bytes of one weight version: one safetensors file and the manifest that vouches for it.
+"""The files of one weight version: one safetensors file, and the manifest with its checksum.
 
-The file holds all weights, or adapters alone with a note in its header (algo/adapters.py).
+The safetensors file holds all weights, or only adapters with a note in its header (algo/adapters.py).
 """
 
 import hashlib
@@ -20,17 +20,16 @@ from pipelinerl_core.types import FileEntry, WeightManifest
 
 MANIFEST_FILE = "manifest.json"
 UNREADABLE_COUNTER = "unreadable_version"
-"""Counter in an actor's syncs: the announced version that it could not read, -1 for none."""
+"""Counter in an actor's syncs: the announced version that the actor could not read, -1 for none."""
 
-
-# One key of the header for the whole note: several would be written in any order.
+# One key of the header holds the whole note: the order of several keys in the file is not defined.
 _NOTE_KEY = "pipelinerl.adapters"
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """safetensors bytes of a state dict, names sorted: equal weights give equal bytes.
 
-    Those of `Adapters` carry the note, so that the checksum of a version covers scale and base model too.
+    The bytes of `Adapters` include the note, so that the checksum of a version covers scale and base model.
     """
     metadata = None
     if isinstance(tensors, Adapters):
@@ -39,12 +38,12 @@ def serialize(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def deserialize(data: bytes, where: str) -> dict[str, torch.Tensor]:
-    """The inverse of `serialize`: `Adapters` where the header says so. Raises ChecksumMismatch for anything else."""
+    """The inverse of `serialize`: `Adapters` if the header has a note. Raises ChecksumMismatch for other bytes."""
     try:
         tensors = safetensors.load(data)
         if not any(map(is_factor, tensors)):
             return tensors
-        # safetensors reads metadata from files alone. Adapters are small; a copy of all weights would take a while.
+        # safetensors reads metadata only from files, hence a copy. Adapters are small; all weights would take long.
         with open(os.memfd_create("adapters"), "wb") as file:
             file.write(data)
             file.flush()
@@ -56,7 +55,7 @@ def deserialize(data: bytes, where: str) -> dict[str, torch.Tensor]:
 
 
 def is_weights(entry: FileEntry) -> bool:
-    """Whether it is the file of a version that holds its weights, or its adapters."""
+    """Whether the entry is the weights file or the adapters file of a version."""
     return entry.name in (WEIGHTS_FILE, ADAPTERS_FILE)
 
 
@@ -66,7 +65,7 @@ def entry_of(name: str, data: bytes) -> FileEntry:
 
 
 def verify(data: bytes, entry: FileEntry, where: str) -> None:
-    """Raise ChecksumMismatch unless the bytes are the ones the manifest names."""
+    """Raise ChecksumMismatch unless size and sha256 of the bytes are as in the manifest."""
     if len(data) != entry.size:
         raise ChecksumMismatch(f"{where}/{entry.name}: {len(data)} bytes, the manifest says {entry.size}")
     found = hashlib.sha256(data).hexdigest()
@@ -75,5 +74,5 @@ def verify(data: bytes, entry: FileEntry, where: str) -> None:
 
 
 def manifest_bytes(manifest: WeightManifest) -> bytes:
-    """manifest.json."""
+    """The bytes of manifest.json."""
     return json.dumps(asdict(manifest), indent=1).encode()

@@ -1,4 +1,4 @@
-"""Trainer side of the weights: data first, manifest last, in shared memory and, where durable, in the store."""
+"""Publish weight versions: weights, then manifest, to shared memory and, if durable, to the object store."""
 
 import logging
 import os
@@ -20,11 +20,11 @@ from pipelinerl_core.weights.files import MANIFEST_FILE, entry_of, manifest_byte
 logger = logging.getLogger(__name__)
 
 SHM_ROOT = Path("/dev/shm")
-# An actor that is still reading an older version finds it; one that comes too late takes the newest.
+# An actor may still read one of these; an actor whose version has been removed reads the newest version.
 KEPT_VERSIONS = 4
 _MODE = 0o700  # shared memory is open to every user of the host; the weights are this user's
 _DIRECTORY = re.compile(r"(\d+)\.(\d+)")
-"""<version>.<epoch>; others beside them hold something else."""
+"""<version>.<epoch>; other directories in shared memory hold no published version."""
 
 
 def shm_directory(run_id: str) -> Path:
@@ -36,7 +36,7 @@ def _left_behind(shm: Path) -> list[Path]:
     """The versions of earlier epochs in a run's shared memory, oldest first."""
     try:
         found = [(_DIRECTORY.fullmatch(path.name), path) for path in shm.iterdir()]
-    except FileNotFoundError:  # nothing was published, or another start has just removed it
+    except FileNotFoundError:  # no version was published, or another start has removed the directory
         return []
     ordered = sorted((int(name[1]), int(name[2]), path) for name, path in found if name is not None)
     return [path for _, _, path in ordered]
@@ -53,7 +53,7 @@ class WeightPublisher:
         self._file_name = file_name
         self._epoch = epoch
         self._shm = shm_directory(run_id) if use_shm else None
-        # Those of earlier epochs go as they would have: an actor may still be reading the newest of them.
+        # Versions of earlier epochs are removed in turn too: an actor may still read the newest of them.
         self._kept: deque[Path] = deque(_left_behind(self._shm) if self._shm else ())
         self._host = socket.gethostname()
 
@@ -64,10 +64,10 @@ class WeightPublisher:
     def publish_bytes(
         self, version: int, data: bytes, *, durable: bool, group: int = 0, broadcast_index: int = 0
     ) -> WeightManifest:
-        """`publish` of weights that are serialized already; what is broadcast needs no copy anywhere.
+        """`publish` for serialized weights. A broadcast version needs no copy in shared memory or store.
 
-        broadcast_index: as in the manifest; 0: it is not broadcast.
-        A version that shared memory has no room for goes to the object store.
+        broadcast_index: as in the manifest; 0 if the version is not broadcast.
+        If the version does not fit into shared memory, it goes to the object store.
         """
         entry = entry_of(self._file_name, data)
         prefix = weights_prefix(version, self._epoch)
@@ -94,19 +94,19 @@ class WeightPublisher:
         return manifest
 
     def _put_shm(self, directory: Path, data: bytes) -> bool:
-        """Whether the weights are in shared memory; what is older than the last few versions is not any more."""
+        """Write the weights to shared memory and remove old versions; False if shared memory does not accept them."""
         partial = directory / f".{self._file_name}.{os.getpid()}"
-        self._drop_old()  # an epoch that ended in a write has left one more
+        self._drop_old()  # an epoch that ended during a write has left one version too many
         try:
             directory.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
-            directory.parent.chmod(_MODE)  # whatever made it; another user's cannot be changed, and is not used
+            directory.parent.chmod(_MODE)  # fails for a directory of another user, which is not used
             directory.mkdir(exist_ok=True)
             partial.write_bytes(data)
             partial.replace(directory / self._file_name)
         except OSError as error:
             logger.warning(
-                "%s takes no more weights (%s): they go through %s. Give it room for %d versions, for example by "
-                "docker run --shm-size", SHM_ROOT, error.strerror or error, self._store.url, KEPT_VERSIONS + 1,
+                "%s cannot hold the weights (%s): they go through %s. Make it large enough for %d versions, e.g. "
+                "by docker run --shm-size", SHM_ROOT, error.strerror or error, self._store.url, KEPT_VERSIONS + 1,
             )  # fmt: skip
             shutil.rmtree(directory, ignore_errors=True)
             return False

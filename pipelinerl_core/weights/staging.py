@@ -1,7 +1,7 @@
-"""Where an engine whose workers are processes of their own finds its weights: in the run's shared memory.
+"""The shared-memory directory in which an engine stages verified weights for its worker processes.
 
-Below the published versions, so that a verified file is linked and not copied, and so that whoever removes a run's
-shared memory removes these with it, whatever became of the engine.
+The directory is inside the run's shared memory, so that verified files are linked instead of copied, and so that the
+removal of the run's shared memory also removes staged files of an engine that was killed.
 """
 
 import os
@@ -12,9 +12,9 @@ from pipelinerl_core.weights.publish import SHM_ROOT, shm_directory
 
 
 def staging_directory(run_id: str, name: str) -> Path | None:
-    """A directory of role `name` of this process alone; None on a host without shared memory.
+    """The staging directory of role `name` in this process; None on a host without shared memory.
 
-    What a killed predecessor of that name left behind is removed.
+    Removes directories that ended processes of this name have left.
     """
     if not SHM_ROOT.is_dir():
         return None

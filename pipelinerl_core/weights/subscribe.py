@@ -1,4 +1,4 @@
-"""Actor side of the weights: read, verify, merge adapters, stage. All of it happens outside the pause."""
+"""Read weight versions: read, verify and merge adapters, before the engine pauses for the swap."""
 
 import socket
 from pathlib import Path
@@ -14,19 +14,19 @@ from pipelinerl_core.weights.files import deserialize, is_weights, verify
 
 
 class WeightSubscriber:
-    """Fetches versions by manifest, from shared memory where that is this host's, else from the object store."""
+    """Fetches versions by manifest, from shared memory of this host if possible, else from the object store."""
 
     def __init__(self, store: ObjectStore, base: BaseWeights | None = None) -> None:
-        """base: what adapters are merged into; a run with weights.content=merged needs none."""
+        """base: the weights into which adapters are merged; None with weights.content=merged."""
         self._store = store
         self._base = base
         self._host = socket.gethostname()
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
-        """The verified tensors of a version; MissingObject if it is gone, ChecksumMismatch if it is damaged.
+        """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
 
-        Adapters come merged: the update has the adapted weights alone. ChecksumMismatch if they are not those of the
-        base model that is here.
+        Raises MissingObject if the version is gone, ChecksumMismatch if it is damaged, or if its adapters belong to
+        another base model.
         """
         tensors, num_bytes, path = self._read(manifest)
         is_partial = isinstance(tensors, Adapters)
@@ -48,7 +48,7 @@ class WeightSubscriber:
         return self._read(manifest)[0]
 
     def _read(self, manifest: WeightManifest) -> tuple[dict[str, torch.Tensor], int, Path | None]:
-        """Tensors, bytes, and the file in shared memory if they are from there."""
+        """Tensors, number of bytes, and the file in shared memory if the tensors are from shared memory."""
         entry = next(entry for entry in manifest.files if is_weights(entry))
         path = self._path(manifest, entry)
         data = self._from_shm(path, manifest, entry) if path is not None else None
@@ -63,7 +63,7 @@ class WeightSubscriber:
         return Path(manifest.shm) / entry.name
 
     def _from_shm(self, path: Path, manifest: WeightManifest, entry: FileEntry) -> bytes | None:
-        """The copy in shared memory; None when the durable copy must serve."""
+        """The copy in shared memory; None if the durable copy must be read instead."""
         try:
             data = path.read_bytes()
             verify(data, entry, str(path.parent))

@@ -82,7 +82,7 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
         f"--storage.tsdb.path={tmp_path / 'data'}",
     ]  # fmt: skip
     with monitored(run, "trainer", "trainer") as (_, monitor):
-        monitor.beat("computing step 3")
+        monitor.heartbeat("computing step 3")
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             deadline = time.monotonic() + 60

@@ -225,12 +225,12 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     async def main():
         engine = await shared(model(), slots=4, max_len=LONGEST)
         tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=180))) for i in range(6)]
-        assert broadcaster.attend({"actor-0": engine.group}, tensors) is False
+        assert broadcaster.ensure_group({"actor-0": engine.group}, tensors) is False
         group = read_group(store, broadcaster.number)
         with pytest.raises(EngineError, match="init_weight_transfer_engine"):
             await engine.join(dataclasses.replace(group, ticket="gloo:127.0.0.1:1", deadline_seconds=2), 1)
         await engine.join(group, group.first_ranks["actor-0"])
-        await _until(lambda: broadcaster.attend({"actor-0": engine.group}, tensors))  # its own thread meets
+        await _until(lambda: broadcaster.ensure_group({"actor-0": engine.group}, tensors))  # its own thread meets
         assert broadcaster.number == group.number
         await sampled(engine, 60)
         sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, tensors))

@@ -63,7 +63,7 @@ class GlooReceiver:
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), init.world_size, is_master=False, timeout=deadline
         )
-        self._store.set(f"here/{rank}", "")  # weights.broadcast.gloo_member_key
+        self._store.set(f"here/{rank}", "")  # weights.broadcast.gloo_receiver_key
         self._group: Any = dist.ProcessGroupGloo(self._store, rank, init.world_size, deadline)
 
     def tensors(self, update: Update) -> Iterator[tuple[str, torch.Tensor]]:

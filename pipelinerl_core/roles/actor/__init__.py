@@ -1,1 +1,1 @@
-"""The actor: an engine that is kept full, whose weights are swapped in the middle of sequences."""
+"""The actor: samples rollouts on one engine, and swaps new weights in while sequences run."""

@@ -1,4 +1,4 @@
-"""A group whose rollouts have ended, on its way to the hub and into a segment."""
+"""A group whose rollouts have ended, until it is sent to the hub and written to a segment."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,18 @@ from pipelinerl_core.types import GroupRef, Rollout
 
 @dataclass(slots=True, eq=False)
 class FinishedGroup:
-    """A group that this actor answers for until it is sealed and the hub knows it."""
+    """A finished group. The actor keeps it until the group is in a segment and the hub has confirmed both."""
 
     ref: GroupRef
     lease_id: str
     rows: pa.RecordBatch
     is_sent: bool = False
     seq: int | None = None
+    """Number of the segment, once the group is sealed."""
 
 
 def finished_group(run_id: str, lease: Lease, rollouts: list[Rollout], *, actor: str, epoch: int) -> FinishedGroup:
-    """The rollouts of a lease as rows, and what names them."""
+    """Encode the rollouts of a lease as rows, with the reference that names the group."""
     rows = encode_rollouts(run_id, rollouts)
     ref = GroupRef(
         group_id=lease.group_id,

@@ -1,4 +1,4 @@
-"""The actor's write-ahead log: what open groups have come to, for whoever takes them over."""
+"""The actor's write-ahead log: partial rollouts of open groups, so that another actor can continue them."""
 
 import asyncio
 import logging
@@ -14,12 +14,12 @@ from pipelinerl_core.types import PartialRow
 
 logger = logging.getLogger(__name__)
 
-# A chunk passes the engine's generator, then the runner.
+# Turns of the event loop until a flushed chunk has passed the engine's generator and the runner.
 _TURNS = 3
 
 
 class GroupLog:
-    """Of one actor epoch; on the actor's event loop."""
+    """The log of one actor epoch. Called on the actor's event loop."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class GroupLog:
         epoch: int,
         seal: Callable[[], Awaitable[None]],
     ) -> None:
-        """`seal` puts finished groups into a segment: what is there needs no log."""
+        """`seal` writes finished groups to a segment; groups in a segment need no log."""
         self._seal = seal
         self._seconds = config.store.log_seconds(store.url)
         self._engine = engine
@@ -42,14 +42,14 @@ class GroupLog:
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
-        """Write now and then, until cancelled; at once back when the log is switched off."""
+        """Write every store.partial_seconds until cancelled; returns at once if the log is switched off."""
         while self._seconds > 0:
             await asyncio.sleep(self._seconds)
             await self._seal()
             await self.flush()
 
     async def flush(self) -> None:
-        """Write everything that is known now."""
+        """Write everything that was sampled and scored until now."""
         if self._seconds <= 0:
             return
         self._engine.flush()
@@ -59,26 +59,29 @@ class GroupLog:
             await asyncio.to_thread(self._log.write, self._runner.growth())
 
     async def forget(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Groups, (group_id, attempt), that are sealed or no longer this actor's."""
+        """Remove groups, (group_id, attempt), that are sealed or no longer leased to this actor."""
         closed = list(keys)
         self._runner.forget(closed)
         if self._seconds > 0 and closed:
             async with self._writing:
                 await asyncio.to_thread(self._log.forget, closed)
 
-    async def taken(self, lease: Lease) -> dict[int, PartialRow]:
-        """rollout_index -> what earlier holders of a group knew; nothing is worse than that it is sampled again."""
+    async def restore(self, lease: Lease) -> dict[int, PartialRow]:
+        """rollout_index -> the logged part of the rollout, from the previous holders of the group.
+
+        If a log cannot be read, the group is sampled from the start.
+        """
         if not lease.holders:
             return {}
         try:
-            taken = await asyncio.to_thread(self._reader.read_continuations, lease.group_id, lease.holders)
+            restored = await asyncio.to_thread(self._reader.read_continuations, lease.group_id, lease.holders)
         except StoreError as error:
-            logger.warning("group %d is begun anew, its log cannot be read: %s", lease.group_id, error)
+            logger.warning("group %d is sampled from the start: its log cannot be read: %s", lease.group_id, error)
             return {}
-        num_tokens = sum(len(row.token_ids) for row in taken.values())
-        num_ended = sum(row.finish_reason is not None for row in taken.values())
+        num_tokens = sum(len(row.token_ids) for row in restored.values())
+        num_ended = sum(row.finish_reason is not None for row in restored.values())
         logger.info(
-            "group %d attempt %d: %d tokens of %d rollouts taken over, %d of them had ended",
-            lease.group_id, lease.attempt, num_tokens, len(taken), num_ended,
+            "group %d attempt %d: continued with %d logged tokens of %d rollouts, %d of which had ended",
+            lease.group_id, lease.attempt, num_tokens, len(restored), num_ended,
         )  # fmt: skip
-        return taken
+        return restored

@@ -1,4 +1,4 @@
-"""The actor: one engine, kept full, whose weights are swapped in the middle of sequences.
+"""The actor's loops: lease groups, sample them on one engine, send them, and swap new weights in meanwhile.
 
     hub --leases, newest version--> sync ----> groups in flight ----> finished groups --> hub (memory)
                                      |               ^                      |
@@ -12,7 +12,7 @@
 | group | one lease         | slots, then the scorer           | engine, reward children         |
 | send  | finished groups   | credit                           | sync (credit is level-triggered)|
 | seal  | finished groups   | store.segment_seconds            | the clock                       |
-| tell  | sealed segments   | the hub's answer                 | a hub                           |
+| report| sealed segments   | the hub's answer                 | a hub                           |
 | log   | growth of groups  | store.partial_seconds            | the clock                       |
 """
 
@@ -40,7 +40,7 @@ from pipelinerl_core.errors import (
 )
 from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_group
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.roles.actor.sealing import Sealer
@@ -56,7 +56,7 @@ from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 
 logger = logging.getLogger(__name__)
 
-# Swaps that fail one after the other before the actor gives up.
+# The actor stops after so many failed swaps in a row.
 _SWAP_ATTEMPTS = 3
 
 
@@ -70,13 +70,13 @@ class ActorParts:
     subscriber: Subscriber
     segments: SegmentWriter
     store: ObjectStore
-    """Of the run: for the log of open groups."""
-    member: GroupMember | None = None
-    """With weights.transport=nccl."""
+    """The run's store; the log of open groups is written there."""
+    broadcasts: BroadcastSubscriber | None = None
+    """Only with weights.transport=nccl."""
 
 
 class Actor:
-    """Runs leases until the hub says drain, or `stop` is set."""
+    """Works on leases until the hub requests a drain or `stop` is set."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Actor:
         self._config = config
         self._engine = parts.engine
         self._subscriber = parts.subscriber
-        self._member = parts.member
+        self._broadcasts = parts.broadcasts
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
@@ -122,10 +122,10 @@ class Actor:
         self._watch = ActorWatch(monitor, parts.engine, epoch=epoch, is_current=self._is_current)
 
     async def run(self, stop: threading.Event) -> None:
-        """Until drained, or stopped. Unfinished groups are in the log then, for whoever is leased them next."""
+        """Run until drained or stopped. The log then holds the unfinished groups, for another actor to continue."""
         loop = asyncio.get_running_loop()
         self._link.on_nudge = lambda: _call_soon(loop, self._sync_now.set)
-        self._link.gives_up = stop.is_set
+        self._link.is_cancelled = stop.is_set
         try:
             if not await self._connect(stop):
                 return
@@ -136,7 +136,7 @@ class Actor:
                         self._swap_loop(),
                         self._send_loop(),
                         self._sealer.run(self._config.store.segment_seconds),
-                        self._sealer.tell(),
+                        self._sealer.report(),
                         self._log.run(),
                         self._watch.run(),
                     )
@@ -146,17 +146,17 @@ class Actor:
                 except HubUnavailable:
                     await self._log.flush()
                     raise
-                await self._log.flush()  # whoever takes the open groups over finds all of them
+                await self._log.flush()  # another actor continues the open groups from the log
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
-            if self._member is not None:
-                await self._member.close()
+            if self._broadcasts is not None:
+                await self._broadcasts.close()
             await self._sealer.close()
             await asyncio.to_thread(self._link.close)
 
     async def _connect(self, stop: threading.Event) -> bool:
-        """Register with the hub; False when the run is over, or `stop` came before there was one."""
+        """Register with the hub; False if the run is over, or if `stop` was set before a hub answered."""
         try:
             await asyncio.to_thread(self._link.connect)
         except RunOver as over:
@@ -171,13 +171,13 @@ class Actor:
     # ---- sync ------------------------------------------------------------------------------------------------
 
     async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
-        want = 0  # nothing is leased before the newest weights are in
+        want = 0  # request no lease before the newest weights are loaded
         while not stop.is_set():
-            self._sync_now.clear()  # what happens from here on is answered by the next sync
+            self._sync_now.clear()  # an event from here on triggers the next sync
             try:
                 reply = await asyncio.to_thread(self._exchange, self._sync(want))
             except RunOver as over:
-                logger.info("%s: %d leases given up", over, len(self._leases))
+                logger.info("%s: %d leases dropped", over, len(self._leases))
                 return
             except HubUnavailable:
                 if stop.is_set():
@@ -185,14 +185,14 @@ class Actor:
                 raise
             if reply is None:
                 continue
-            self._watch.heard(reply, self._unsent.qsize())
+            self._watch.synced(reply, self._unsent.qsize())
             self._take_versions(reply)
             self._engine.set_paused(reply.state == "pause")
             if reply.state == "drain":
-                logger.info("the hub says drain: %d leases given up", len(self._leases))
+                logger.info("the hub requests a drain: %d leases dropped", len(self._leases))
                 return
             self._take_leases(reply, tasks)
-            for group in self._sealer.to_offer_again():
+            for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
             if self._errors.is_spent:
                 raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
@@ -200,12 +200,12 @@ class Actor:
             want = self._want() if self._is_current() else 0
 
     def _exchange(self, message: Sync) -> SyncReply | None:
-        """On a thread of its own: the hub's answer; None when it did not know this actor, and now does."""
+        """Send a sync, on a thread of its own; None if the hub did not know this actor, which registers again."""
         reply = self._link.request(message)
         if isinstance(reply, Refused):
             if after(reply) is not Next.REGISTER:
                 raise error_of(reply)
-            with contextlib.suppress(HubUnavailable):  # lost just now: the next sync looks for it
+            with contextlib.suppress(HubUnavailable):  # the next sync reconnects
                 self._link.register_again()
             return None
         assert isinstance(reply, SyncReply)
@@ -233,17 +233,17 @@ class Actor:
                 "step_delay_seconds": self._pacer.delay_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
                 UNREADABLE_COUNTER: float(self._unreadable),
-                **({} if self._member is None else {GROUP_COUNTER: float(self._member.number)}),
+                **({} if self._broadcasts is None else {GROUP_COUNTER: float(self._broadcasts.group)}),
             },
         )
 
     async def _next_sync(self) -> None:
-        """Sleep the interval, or less when slots are about to stand empty, or the hub has news."""
+        """Wait for the sync interval, or less if slots are about to run empty or the hub has sent a nudge."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._sync_now.wait(), timeout=self._sync_seconds)
 
     def _want(self) -> int:
-        """Groups to ask for: enough that slots freed until the next answer find a waiting sequence."""
+        """Groups to request: enough waiting sequences for the slots that become free until the next answer."""
         stats = self._engine.stats()
         group_size = self._config.rollouts.group_size
         ahead = max(group_size, stats.slots // 2)
@@ -265,12 +265,12 @@ class Actor:
         if reply.manifest is not None and self._is_wanted(reply.manifest):
             self._newest = reply.manifest
             self._newer.set()
-        if reply.manifest is not None and self._member is not None:
-            self._member.attend(reply.manifest)
+        if reply.manifest is not None and self._broadcasts is not None:
+            self._broadcasts.join(reply.manifest)
 
     def _is_wanted(self, manifest: WeightManifest) -> bool:
-        if self._member is not None:
-            return self._member.wants(manifest, self._engine.weight_version)
+        if self._broadcasts is not None:
+            return self._broadcasts.should_swap(manifest, self._engine.weight_version)
         return manifest.version > self._engine.weight_version
 
     def _take_leases(self, reply: SyncReply, tasks: asyncio.TaskGroup) -> None:
@@ -289,7 +289,7 @@ class Actor:
     async def _work(self, lease: Lease) -> None:
         leased_at = time.time()
         try:
-            rollouts = await self._runner.run(lease, await self._log.taken(lease))
+            rollouts = await self._runner.run(lease, await self._log.restore(lease))
         finally:
             self._tasks.pop(lease.lease_id, None)
         self._errors.add(rollouts)
@@ -307,10 +307,10 @@ class Actor:
             while len(groups) < self._credit and not self._unsent.empty():
                 groups.append(self._unsent.get_nowait())
             self._spend_credit(len(groups))
-            # All at once: a turn of this loop lasts as long as a decode step, so a turn per group would be too slow.
+            # One call for all groups: a turn of the event loop takes a decode step, so a turn per group is too slow.
             try:
                 answers = await asyncio.to_thread(self._send, groups)
-            except (HubUnavailable, RunOver):  # the sync loop decides what follows; a new hub is offered them
+            except (HubUnavailable, RunOver):  # the sync loop handles the error; the groups are sent again
                 for group in groups:
                     self._unsent.put_nowait(group)
                 await asyncio.sleep(self._sync_seconds)
@@ -319,7 +319,7 @@ class Actor:
                 self._note_sent(group, answer)
 
     def _send(self, groups: list[FinishedGroup]) -> list[Answer]:
-        """On a thread of its own; the hub's answers in order."""
+        """Send groups, on a thread of its own; the hub's answers in the same order."""
         messages = [Group(lease_id=group.lease_id, ref=group.ref, seq=group.seq) for group in groups]
         return self._link.request_all(
             [(message, group.rows) for message, group in zip(messages, groups, strict=True)]
@@ -332,7 +332,7 @@ class Actor:
         if isinstance(answer, Refused):
             self._forget_refused(group, answer)
         else:
-            self._sealer.settle(group)
+            self._sealer.confirm(group)
 
     def _spend_credit(self, num_groups: int) -> None:
         self._credit -= num_groups
@@ -346,14 +346,14 @@ class Actor:
         self._sealer.drop(group)
 
     def _registration(self) -> Register:
-        """Called by the link, on its thread, at every (re)connection."""
+        """The message for the hub; the link calls this on its own thread at every connection."""
         if self._link.registered is not None:
-            self._sealer.must_offer_again = True
+            self._sealer.must_send_again = True
         held = [
             LeaseRef(group_id=lease.group_id, attempt=lease.attempt, lease_id=lease.lease_id)
             for lease in list(self._leases.values())
         ]
-        offered = [offer for offer in self._sealer.offers() if offer.lease_id not in self._leases]
+        offered = [offer for offer in self._sealer.lease_refs() if offer.lease_id not in self._leases]
         return Register(role="actor", name=self._name, epoch=self._epoch, leases=(*held, *offered))
 
     # ---- weights ---------------------------------------------------------------------------------------------
@@ -367,30 +367,30 @@ class Actor:
             if manifest is None or not self._is_wanted(manifest):
                 continue
             try:
-                update = self._member.update(manifest) if self._member is not None else None
+                update = self._broadcasts.update(manifest) if self._broadcasts is not None else None
                 if update is None:
                     update = await asyncio.to_thread(self._subscriber.fetch, manifest)
             except (MissingObject, ChecksumMismatch) as error:
                 if manifest.version != self._unreadable:
-                    logger.warning("weights of version %d not taken: %s", manifest.version, error)
-                self._unreadable = manifest.version  # the trainer hears of it, and publishes them again
+                    logger.warning("weights of version %d cannot be read: %s", manifest.version, error)
+                self._unreadable = manifest.version  # the next sync reports this: the trainer publishes again
                 await asyncio.sleep(self._sync_seconds)
                 continue
             try:
                 report = await self._engine.swap(update)
             except SwapError as error:
-                # The engine goes on under its last good version; the hub offers the newest again with the next sync.
+                # The engine keeps its version; the next answer to a sync names the newest version again.
                 failures += 1
                 if failures == _SWAP_ATTEMPTS:
                     raise
                 logger.warning("%s", error)
                 continue
             failures, self._unreadable = 0, -1
-            self._sync_now.set()  # the hub may be waiting for it: to end a pause, or to lease
+            self._sync_now.set()  # the hub may wait for this swap before it ends a pause or grants leases
             self._swaps.append(self._watch.swapped(report))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
-    """From another thread; nothing happens when the loop has ended."""
+    """Schedule `action` from another thread; no effect if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(action)

@@ -11,7 +11,7 @@ from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
@@ -29,10 +29,11 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
 def next_epoch(store: ObjectStore, name: str) -> int:
-    """The Unix time, unique per name, since an actor takes seconds to start; or more than what is in the store.
+    """An epoch above every epoch of this actor name in the store: the Unix time, or the largest stored epoch + 1.
 
-    The clock may have been set back, or an earlier actor of this name been on a host whose clock is ahead: one whose
-    epoch is not the newest is fenced.
+    The Unix time alone is not enough: the clock may have been set back, or may be ahead on the host of an earlier
+    actor of this name. The hub fences an actor whose epoch is not the newest. Two starts within one second cannot
+    happen, because an actor takes seconds to start.
     """
     keys = [key for prefix in ("rollouts", "partials") for key in store.list(f"{prefix}/{name}")]
     return max(int(time.time()), *(int(key.split("/")[2]) + 1 for key in keys), 0)
@@ -41,7 +42,7 @@ def next_epoch(store: ObjectStore, name: str) -> int:
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
-    scorer = build_scorer(  # before the engine, which takes minutes to load: it may refuse the configuration
+    scorer = build_scorer(  # may raise ConfigError: before the engine, which takes minutes to load
         context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause)
     )
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
@@ -60,7 +61,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
-        member=_group_member(context, engine, name),
+        broadcasts=_broadcast_subscriber(context, engine, name),
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
@@ -80,11 +81,11 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         await engine.close()
 
 
-def _group_member(context: RunContext, engine: Engine, name: str) -> GroupMember | None:
+def _broadcast_subscriber(context: RunContext, engine: Engine, name: str) -> BroadcastSubscriber | None:
     if context.config.weights.transport != "nccl":
         return None
     assert isinstance(engine, BroadcastReceiver)  # the configuration allows no other engine
-    return GroupMember(engine, context.store, name=name)
+    return BroadcastSubscriber(engine, context.store, name=name)
 
 
 def _act(own: RoleProcess) -> None:

@@ -1,4 +1,4 @@
-"""Finished groups of an actor, until each is in a segment and the hub knows that."""
+"""Writes finished groups of an actor to segments and reports the segments to the hub."""
 
 import asyncio
 import logging
@@ -14,15 +14,15 @@ from pipelinerl_core.types import GroupKey
 
 logger = logging.getLogger(__name__)
 
-LAST_WORD_SECONDS = 5.0
-"""For a hub to hear of the last segments; without it, it reads what is in the store when it starts again."""
+LAST_REPORT_SECONDS = 5.0
+"""Deadline for reporting the last segments. A hub that misses the report lists the store when it starts again."""
 
 
 class Sealer:
-    """Of one actor epoch; on the actor's event loop.
+    """The finished groups of one actor epoch. Called on the actor's event loop.
 
-    Segments are written whether the hub is there or not: what it has not heard of waits, in order, and is told by a
-    loop of its own.
+    Segments are written with or without a hub. Segments that are not reported yet wait in a queue, which `report`
+    sends in order.
     """
 
     def __init__(
@@ -34,61 +34,61 @@ class Sealer:
         epoch: int,
         forget: Callable[[Iterable[GroupKey]], Awaitable[None]],
     ) -> None:
-        """`forget` is told of groups that need no other log any more."""
+        """`forget` is called with groups that are sealed, whose partial log is no longer needed."""
         self._segments = segments
         self._link = link
         self._actor = actor
         self._epoch = epoch
         self._forget = forget
-        self._untold: deque[Sealed] = deque()
-        self._has_untold = asyncio.Event()
+        self._unreported: deque[Sealed] = deque()
+        self._has_unreported = asyncio.Event()
         self._groups: dict[GroupKey, FinishedGroup] = {}
-        self.must_offer_again = False
-        """A new hub knows nothing of groups that were sent but not sealed."""
+        self.must_send_again = False
+        """Set after a registration with a new hub, which has lost the groups that were sent but not sealed."""
 
     def add(self, group: FinishedGroup) -> None:
-        """Take a group whose rollouts have ended."""
+        """Accept a finished group, to be written to a segment."""
         self._groups[_key(group)] = group
         self._segments.append(group.rows, group.ref)
 
-    def settle(self, group: FinishedGroup) -> None:
-        """The hub has the group: it is forgotten if it is sealed too."""
+    def confirm(self, group: FinishedGroup) -> None:
+        """The hub has received the group; if the group is sealed too, the actor drops it."""
         if group.seq is not None:
             self.drop(group)
 
     def drop(self, group: FinishedGroup) -> None:
-        """Nobody wants the group, or everybody knows it."""
+        """Drop a group that the hub has refused, or has received and that is sealed."""
         self._groups.pop(_key(group), None)
 
-    def offers(self) -> list[LeaseRef]:
-        """All groups, as a registration names them; from any thread."""
+    def lease_refs(self) -> list[LeaseRef]:
+        """All kept groups in the form of a registration. May be called on any thread."""
         return [
             LeaseRef(group_id=group.ref.group_id, attempt=group.ref.attempt, lease_id=group.lease_id)
             for group in list(self._groups.values())
         ]
 
-    def to_offer_again(self) -> list[FinishedGroup]:
-        """What a new hub is to be sent once more."""
-        if not self.must_offer_again:
+    def groups_to_send_again(self) -> list[FinishedGroup]:
+        """The groups to send to a new hub once more; empty at the next call."""
+        if not self.must_send_again:
             return []
-        self.must_offer_again = False
+        self.must_send_again = False
         return [group for group in self._groups.values() if group.is_sent]
 
     async def run(self, segment_seconds: float) -> None:
-        """Seal what is due, until cancelled."""
+        """Seal groups that are due, until cancelled."""
         while True:
             await asyncio.sleep(segment_seconds / 4)
             await self.seal(everything=False)
 
     async def seal(self, *, everything: bool) -> None:
-        """Write waiting groups as a segment, all of them or what is due; the hub hears of it by and by.
+        """Write waiting groups to a segment, either all groups or only groups that are due.
 
-        A store that fails is no loss: they wait for the next call, while sequences go on.
+        If the store fails, the groups wait for the next call.
         """
         try:
             await self._seal(everything=everything)
         except StoreError as error:
-            logger.warning("finished groups are not sealed yet, tried again soon: %s", error)
+            logger.warning("finished groups are not sealed yet, the actor tries again: %s", error)
 
     async def _seal(self, *, everything: bool) -> None:
         sealed = await asyncio.to_thread(self._segments.seal if everything else self._segments.seal_due)
@@ -98,42 +98,42 @@ class Sealer:
         for key in keys:
             if key in self._groups:
                 self._groups[key].seq = seq
-        self._untold.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
-        self._has_untold.set()
+        self._unreported.append(Sealed(actor=self._actor, epoch=self._epoch, seq=seq, groups=keys))
+        self._has_unreported.set()
         await self._forget(keys)
 
-    async def tell(self) -> None:
-        """Let the hub know of segments, one after the other, until cancelled."""
+    async def report(self) -> None:
+        """Report segments to the hub, one after the other, until cancelled."""
         while True:
-            await self._has_untold.wait()
-            message = self._untold[0]
+            await self._has_unreported.wait()
+            message = self._unreported[0]
             try:
                 await asyncio.to_thread(self._link.request, message)
-            except (HubUnavailable, RunOver):  # whoever syncs with it decides what follows
-                await asyncio.sleep(LAST_WORD_SECONDS / 10)
+            except (HubUnavailable, RunOver):  # the sync loop handles the error
+                await asyncio.sleep(LAST_REPORT_SECONDS / 10)
                 continue
-            self._told(message)
+            self._reported(message)
 
     async def close(self) -> None:
-        """Seal the rest, and tell a hub that is there; call it when no other method runs any more.
+        """Seal the remaining groups and report them if a hub answers. No other method may be running.
 
         Raises StoreError.
         """
         await self._seal(everything=True)
-        while self._untold:
-            message = self._untold[0]
+        while self._unreported:
+            message = self._unreported[0]
             try:
-                await asyncio.to_thread(self._link.request, message, seconds=LAST_WORD_SECONDS)
+                await asyncio.to_thread(self._link.request, message, seconds=LAST_REPORT_SECONDS)
             except (HubUnavailable, RunOver):
-                logger.warning("%d segments are sealed, but no hub heard of them", len(self._untold))
+                logger.warning("%d segments are sealed, but no hub has confirmed them", len(self._unreported))
                 return
-            self._told(message)
+            self._reported(message)
 
-    def _told(self, message: Sealed) -> None:
-        self._untold.popleft()
-        if not self._untold:
-            self._has_untold.clear()
-        if self.must_offer_again:  # this hub has not been sent them; that they are sealed goes with them
+    def _reported(self, message: Sealed) -> None:
+        self._unreported.popleft()
+        if not self._unreported:
+            self._has_unreported.clear()
+        if self.must_send_again:  # the groups are sent to the new hub again, with their segment
             return
         for key in message.groups:
             group = self._groups.get((key[0], key[1]))

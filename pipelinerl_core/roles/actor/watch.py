@@ -1,4 +1,4 @@
-"""What an actor tells its monitor: that its loop and its engine turn, and what became of its work."""
+"""Health, readiness, metrics and traces of an actor."""
 
 import asyncio
 import time
@@ -6,64 +6,64 @@ from collections.abc import Callable, Sequence
 
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.messages import Answer, Lease, Refused, SyncReply
-from pipelinerl_core.roles.runtime.inference import BEAT_SECONDS, beating
+from pipelinerl_core.roles.runtime.inference import HEARTBEAT_SECONDS, heartbeats
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import ActorTraces
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupRef, Outcome, Rollout, SwapReport, WeightManifest
 
 SILENCE_SECONDS = 10.0
-"""A hub that has not answered for so long is away."""
+"""An actor whose hub has not answered for longer is not ready."""
 
 
 class ActorWatch:
-    """Called on the actor's event loop, except for what a scrape asks."""
+    """Called on the actor's event loop; only `reason_not_ready` is called on other threads."""
 
     def __init__(self, monitor: RoleMonitor, engine: Engine, *, epoch: int, is_current: Callable[[], bool]) -> None:
-        """`is_current`: whether the newest weights, or some version after the initial one, are in the engine."""
+        """`is_current`: whether the engine has the newest weights, or any version after the initial version."""
         self._monitor = monitor
         self._epoch = monitor.facts["epoch"] = epoch
         self._engine = engine
         self._is_current = is_current
-        self._heard_at = 0.0
-        self._heard_of: dict[int, float] = {}
+        self._synced_at = 0.0
+        self._announced_at: dict[int, float] = {}
         self._manifest: WeightManifest | None = None
         tracer = monitor.tracer
         self._traces = None if tracer is None else ActorTraces(tracer, monitor.name, epoch)
         self._is_paused = False
-        monitor.ready_unless(self.why_not_ready)
+        monitor.set_readiness_check(self.reason_not_ready)
 
     async def run(self) -> None:
-        """Beat while the event loop turns and the engine, if it has something to do, gets on with it."""
+        """Report heartbeats and the engine's load until cancelled."""
         metrics = self._monitor.metrics
-        async with beating(self._monitor, self._engine, is_paused=lambda: self._is_paused):
+        async with heartbeats(self._monitor, self._engine, is_paused=lambda: self._is_paused):
             while True:
                 stats = self._engine.stats()
                 metrics.set("actor_engine_running", stats.running)
                 metrics.set("actor_engine_waiting", stats.waiting)
                 metrics.set("actor_kv_usage", stats.kv_usage)
-                await asyncio.sleep(BEAT_SECONDS)
+                await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def why_not_ready(self) -> str:
-        """Empty while the hub answers and weights that it knows are in."""
-        if not self._heard_at:
+    def reason_not_ready(self) -> str:
+        """Why the actor is not ready; empty while the hub answers and announced weights are loaded."""
+        if not self._synced_at:
             return "not registered at the hub yet"
-        silent = time.monotonic() - self._heard_at
+        silent = time.monotonic() - self._synced_at
         if silent > SILENCE_SECONDS:
             return f"the hub has not answered for {silent:.0f} s"
         return "" if self._is_current() else "the newest weights are not loaded yet"
 
-    def heard(self, reply: SyncReply, num_unsent: int) -> None:
-        """The hub has answered a sync; `num_unsent` finished groups wait for its credit."""
-        self._heard_at = time.monotonic()
+    def synced(self, reply: SyncReply, num_unsent: int) -> None:
+        """The hub has answered a sync; `num_unsent` finished groups wait for credit."""
+        self._synced_at = time.monotonic()
         self._is_paused = reply.state == "pause"
         self._monitor.metrics.set("actor_unsent_groups", num_unsent)
         if reply.manifest is not None and reply.manifest.version > self._engine.weight_version:
             self._manifest = reply.manifest
-            self._heard_of.setdefault(reply.manifest.version, self._heard_at)
+            self._announced_at.setdefault(reply.manifest.version, self._synced_at)
 
     def finished(self, lease: Lease, rollouts: Sequence[Rollout], leased_at: float) -> None:
-        """The rollouts of a lease have ended; it came at `leased_at`, Unix seconds."""
+        """The rollouts of a lease have ended; `leased_at`: when the lease was received, Unix seconds."""
         if self._traces is not None:
             self._traces.finished(lease, rollouts, leased_at, time.time())
         metrics = self._monitor.metrics
@@ -71,7 +71,7 @@ class ActorWatch:
         metrics.add("actor_rollouts_total", len(rollouts) - num_errors, "scored")
         metrics.add("actor_rollouts_total", num_errors, "error")
         metrics.add("actor_tokens_total", sum(rollout.num_tokens for rollout in rollouts))
-        # Per group, not per rollout: thousands of rollouts a second end on a thread that also decodes.
+        # Per group, not per rollout: thousands of rollouts per second end on a thread that also decodes.
         generation = max((rollout.finished_at - rollout.started_at for rollout in rollouts), default=0.0)
         scoring = max((rollout.scored_at - rollout.finished_at for rollout in rollouts), default=0.0)
         metrics.observe("actor_generation_seconds", max(0.0, generation))
@@ -86,11 +86,11 @@ class ActorWatch:
             self._traces.answered((ref.group_id, ref.attempt), known, time.time())
 
     def swapped(self, report: SwapReport) -> SwapRecord:
-        """New weights are in the engine; what the hub is told of it."""
+        """New weights are in the engine; returns the record that the actor sends to the hub."""
         self._monitor.metrics.observe("actor_swap_pause_seconds", report.pause_seconds)
-        took_seconds = time.monotonic() - self._heard_of.get(report.version, time.monotonic())
+        took_seconds = time.monotonic() - self._announced_at.get(report.version, time.monotonic())
         self._monitor.metrics.observe("actor_weight_update_seconds", took_seconds)
-        self._heard_of = {version: at for version, at in self._heard_of.items() if version > report.version}
+        self._announced_at = {version: at for version, at in self._announced_at.items() if version > report.version}
         swap = SwapRecord(
             actor=self._monitor.name,
             actor_epoch=self._epoch,

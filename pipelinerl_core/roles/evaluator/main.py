@@ -1,6 +1,6 @@
-"""The evaluator: held-out accuracy of durable weight versions, one after the other on one engine of its own.
+"""The evaluator: measures the held-out accuracy of durable weight versions, one after the other, on its own engine.
 
-Accuracy = mean reward of one sample at temperature 1 on held-out prompts. Its tokens are not in the ledger.
+Accuracy = mean reward of one sample per held-out prompt at temperature 1. The ledger does not count these tokens.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pipelinerl_core.errors import RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.runtime.inference import base_weights, beating, build_codec, open_engine
+from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, heartbeats, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import Arguments, RoleProcess, run_role
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
@@ -34,7 +34,7 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-# Sequences decoded at once: throughput is all that counts here.
+# Sequences decoded at once: an evaluation needs throughput, not low latency.
 _CONCURRENCY = 256
 _NUM_SAMPLES = 12
 
@@ -42,7 +42,7 @@ _NUM_SAMPLES = 12
 async def evaluate(
     engine: Engine, scorer: Scorer, codec: TextCodec, prompts: list[Prompt], config: RunConfig
 ) -> EvalRecord:
-    """One sample per prompt at temperature 1."""
+    """Sample each prompt once at temperature 1; returns the record of the engine's weight version."""
     started = time.monotonic()
 
     async def one(index: int, prompt: Prompt) -> tuple[float | None, int, str]:
@@ -81,17 +81,17 @@ async def evaluate(
 async def run(
     context: RunContext, version: str, enough: float | None = None, monitor: RoleMonitor | None = None
 ) -> list[EvalRecord]:
-    """Evaluate what `version` names and write evals/<version>.json of each; returns the new records.
+    """Evaluate the versions that `version` names, write evals/<version>.json for each; returns the new records.
 
-    One version is evaluated in any case. Of several, those with a record are left out, and the later ones once two of
-    them have reached the accuracy `enough`.
+    A single version is always evaluated. Of several versions, versions with a record are skipped, and later versions
+    are skipped once two versions have reached the accuracy `enough`.
     """
     commits = {commit.step: commit for commit in find_commits(context, version)}
     known = _known_accuracies(context) if names_several(version) else {}
     records: list[EvalRecord] = []
     monitor = monitor or RoleMonitor("evaluator", "evaluator", context.run_id)
-    async with _evaluation(context.config, context.run_id) as evaluation, beating(monitor, evaluation.engine):
-        monitor.ready_unless(lambda: "")
+    async with _evaluation(context.config, context.run_id) as evaluation, heartbeats(monitor, evaluation.engine):
+        monitor.set_readiness_check(lambda: "")
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             record = await evaluation.measure(context, commits[step])
             context.store.put(eval_key(record.version), record.model_dump_json().encode())
@@ -109,7 +109,7 @@ def _known_accuracies(context: RunContext) -> Mapping[int, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Evaluation:
-    """What all versions share: the engine, the scorer, the prompts."""
+    """Engine, scorer and prompts, shared by all evaluated versions."""
 
     engine: Engine
     scorer: Scorer
@@ -118,7 +118,7 @@ class _Evaluation:
     base: BaseWeights | None
 
     async def measure(self, context: RunContext, commit: Commit) -> EvalRecord:
-        """Swap the weights of a commit in and evaluate them."""
+        """Swap in the weights of a commit and evaluate them."""
         assert commit.manifest is not None
         await self.engine.swap(WeightSubscriber(context.store, self.base).fetch(commit.manifest))
         return await evaluate(self.engine, self.scorer, self.codec, self.prompts, context.config)
@@ -126,7 +126,7 @@ class _Evaluation:
 
 @asynccontextmanager
 async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluation]:
-    """Build it on the starting model, close it at the end. As fast as this machine is: nothing is emulated."""
+    """The evaluation on the starting model, closed after the block. Accelerators are not emulated."""
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
     scorer = build_scorer(config)

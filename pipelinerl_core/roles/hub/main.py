@@ -63,7 +63,7 @@ DRAIN_SECONDS = 5.0
 STOP_SECONDS = 1.5
 # The same time if no trainer has registered: if the run was complete at the start, the trainer still connects once.
 _IDLE_SECONDS = 60.0
-_GOODBYE_SECONDS = 0.5
+_THREAD_END_SECONDS = 0.5
 
 
 def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
@@ -145,7 +145,7 @@ class HubProcess:
         self._server.start()
         self._report("run", is_due=True)
         logger.info("listening at %s", self._server.url)
-        self._monitor.ready_unless(lambda: "")
+        self._monitor.set_readiness_check(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
             self._report("run")
@@ -155,7 +155,7 @@ class HubProcess:
             self.hub.stop()
         self._drain(stop)
         self._report("stopped" if was_stopped else "done", is_due=True)
-        has_ended = self._server.shutdown(_GOODBYE_SECONDS)
+        has_ended = self._server.shutdown(_THREAD_END_SECONDS)
         logger.info("the hub ends%s", "" if has_ended else "; some peers are still connected")
 
     def _drain(self, stop: threading.Event) -> None:
@@ -188,7 +188,7 @@ class HubProcess:
         with contextlib.suppress(OSError):  # if the thread shares its descriptors, none may be left
             self._limit_memory()
         record = self._record_builder.record(state)
-        self._monitor.beat(f"state {state}, step {record.live['step']}")
+        self._monitor.heartbeat(f"state {state}, step {record.live['step']}")
         self._monitor.facts.update(step=record.live["step"], weight_version=record.live["newest_version"])
         for name, value in (("hub_peers", self.hub.num_peers), *_exported(record.live)):
             self._monitor.metrics.set(name, value)

@@ -1,1 +1,1 @@
-"""What every role is built from: its process, monitor, link to the hub, engine, traces."""
+"""Parts that roles share: process, monitor, connection to the hub, engine, traces."""

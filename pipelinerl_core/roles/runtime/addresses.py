@@ -1,11 +1,11 @@
-"""Addresses of what a role serves: who can reach them, and how other hosts name them."""
+"""Addresses of a role's servers: whether other hosts can reach them, and under which URL."""
 
 import ipaddress
 import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host can connect to an address; a name other than localhost counts as any other host's."""
+    """Whether only this host can connect to an address. Every name other than localhost counts as reachable."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -13,14 +13,14 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_url(url: str) -> str:
-    """A server's URL as other hosts see it: a wildcard address is replaced by this host's."""
+    """A server's URL for other hosts: a wildcard address is replaced by the address of this host."""
     scheme, _, address = url.partition("://")
     host, _, port = address.rpartition(":")
     if host not in ("0.0.0.0", "[::]", "::"):
         return url
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it only picks the outgoing address
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the call only selects the outgoing address
             host = probe.getsockname()[0]
         except OSError:
             host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Which device the tensors of a role are on."""
+"""The device of a role's tensors."""
 
 import torch
 
@@ -7,9 +7,9 @@ from pipelinerl_core.errors import ConfigError
 
 
 def model_device(config: RunConfig) -> torch.device:
-    """Of learner and embedded engine. Raises ConfigError where a GPU is asked for and there is none.
+    """Device of learner and embedded engine. Raises ConfigError if model.device=cuda and there is no GPU.
 
-    The presets for the embedded engine are models so small that a CPU serves them better: auto leaves them there.
+    Models of the presets for the embedded engine are so small that a CPU is faster: model.device=auto uses the CPU.
     """
     has_gpu = torch.cuda.is_available()
     if config.model.device == "cuda" and not has_gpu:

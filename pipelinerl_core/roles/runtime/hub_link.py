@@ -1,7 +1,7 @@
-"""A role's connection to the hub that survives restarts of the hub.
+"""A role's connection to the hub, which survives restarts of the hub.
 
-hub.json says where the hub is; it is read again whenever a call fails. After every reconnection the role registers
-first, so that the hub knows its leases or its reservation before it sees anything else from it.
+hub.json has the address of the hub; the link reads hub.json again after every failed call. After every reconnection
+the link first registers the role, so that the hub has the role's leases or reservation before any other request.
 """
 
 import logging
@@ -26,17 +26,18 @@ from pipelinerl_core.run.records import HUB_KEY, HubRecord
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Whoever finds no hub for this long seals, flushes and exits.
+# A role without a hub for this long seals, flushes and exits.
 HUB_DEADLINE_SECONDS = 120.0
-# A request that is not answered within this is sent again.
+# A request without an answer for this long is sent again.
 RETRY_SECONDS = 2.0
-# A host that vanished says nothing: hub.json is read again after this. What carries many rows may take longer.
+# A host that has failed closes no connection: after this long without an answer the link reads hub.json again.
+# Requests with many rows have a longer deadline.
 _ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 
 class HubLink:
-    """Requests that outlive a hub. Thread-safe; calls block until answered or the deadline passes."""
+    """Sends requests across restarts of the hub. Thread-safe; calls block until the answer or the deadline."""
 
     def __init__(
         self,
@@ -51,10 +52,11 @@ class HubLink:
         deadline_seconds: float = HUB_DEADLINE_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        """`faults` is for tests: asked before each message, True loses it.
+        """registration: returns the message with which the role registers.
 
-        is_over: asked when a hub that this role has never met has left after the last step: whether there is nothing
-        to do any more, or that was of another time.
+        is_over: whether the run is complete; called if hub.json is from a finished hub with which this role was never
+        registered, because the file may be older than the resumption of the run.
+        faults: for tests; called before each message, True loses the message.
         """
         self._is_over = is_over
         self._store = store
@@ -70,17 +72,17 @@ class HubLink:
         self._closed = False
         self.registered: Registered | None = None
         self.on_nudge: Callable[[], None] = lambda: None
-        """Called on a thread of the channel when the hub has news: sync at once."""
-        self.gives_up: Callable[[], bool] = lambda: False
-        """Asked now and then while no hub is there; True ends the wait."""
+        """Called on a thread of the channel if the hub sends a nudge: sync at once."""
+        self.is_cancelled: Callable[[], bool] = lambda: False
+        """Called repeatedly while no hub is available; True ends the wait."""
 
     @property
     def boot_id(self) -> str:
-        """boot_id of the hub this role is registered with."""
+        """boot_id of the hub with which this role is registered."""
         return self.registered.boot_id if self.registered else ""
 
     def connect(self) -> Registered:
-        """Find the hub and register; HubUnavailable after the deadline, RunOver when it has left for good."""
+        """Find the hub and register. Raises HubUnavailable after the deadline, RunOver if the run has ended."""
         return self._connect_until(time.monotonic() + self._deadline_seconds, self._deadline_seconds)
 
     def _connect_until(self, deadline: float, seconds: float) -> Registered:
@@ -101,22 +103,22 @@ class HubLink:
     def request(
         self, message: Request, rows: pa.RecordBatch | None = None, *, seconds: float | None = None
     ) -> Answer:
-        """The hub's answer, through as many hubs as it takes; raises like `connect`.
+        """The hub's answer; repeated after restarts of the hub. Raises as `connect`.
 
-        seconds: in place of the deadline.
+        seconds: replaces the deadline.
         """
         return self._through_restarts(lambda client: client.request(message, rows, timeout=seconds), seconds)
 
     def request_all(self, messages: Sequence[tuple[Request, pa.RecordBatch | None]]) -> list[Answer]:
-        """The answers to several requests that do not wait for each other, in their order."""
+        """The answers to several requests that are sent without waiting for each other, in the same order."""
         return self._through_restarts(lambda client: client.request_all(messages, timeout=HUB_DEADLINE_SECONDS))
 
     def reserve(self, message: Reserve) -> tuple[Answer, list[tuple[RowsHeader, pa.RecordBatch]]]:
-        """The hub's answer, and those rows of the reserved groups that came with it."""
+        """The hub's answer, and the rows of reserved groups that the answer includes."""
         return self._through_restarts(lambda client: client.reserve(message))
 
     def request_rows(self, message: Rows) -> list[tuple[RowsHeader, pa.RecordBatch]]:
-        """The record batches of reserved groups; HubUnavailable, or StreamError for rows the hub does not have."""
+        """The record batches of reserved groups. Raises as `connect`, and StreamError if the hub lacks rows."""
         return self._through_restarts(lambda client: client.request_rows(message, timeout=HUB_DEADLINE_SECONDS))
 
     def close(self, *, bye: bool = True) -> None:
@@ -143,7 +145,7 @@ class HubLink:
     def _reconnect(self, failed: HubClient | None, error: HubUnavailable) -> None:
         with self._lock:
             if self._client is failed and not self._closed:
-                logger.warning("hub lost (%s); looking for it again", error)
+                logger.warning("connection to the hub lost (%s); reconnecting", error)
                 try:
                     self._connect_once(failed)
                 except HubUnavailable as still_gone:
@@ -151,10 +153,10 @@ class HubLink:
 
     def _connect_once(self, failed: HubClient | None) -> Registered:
         with self._lock:
-            if self._closed:  # a thread that waited for a hub while the role left
+            if self._closed:  # a thread waited for a hub while the role closed the link
                 raise HubUnavailable("the link is closed")
             found = self._find()
-            if self._client is not failed:  # another thread was sooner
+            if self._client is not failed:  # another thread has reconnected
                 return self.register_again()
             if failed is not None:
                 failed.close(bye=False)
@@ -165,7 +167,7 @@ class HubLink:
             except BaseException:
                 client.close(bye=False)
                 raise
-            self._client = client  # only now: the hub takes nothing from who has not registered
+            self._client = client  # only now: the hub refuses requests before the registration
             return answer
 
     def _open(self, found: HubRecord) -> HubClient:
@@ -193,14 +195,14 @@ class HubLink:
     def _find(self) -> HubRecord:
         found = read_hub(self._store)
         if found is None:
-            raise HubUnavailable(f"{HUB_KEY} is not there yet: the hub has not started")
+            raise HubUnavailable(f"{HUB_KEY} does not exist: the hub has not started")
         if found.live.get("state") == "done" and (found.boot_id == self.boot_id or self._is_over()):
-            raise RunOver("the run is over, its hub has left after the last step")
+            raise RunOver("the run is over, its hub has ended after the last step")
         return found
 
     def _wait_or_raise(self, deadline: float, error: HubUnavailable, seconds: float) -> None:
-        if self._closed or self.gives_up():
+        if self._closed or self.is_cancelled():
             raise error
         if time.monotonic() > deadline:
-            raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it died and was not restarted") from error
+            raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it was not restarted") from error
         time.sleep(_POLL_SECONDS)

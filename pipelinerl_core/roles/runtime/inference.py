@@ -1,4 +1,4 @@
-"""What every role with an engine builds: the engine on the run's starting model, and its tokenizer."""
+"""Engine and tokenizer of a run's starting model, for every role that samples."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,11 +23,11 @@ from pipelinerl_core.types import Int32Array, Prompt
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.staging import staging_directory
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 def model_directory(config: RunConfig) -> Path:
-    """Directory of the starting model; ConfigError when it is not there."""
+    """Directory of the starting model. Raises ConfigError if the directory does not exist."""
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
@@ -35,7 +35,7 @@ def model_directory(config: RunConfig) -> Path:
 
 
 def base_weights(config: RunConfig) -> BaseWeights | None:
-    """What the versions of the run are merged into; None where they hold all weights. Raises ConfigError."""
+    """Weights into which published adapters are merged; None if versions hold all weights. Raises ConfigError."""
     return BaseWeights(model_directory(config)) if config.weights.content == "adapters" else None
 
 
@@ -50,9 +50,9 @@ def build_engine(config: RunConfig) -> EmbeddedEngine:
 
 
 async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int = 0) -> Engine:
-    """The engine that a run is configured for, with the starting weights.
+    """The configured engine with the starting weights.
 
-    name and epoch: of the role and its start; no two engines of a run that sample for training share both.
+    name, epoch: of the role and of its start; the pair is unique among the engines that sample for training.
     """
     if config.engine.kind == "vllm":
         return await start_engine(
@@ -83,24 +83,24 @@ def build_codec(config: RunConfig) -> TextCodec:
 
 
 @asynccontextmanager
-async def beating(
+async def heartbeats(
     monitor: RoleMonitor, engine: Engine, is_paused: Callable[[], bool] = lambda: False
 ) -> AsyncIterator[None]:
-    """For the time of the block: beat while the event loop turns and the engine gets on with what it has to do."""
+    """Report heartbeats during the block, as long as the event loop runs and a busy engine makes progress."""
 
-    async def beat() -> None:
+    async def report() -> None:
         seen: tuple[int, int] | None = None
         while True:
             stats = engine.stats()
             grown = (stats.num_tokens, stats.num_steps)
             if grown != seen or stats.running == 0 or is_paused():
                 seen = grown
-                monitor.beat(f"{stats.running} sequences under version {engine.weight_version}")
+                monitor.heartbeat(f"{stats.running} sequences under version {engine.weight_version}")
                 monitor.metrics.set("role_weight_version", engine.weight_version)
                 monitor.facts["weight_version"] = engine.weight_version
-            await asyncio.sleep(BEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    task = asyncio.create_task(beat())
+    task = asyncio.create_task(report())
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""What a role says of itself while it runs: that its main loop turns, whether it does its work, its metrics.
+"""Health, readiness and metrics of a role's process, served over HTTP.
 
-main loop --beat--> RoleMonitor --/healthz, /readyz, /metrics--> people, Kubernetes, Prometheus
-                         |
-                         +--> roles/<role>-<name>.json every 10 s: where that is
+main loop --heartbeat--> RoleMonitor --/healthz, /readyz, /metrics--> people, Kubernetes, Prometheus
+                              |
+                              +--> roles/<role>-<name>.json every 10 s: the URL of the server
 """
 
 import logging
@@ -30,58 +30,58 @@ from pipelinerl_core.telemetry.traces import Tracer
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 900.0
-"""How long a role may load, compile or train again before its main loop turns for the first time."""
+"""Longest time to the first heartbeat, in which a role loads, compiles or trains again."""
 RECORD_SECONDS = 10.0
 
 
 class RoleMonitor:
-    """Health, readiness and metrics of one process. Safe between threads; a beat costs well under a microsecond."""
+    """Health, readiness and metrics of one process. Thread-safe; a heartbeat costs well under a microsecond."""
 
     def __init__(self, role: str, name: str, run_id: str = "", *, healthy_seconds: float = 300.0) -> None:
-        """`healthy_seconds`: a main loop that has not turned for so long hangs."""
+        """`healthy_seconds`: a role without a heartbeat for longer is not healthy."""
         self.role, self.name, self.run_id = role, name, run_id
         self.metrics = RoleMetrics(role, name, run_id)
         self._healthy_seconds = healthy_seconds
         self.facts: dict[str, int] = {}
-        """What a line of the log says of the moment: epoch, weight_version, step."""
+        """State that each log line includes: epoch, weight_version, step."""
         self.tracer: Tracer | None = None
-        """With tracking.traces."""
+        """None without tracking.traces."""
         self._phase = "starting"
-        self._beat_at = time.monotonic()
+        self._heartbeat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
-        self._why_not_ready: Callable[[], str] = lambda: "starting"
+        self._reason_not_ready: Callable[[], str] = lambda: "starting"
         self._is_starting = True
         self.start_beat = 0.0
-        """Unix seconds of the newest beat before it was ready."""
+        """Unix seconds of the newest heartbeat before the role was ready."""
         self.metrics.ask("role_healthy", lambda: float(self.health()[0]))
         self.metrics.ask("role_ready", lambda: float(self.readiness()[0]))
-        self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._beat_at)
+        self.metrics.ask("role_beat_age_seconds", lambda: time.monotonic() - self._heartbeat_at)
         self.metrics.add("role_restarts_total", float(os.environ.get(RESTARTS_VARIABLE, "0") or 0))
 
-    def beat(self, phase: str = "") -> None:
-        """The main loop turns; `phase` says what it does from here on, if that has changed."""
-        self._beat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
+    def heartbeat(self, phase: str = "") -> None:
+        """Report that the main loop makes progress. phase: what the loop does next; "" if unchanged."""
+        self._heartbeat_at, self._limit_seconds = time.monotonic(), self._healthy_seconds
         if self._is_starting:
             self.start_beat = time.time()
         if phase:
             self._phase = phase
 
-    def ready_unless(self, why_not: Callable[[], str]) -> None:
-        """From here on the role is ready while `why_not` answers with an empty text; asked on other threads."""
-        self._why_not_ready, self._is_starting = why_not, False
+    def set_readiness_check(self, reason_not_ready: Callable[[], str]) -> None:
+        """From now on the role is ready while `reason_not_ready` returns ""; called on other threads."""
+        self._reason_not_ready, self._is_starting = reason_not_ready, False
 
     def health(self) -> tuple[bool, str]:
-        """Whether the main loop turns, and a line about it."""
-        age = time.monotonic() - self._beat_at
+        """Whether the main loop makes progress, and the reason in one line."""
+        age = time.monotonic() - self._heartbeat_at
         if age <= self._limit_seconds:
             return True, f"ok: {self._phase}"
         allowed = f"at most {self._limit_seconds:.0f}"
-        return False, f"the main loop has not turned for {age:.0f} s ({allowed}): {self._phase}"
+        return False, f"no heartbeat of the main loop for {age:.0f} s ({allowed}): {self._phase}"
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether the role does its work, and a line about it."""
+        """Whether the role is ready, and the reason in one line."""
         is_healthy, line = self.health()
-        reason = self._why_not_ready() if is_healthy else line
+        reason = self._reason_not_ready() if is_healthy else line
         return not reason, reason or f"ready: {self._phase}"
 
     def exposition(self) -> bytes:
@@ -91,9 +91,10 @@ class RoleMonitor:
 
 @contextmanager
 def monitored(context: RunContext, role: str, name: str) -> Iterator[tuple[RunContext, RoleMonitor]]:
-    """The monitor of this process, served and recorded for the time of the block; and a context whose store is timed.
+    """Serve and record the monitor of this process during the block; returns it with a context whose store is timed.
 
-    Raises ConfigError when placement.metrics_host cannot be served. With an empty one nothing is served or recorded.
+    Raises ConfigError if placement.metrics_host cannot be served. If placement.metrics_host is empty, nothing is
+    served or recorded.
     """
     monitor = RoleMonitor(role, name, context.run_id, healthy_seconds=context.config.placement.healthy_seconds)
     log_as(monitor, context.config.tracking.log_format, context.token)
@@ -119,12 +120,12 @@ def _served(context: RunContext, monitor: RoleMonitor) -> Iterator[None]:
         yield
     finally:
         done.set()
-        keeper.join(timeout=1.0)  # a store that does not answer must not hold up the exit; the record grows old then
+        keeper.join(timeout=1.0)  # a store that does not answer must not delay the exit; the record expires then
         server.close()
 
 
 def log_as(monitor: RoleMonitor, form: str, token: str) -> None:
-    """From here on every line of this process has this form, text or json, and no secret in it."""
+    """Set the form of this process's log lines, text or json, and redact secrets in them."""
     identity = {"run": monitor.run_id, "role": monitor.role, "name": monitor.name}
     formatter = RoleFormatter(as_json=form == "json", identity=identity, facts=monitor.facts, secrets=(token,))
     for handler in logging.getLogger().handlers:
@@ -135,12 +136,12 @@ def _shown_url(server: RoleServer, placement: PlacementConfig) -> str:
     url = reachable_url(server.url)
     logger.info("health and metrics at %s", url)
     if not is_loopback(placement.metrics_host):
-        logger.info("placement.metrics_host=%s: whoever reaches it can read them", placement.metrics_host)
+        logger.info("placement.metrics_host=%s: every host that can connect can read them", placement.metrics_host)
     return url
 
 
 def _keep_record(store: ObjectStore, monitor: RoleMonitor, url: str, done: threading.Event) -> threading.Thread:
-    """Rewrite the role's record until `done`, then remove it; on a thread of its own."""
+    """Rewrite the role's record on a new thread until `done` is set, then delete the record."""
     key = role_key(monitor.role, monitor.name)
     started_at = time.time()
 

@@ -1,4 +1,4 @@
-"""The object store of a role, with the time and the failures of every request counted."""
+"""An object store that measures the duration and counts the failures of every request."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ObservedStore:
-    """Passes everything on; a missing object is an answer, not an error."""
+    """Forwards every request to a store. A missing object does not count as a failure."""
 
     def __init__(self, store: ObjectStore, metrics: RoleMetrics) -> None:
         self._store = store
@@ -20,15 +20,15 @@ class ObservedStore:
         self.url = store.url
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        """Write an object whole."""
+        """Write an object."""
         self._time("put", lambda: self._store.put(key, data, create_only=create_only))
 
     def get(self, key: str) -> bytes:
-        """The whole object; MissingObject if there is none."""
+        """The bytes of an object. Raises MissingObject if it does not exist."""
         return self._time("get", lambda: self._store.get(key))
 
     def exists(self, key: str) -> bool:
-        """Whether the key is there now."""
+        """Whether the object exists."""
         return self._time("exists", lambda: self._store.exists(key))
 
     def list(self, prefix: str) -> list[str]:
@@ -40,7 +40,7 @@ class ObservedStore:
         self._time("delete", lambda: self._store.delete(keys))
 
     def child(self, prefix: str) -> ObjectStore:
-        """The store below a prefix, timed too."""
+        """The store below a prefix, measured too."""
         return ObservedStore(self._store.child(prefix), self._metrics)
 
     def _time(self, operation: str, request: Callable[[], T]) -> T:

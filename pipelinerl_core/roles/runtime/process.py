@@ -1,4 +1,4 @@
-"""What every role does as a process: dies with its parent, stops when asked, keeps to its cores, logs to stderr."""
+"""Process setup of roles: end with the parent, stop on signals, logging, exit codes, limits of the system."""
 
 import argparse
 import contextlib
@@ -35,9 +35,9 @@ _EXIT_CODES = {ConfigError: EXIT_CONFIG, Fenced: EXIT_FENCED}
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
 _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1
-# More would only make whatever walks through all possible descriptors slow.
+# A higher limit slows down code that iterates over all possible descriptors.
 _MAX_DESCRIPTORS = 1 << 16
-# <malloc.h>, and the largest value that it takes for the second one.
+# <malloc.h>; the largest accepted value of M_MMAP_THRESHOLD.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MAX_MMAP_THRESHOLD = 32 << 20
@@ -49,7 +49,7 @@ def install_stop_signal() -> threading.Event:
 
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
-        # A handler runs between two bytecodes of the main thread, which may hold the event's lock: set it elsewhere.
+        # The handler interrupts the main thread, which may hold the event's lock: set the event on another thread.
         threading.Thread(target=stop.set, name=f"signal-{number}", daemon=True).start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -58,7 +58,7 @@ def install_stop_signal() -> threading.Event:
 
 
 def raise_descriptor_limit() -> None:
-    """As many open descriptors as the system allows this process without asking, 65,536 at most."""
+    """Raise the limit of open descriptors to the hard limit, at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,30 +66,30 @@ def raise_descriptor_limit() -> None:
 
 
 def own_descriptors() -> None:
-    """From here on the calling thread has a table of descriptors of its own, a copy of the process's (Linux 5.9).
+    """Give the calling thread its own descriptor table, a copy of the process's table (Linux 5.9).
 
-    What the thread opens afterwards does not count with what others open, and is unknown to them: the thread must
-    close it again itself. The limit holds for each table.
+    The limit of open descriptors applies per table. Other threads cannot use descriptors that this thread opens
+    afterwards; this thread must close them.
     """
     close_range = getattr(ctypes.CDLL(None), "close_range", None)
     nothing = ctypes.c_uint(_NO_DESCRIPTOR)
     if close_range is None or close_range(nothing, nothing, _CLOSE_RANGE_UNSHARE) != 0:
-        logger.info("this system gives no thread descriptors of its own: connections can use up all there are")
+        logger.info("all threads of this system share one descriptor table: connections can exhaust it")
 
 
 def limit_threads(count: int) -> None:
-    """Compute threads of this process; OpenMP's own limits must be in the environment before any import."""
+    """Limit the compute threads of this process. OpenMP reads its limits from the environment at import."""
     pa.set_cpu_count(count)
-    torch = sys.modules.get("torch")  # only roles that use it have loaded it
+    torch = sys.modules.get("torch")  # not imported here: not every role uses torch
     if torch is not None:
         torch.set_num_threads(count)
 
 
 def keep_freed_memory(max_bytes: int = 0) -> None:
-    """Arrow's buffers come from the C library, which keeps what is freed for the next one; glibc up to `max_bytes`.
+    """Allocate Arrow's buffers with the C library, which reuses freed memory (glibc: up to `max_bytes`).
 
-    Arrow's own pool gives it back to the system and gets it again page by page: a quarter of the CPU time of an actor
-    that sends. glibc does the same with what is free at the end of a heap, beyond a limit that starts low.
+    Arrow's default pool returns freed memory to the system and faults it in again page by page, which takes a
+    quarter of the CPU time of a sending actor. glibc also returns free memory at the end of a heap, above a low default limit.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -99,44 +99,44 @@ def keep_freed_memory(max_bytes: int = 0) -> None:
 
 
 def give_back_freed_memory() -> None:
-    """All of what the C library keeps goes back to the system; takes milliseconds, more with gigabytes (glibc)."""
+    """Return all freed memory to the system (glibc); takes milliseconds, longer with gigabytes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_to_cores(cores: Sequence[int] | None) -> None:
-    """Run all threads of this process, and whatever it starts later, on these cores; None: wherever (Linux)."""
+    """Pin all threads of this process, and processes started later, to these cores; None: no pinning (Linux)."""
     if cores is None:
         return
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
     logger.info("keeps to cores %s", ", ".join(map(str, cores)))
 
 
 def freeze_startup_objects() -> None:
-    """Call when a role is built: what exists now lives as long as the process and need not be looked through again.
+    """Exclude all existing objects from garbage collection. Call this once a role is built.
 
-    A full garbage collection over the 460,000 objects that torch and transformers leave behind takes 0.22 s, in the
-    middle of a decode step, a swap or an optimizer step; over what is made afterwards it takes under a millisecond.
+    A full collection over the 460,000 objects that torch and transformers create takes 0.22 s, in the middle of a
+    decode step, a swap or an optimizer step. A collection over objects created later takes under a millisecond.
     """
     gc.collect()
     gc.freeze()
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """One line per event to stderr."""
+    """Log one line per event to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RoleFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
-    """A role's main whose errors are lines on stderr and exit codes.
+    """Turn a main function's PipelineRLErrors into lines on stderr and an exit code.
 
-    2: bad input. 3: another process has taken over. 1: any other failure that is expected now and then; what is not
-    expected keeps its traceback.
+    2: ConfigError. 3: Fenced, another process has replaced this one. 1: any other PipelineRLError. Other
+    exceptions pass with their traceback.
     """
 
     @functools.wraps(main)
@@ -171,9 +171,9 @@ def run_main(
     *,
     logs: bool = True,
 ) -> int:
-    """The main of a process: read its command line, end with the parent that --parent-pid names, log, then `body`.
+    """The main of a process: parse its command line, end with --parent-pid, configure logging, call `body`.
 
-    Returns the exit code: what `body` returns (None: 0), or that of its error (`exit_codes`).
+    Returns the exit code: the result of `body` (None: 0), or the code of its error (`exit_codes`).
     """
     parser = argparse.ArgumentParser(description=description)
     for name, options in arguments.items():
@@ -188,7 +188,7 @@ def run_main(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleProcess:
-    """What the body of a role works with."""
+    """What `run_role` passes to the body of a role."""
 
     context: RunContext
     monitor: RoleMonitor
@@ -206,9 +206,10 @@ def run_role(
     name: str = "",
     heeds_stop: bool = True,
 ) -> int:
-    """The main of a role of a run, which its supervisor starts; returns the exit code.
+    """The main of a role, started by its supervisor; returns the exit code.
 
-    name: of this process, with arguments in braces; "" for the name of the role. Without heeds_stop SIGTERM ends it.
+    name: of this process, with arguments in braces; "" for the name of the role.
+    heeds_stop: whether SIGTERM and SIGINT set `RoleProcess.stop`; otherwise SIGTERM ends the process.
     """
 
     def supervised(parsed: argparse.Namespace) -> None:
@@ -224,7 +225,7 @@ def run_role(
 
 
 def leave(code: int) -> None:
-    """End at once: threads of Flight's open streams would hold up the interpreter's exit without a deadline."""
+    """End the process at once: threads of open Flight streams could block the interpreter's exit for ever."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What actors and trainers write into traces (telemetry/traces.py draws them); made only where traces are on."""
+"""Spans of actors and trainers (see telemetry/traces.py); created only if traces are enabled."""
 
 import importlib
 from collections import deque
@@ -13,21 +13,20 @@ from pipelinerl_core.telemetry.traces import Event, SpanRef, Tracer, Value
 from pipelinerl_core.types import GroupKey, Rollout, TrainingRow, WeightManifest
 
 TRACED_ROLES = ("actor", "trainer")
-"""What passes through the hub is timed by those on either side of it."""
+"""The hub writes no spans: actors and trainer measure the requests to it."""
 _RECENT_SWAPS = 256
 
 
 def build_tracer(context: RunContext, role: str, name: str) -> Tracer | None:
-    """The tracer of a role; None when tracking.traces=none, or nothing is traced in it.
+    """The tracer of a role; None if tracking.traces=none or the role writes no spans.
 
-    Raises ConfigError when spans cannot be sent.
+    Raises ConfigError if spans cannot be sent.
     """
     tracking = context.config.tracking
     if tracking.traces == "none" or role not in TRACED_ROLES:
         return None
-    export = importlib.import_module(
-        "pipelinerl_core.telemetry.span_export"
-    )  # OpenTelemetry, only where it is wanted
+    # Imports OpenTelemetry, only if traces are enabled.
+    export = importlib.import_module("pipelinerl_core.telemetry.span_export")
     sink = export.build_sink(
         tracking.traces,
         role=role,
@@ -40,7 +39,7 @@ def build_tracer(context: RunContext, role: str, name: str) -> Tracer | None:
 
 
 class ActorTraces:
-    """Groups from their lease to the hub's answer, and swaps. Called on the actor's event loop."""
+    """Spans of groups, from lease to the hub's answer, and of swaps. Called on the actor's event loop."""
 
     def __init__(self, tracer: Tracer, actor: str, epoch: int) -> None:
         self._tracer = tracer
@@ -49,7 +48,7 @@ class ActorTraces:
         self._open: dict[GroupKey, tuple[float, float]] = {}
 
     def finished(self, lease: Lease, rollouts: Sequence[Rollout], leased_at: float, now: float) -> None:
-        """All rollouts of a lease have their outcome."""
+        """All rollouts of a lease have ended and are scored."""
         if not self._tracer.wants(lease.group_id):
             return
         self._open[lease.group_id, lease.attempt] = (leased_at, now)
@@ -68,8 +67,8 @@ class ActorTraces:
         self._tracer.emit("send", self._tracer.group(*key, "send"), root, (times[1], now), named)
         self._tracer.emit("group", root, None, (times[0], now), named)
 
-    def swapped(self, swap: SwapRecord, manifest: WeightManifest | None, heard_at: float) -> None:
-        """A version is in the engine; `manifest` is what the hub said of it."""
+    def swapped(self, swap: SwapRecord, manifest: WeightManifest | None, announced_at: float) -> None:
+        """The engine has swapped a version. announced_at: when the actor received the manifest, Unix seconds."""
         self._swaps.append(swap)
         if manifest is None:
             return
@@ -83,7 +82,7 @@ class ActorTraces:
             "num_running": swap.num_running,
         }
         publish = self._tracer.step(version, manifest.epoch, "publish")
-        self._tracer.emit("swap", ref, publish, (heard_at, swap.at), named)
+        self._tracer.emit("swap", ref, publish, (announced_at, swap.at), named)
 
     def _rollout(self, root: SpanRef, rollout: Rollout) -> None:
         key, index = (rollout.group_id, rollout.attempt), rollout.rollout_index
@@ -115,7 +114,7 @@ class ActorTraces:
 
 
 class TrainerTraces:
-    """Steps, and groups from the hub to their step. Called by the main loop, `committed` by the committing thread."""
+    """Spans of steps and of their groups. Called by the main loop; `committed` by the committing thread."""
 
     def __init__(self, tracer: Tracer, epoch: int) -> None:
         self._tracer = tracer
@@ -125,7 +124,7 @@ class TrainerTraces:
     def computed(
         self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]
     ) -> None:
-        """A step was computed; times: it began to wait, had its groups, had computed, in Unix seconds."""
+        """A step was computed; times: start of the wait, start and end of the computation, in Unix seconds."""
         waited_from, reserved_at, computed_at = times
         self._waited_from[step] = waited_from
         groups: dict[GroupKey, list[TrainingRow]] = {}

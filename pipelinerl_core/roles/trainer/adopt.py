@@ -1,8 +1,7 @@
-"""How a trainer comes to where the last commit is: newest checkpoint, and the recorded batches after it once more.
+"""How a trainer resumes from the last commit: load the newest checkpoint, train the recorded batches after it again.
 
-The weights must be those of the commit, to the last bit, where the same arithmetic trains again. On another number of
-ranks, another learner or another device it cannot be, nor on any GPU; then the committed weights replace what was
-trained again.
+If the arithmetic is the same, the weights must equal the committed weights to the last bit. With another number of
+ranks, another learner or another device, and on any GPU, they can differ; then the committed weights replace them.
 """
 
 import logging
@@ -15,7 +14,7 @@ from pipelinerl_core.algo.adapters import is_factor
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject
 from pipelinerl_core.interfaces import Learner, ObjectStore
-from pipelinerl_core.roles.trainer.retrain import foreign_steps, replay_steps, restore, weights_sha256
+from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore, weights_sha256
 from pipelinerl_core.run.history import read_commit
 from pipelinerl_core.run.records import Commit, holds_adapters
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -30,27 +29,27 @@ def adopt(
     config: RunConfig,
     trained_again: Callable[[int], None],
 ) -> Commit:
-    """Bring the learner to the last commit and return it; `trained_again` is told of every step on the way.
+    """Bring the learner to the last commit and return the commit. `trained_again` is called with each repeated step.
 
-    Raises ChecksumMismatch when the same arithmetic gives other weights than were committed.
+    Raises ChecksumMismatch if the same arithmetic gives other weights than the committed weights.
     """
     last = max(commits)
     commit = read_commit(store, commits[last])
     restore(store, learner, commits, last)
     begun, start = learner.version, time.monotonic()
-    is_alike = max(foreign_steps(store, commits, config), default=0) <= begun
+    must_match = max(inexact_steps(store, commits, config), default=0) <= begun
     differs = False
     for replayed in replay_steps(store, learner, commits, last):
         trained_again(replayed.step)
         differs = differs or not replayed.weights_match
-        if differs and is_alike:
+        if differs and must_match:
             raise ChecksumMismatch(
                 f"replay of step {replayed.step} gives other weights than commit "
                 f"{commits[replayed.step]} recorded: another machine, thread count or library version. "
                 "Resume where the run was started"
             )
     if differs:
-        _take_committed_weights(store, learner, commit)
+        _load_committed_weights(store, learner, commit)
     logger.info(
         "resumed at step %d: checkpoint %d, %d steps trained again in %.1f s",
         last, begun, last - begun, time.monotonic() - start,
@@ -58,34 +57,34 @@ def adopt(
     return commit
 
 
-def _take_committed_weights(store: ObjectStore, learner: Learner, commit: Commit) -> None:
-    """The actors have sampled with the committed weights: go on from these, moments as they were trained again."""
+def _load_committed_weights(store: ObjectStore, learner: Learner, commit: Commit) -> None:
+    """Load the committed weights, with which the actors have sampled; the optimizer's moments stay as recomputed."""
     if commit.manifest is None or commit.manifest.key is None:
         logger.warning(
-            "step %d was trained again on other hardware and its weights are not durable: they differ from those "
-            "that were committed, by rounding", commit.step,
+            "step %d was trained again on other hardware: its weights differ from the committed weights by rounding, "
+            "and the committed weights are not durable", commit.step,
         )  # fmt: skip
         return
     tensors, values = learner.state()
     if any(is_factor(name) for name in tensors) and not holds_adapters(commit.manifest):
         logger.warning(
-            "step %d was trained again on other hardware: its adapters differ from those that were committed, by "
-            "rounding, and cannot be taken out of merged weights", commit.step,
+            "step %d was trained again on other hardware: its adapters differ from the committed adapters by "
+            "rounding, and adapters cannot be extracted from the committed merged weights", commit.step,
         )  # fmt: skip
         return
     committed = WeightSubscriber(store).read(commit.manifest)
     learner.load_state(_with_committed(tensors, committed), values)
     if weights_sha256(learner) != commit.weights_sha256:
         raise ChecksumMismatch(
-            f"step {commit.step}: the weights in {commit.manifest.key} are not those that were committed"
+            f"step {commit.step}: the weights in {commit.manifest.key} differ from the sha256 of the commit"
         )
-    logger.info("step %d was trained again on other hardware; its weights are those that were committed", commit.step)
+    logger.info("step %d was trained again on other hardware; the committed weights are loaded", commit.step)
 
 
 def _with_committed(
     tensors: Mapping[str, torch.Tensor], committed: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state with the committed weights; where a float32 master rounds to them, it keeps its lower digits."""
+    """The state with the committed weights; a float32 master that rounds to its committed weight is kept."""
     found = dict(tensors)
     for name, weight in committed.items():
         master = found.get(f"weights.{name}")

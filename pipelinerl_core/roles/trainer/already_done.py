@@ -1,6 +1,6 @@
-"""A start of the trainer after its last step: it may only have to tell the hub.
+"""A start of a trainer that has no step left to train.
 
-One that died between its last commit and the word of it leaves a hub that waits for ever.
+If the previous trainer ended after the last commit and before its report to the hub, the hub waits for this report.
 """
 
 import logging
@@ -18,23 +18,23 @@ from pipelinerl_core.run.records import EpochRecord
 logger = logging.getLogger(__name__)
 
 HUB_SECONDS = 5.0
-"""For a hub to be found: one that comes later reads the commit itself."""
+"""Deadline for finding the hub. A hub that starts later reads the commit from the store."""
 
 
-def nothing_is_left(context: RunContext, commits: dict[int, str], epochs: list[EpochRecord], stop: Event) -> bool:
-    """Whether the last step is committed, which the hub hears again then, or the run is to drain."""
+def is_already_done(context: RunContext, commits: dict[int, str], epochs: list[EpochRecord], stop: Event) -> bool:
+    """Whether the last step is committed, or the run is to drain. In the first case the hub is informed again."""
     last = max(commits, default=-1)
     if last >= context.config.trainer.steps:
-        _tell_hub_of_the_end(context, commits[last], epochs, stop)
+        _report_last_step(context, commits[last], epochs, stop)
         return True
     if commits and wants_drain(context.store):
-        logger.info("asked to drain: nothing is done after step %d", last)
+        logger.info("the run is to drain: no step is trained after step %d", last)
         return True
     return False
 
 
-def _tell_hub_of_the_end(context: RunContext, key: str, epochs: list[EpochRecord], stop: Event) -> None:
-    """Register as the trainer that has committed the last step, under `key`; the hub then lets everybody go."""
+def _report_last_step(context: RunContext, key: str, epochs: list[EpochRecord], stop: Event) -> None:
+    """Register as the trainer of the last commit, stored under `key`; the hub then ends the run for all roles."""
     commit = read_commit(context.store, key)
     registration = Register(
         role="trainer",
@@ -47,8 +47,8 @@ def _tell_hub_of_the_end(context: RunContext, key: str, epochs: list[EpochRecord
         context.store, token=context.token, role="trainer", name="trainer", registration=lambda: registration,
         deadline_seconds=HUB_SECONDS,
     )  # fmt: skip
-    link.gives_up = stop.is_set
+    link.is_cancelled = stop.is_set
     with suppress(HubUnavailable, RunOver):
         link.connect()
-        logger.info("the hub knows that step %d was the last one", commit.step)
+        logger.info("reported to the hub that step %d was the last step", commit.step)
     link.close()

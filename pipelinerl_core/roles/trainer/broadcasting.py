@@ -1,6 +1,6 @@
-"""weights.transport=nccl on the trainer's side: versions go from its memory to the actors', or through the store.
+"""Trainer side of weights.transport=nccl: versions go from memory to memory by broadcast, or through the store.
 
-publish (in the group, or durable) --> commit --> announce --> deliver (broadcast; durable if that fails)
+publish (by broadcast, or durable) --> commit --> announce --> deliver (broadcast; durable if the broadcast fails)
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Version:
-    """The newest version that was published, as long as somebody may ask for it again."""
+    """The newest published version, kept because an actor may need it from the store later."""
 
     manifest: WeightManifest
     tensors: "Mapping[str, torch.Tensor]"
@@ -34,9 +34,10 @@ class _Version:
 
 
 def joined_groups(actors: Mapping[str, Mapping[str, Any]], *, silent_seconds: float) -> dict[str, int]:
-    """Name of each actor that was heard of lately -> the broadcast group it says it is in.
+    """Name of each active actor -> number of the broadcast group that the actor reports, 0 for none.
 
-    actors: "<actor>/<epoch>" -> ActorSample, of a reservation. Lately: at most silent_seconds before the newest.
+    actors: "<actor>/<epoch>" -> ActorSample, from a reservation. An actor is active if its sample is at most
+    silent_seconds older than the newest sample; of several epochs the newest counts.
     """
     newest = max((sample["at"] for sample in actors.values()), default=0.0)
     found: dict[str, tuple[int, int]] = {}
@@ -52,7 +53,7 @@ def _own_address(config: RunConfig) -> str:
 
 
 class BroadcastPublisher:
-    """A WeightPublisher whose versions are broadcast when every actor can receive them."""
+    """Publishes versions by broadcast if every active actor can receive them, else as WeightPublisher does."""
 
     def __init__(self, store: ObjectStore, publisher: WeightPublisher, config: RunConfig, *, epoch: int) -> None:
         self._publisher = publisher
@@ -76,9 +77,9 @@ class BroadcastPublisher:
         durable: bool,
         actors: Mapping[str, Mapping[str, Any]],
     ) -> WeightManifest:
-        """The manifest to commit and announce; then call `deliver`. `data`: the tensors, serialized."""
+        """Publish a version; returns the manifest to commit and announce before `deliver`. data: tensors as bytes."""
         joined = joined_groups(actors, silent_seconds=self._silent_seconds)
-        index = self._broadcaster.next_index if self._broadcaster.attend(joined, tensors) else 0
+        index = self._broadcaster.next_index if self._broadcaster.ensure_group(joined, tensors) else 0
         manifest = self._publisher.publish_bytes(
             version, data, durable=durable, group=self._broadcaster.number, broadcast_index=index
         )
@@ -86,7 +87,7 @@ class BroadcastPublisher:
         return manifest
 
     def deliver(self) -> WeightManifest | None:
-        """Broadcast what was announced; where that fails, a manifest to announce in its place."""
+        """Broadcast the announced version. If the broadcast fails, returns a manifest to announce in its place."""
         newest = self._newest
         if newest is None or not newest.manifest.is_broadcast:
             return None
@@ -97,8 +98,8 @@ class BroadcastPublisher:
             return self._store_newest()
         return None
 
-    def rescue(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
-        """A manifest to announce if some actor cannot read the newest version: it came too late, or restarted."""
+    def store_if_unreachable(self, actors: Mapping[str, Mapping[str, Any]]) -> WeightManifest | None:
+        """If an active actor is not in the newest version's group, store the version; returns its new manifest."""
         newest = self._newest
         if newest is None or newest.manifest.key is not None:
             return None
@@ -109,7 +110,7 @@ class BroadcastPublisher:
         return self._store_newest()
 
     def close(self) -> None:
-        """Give the group up."""
+        """Close the broadcast group."""
         self._broadcaster.close()
 
     def _store_newest(self) -> WeightManifest:

@@ -1,4 +1,4 @@
-"""Steps (3) to (5) of a training step, off the trainer's critical path, in order, on one thread.
+"""Publishes and commits computed steps in order, on one thread, while the trainer computes the next step.
 
     learner --weights--> serialize, sha256 --> publish (data, manifest) --> checkpoint if due --> commit --> announce
 
@@ -41,21 +41,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A store that takes longer than this for one batch file is broken.
+# Longest time for the upload of one batch file.
 UPLOAD_DEADLINE_SECONDS = 120.0
-# Steps computed but not committed: one in the making, one being written.
+# Steps that are computed but not committed: one being committed, one waiting.
 MAX_UNCOMMITTED = 2
 _KEPT_CHECKPOINTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComputedStep:
-    """Everything the commit of a step needs."""
+    """A trained step, with everything that its commit needs."""
 
     step: int
     weights: "Mapping[str, torch.Tensor]"
     state: "tuple[dict[str, torch.Tensor], dict[str, Any]] | None"
-    """Learner state, when a checkpoint is due."""
+    """Learner state, if a checkpoint is due."""
     batch: "Future[FileEntry] | None"
     """The upload of the batch file."""
     reserved: Reserved | None
@@ -65,7 +65,7 @@ class ComputedStep:
 
 
 class Committer:
-    """Commits computed steps one after the other; the first failure surfaces at the next call."""
+    """Commits computed steps one after the other. The next call after a failure raises the failure."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Committer:
         link: HubLink | None,
         committed: Callable[[Commit], None] = lambda commit: None,
     ) -> None:
-        """`committed` is told of every step once it is announced, on this object's thread."""
+        """`committed` is called with every announced step, on the thread of this object."""
         self._store = store
         self._config = config
         self._run_id = run_id
@@ -91,24 +91,24 @@ class Committer:
         self._broadcasts: BroadcastPublisher | None = None
         if config.weights.transport == "nccl":
             self._broadcasts = BroadcastPublisher(store, self._publisher, config, epoch=epoch.epoch)
-        self._rescue: Future[None] | None = None
-        self._rescued_version = -1
+        self._republishing: Future[None] | None = None
+        self._republished_version = -1
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
         self._pending: list[Future[Commit]] = []
         self._failure: BaseException | None = None
-        """The first; nothing is committed after it."""
+        """The first failure; no step is committed after a failure."""
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
         self.checkpoint_seconds = 0.0
-        """What writing the last checkpoint took."""
+        """Duration of writing the newest checkpoint."""
 
     def adopt(self, commit: Commit) -> None:
-        """Go on after a commit of an earlier epoch."""
+        """Continue after a commit of an earlier epoch."""
         self.newest = commit
         self._checkpoint = commit.checkpoint
 
     def republish(self, commit: Commit, weights: "Mapping[str, torch.Tensor]") -> Commit:
-        """Make the weights of an adopted commit readable again (shared memory may be gone); same bytes."""
+        """Publish the weights of an adopted commit again, with equal bytes: its shared memory may be gone."""
         if commit.manifest is None:
             return commit
         manifest = self._publisher.publish(commit.step, weights, durable=commit.manifest.key is not None)
@@ -116,7 +116,7 @@ class Committer:
         return self.newest
 
     def submit(self, computed: ComputedStep) -> None:
-        """Queue a step; blocks while MAX_UNCOMMITTED steps are on the way."""
+        """Queue a step; blocks while MAX_UNCOMMITTED steps are not committed."""
         self._take_results(num_left=MAX_UNCOMMITTED - 1)
         self._pending.append(self._thread.submit(self._commit_next, computed))
 
@@ -125,50 +125,52 @@ class Committer:
         self._take_results(num_left=0)
 
     def _take_results(self, num_left: int) -> None:
-        """Of all steps that are done, and of as many more as leave so many on the way; raises the first failure."""
+        """Wait until at most `num_left` steps are not committed; raises the first failure."""
         while self._pending and (len(self._pending) > num_left or self._pending[0].done()):
             self._pending.pop(0).result()
 
-    def attend(
+    def republish_if_unreadable(
         self,
         actors: Mapping[str, Mapping[str, Any]],
         version: int,
         weights: "Callable[[], Mapping[str, torch.Tensor]]",
     ) -> None:
-        """While the trainer waits: see to actors that cannot read the newest version. They may be what it waits for.
+        """Publish the newest version again, durably, if an actor cannot read it. Raises the failure of a commit.
 
-        So may a commit that has failed, which surfaces here.
+        The trainer calls this while it waits for groups: such an actor, or a failed commit, may be the cause.
 
-        actors: as in a reservation. weights: a snapshot of version `version`, taken only if it is needed.
+        actors: as in a reservation. weights: returns a snapshot of version `version`; called only if needed.
         """
         self._take_results(num_left=MAX_UNCOMMITTED)
-        if self._rescue is not None:
-            if not self._rescue.done():
+        if self._republishing is not None:
+            if not self._republishing.done():
                 return
-            self._rescue.result()  # what went wrong in it surfaces here
-            self._rescue = None
+            self._republishing.result()  # raises its failure
+            self._republishing = None
         broadcasts = self._broadcasts
         if broadcasts is not None:
-            self._rescue = self._thread.submit(self._announce_instead, lambda: broadcasts.rescue(actors))
+            self._republishing = self._thread.submit(
+                self._announce_again, lambda: broadcasts.store_if_unreachable(actors)
+            )
         elif self._is_unreadable(actors, version):
-            self._rescued_version, tensors = version, weights()
-            logger.warning("an actor cannot read version %d: it is published again, into the store too", version)
-            self._rescue = self._thread.submit(
-                self._announce_instead, lambda: self._publisher.publish(version, tensors, durable=True)
+            self._republished_version, tensors = version, weights()
+            logger.warning("an actor cannot read version %d: it is published again, also to the store", version)
+            self._republishing = self._thread.submit(
+                self._announce_again, lambda: self._publisher.publish(version, tensors, durable=True)
             )
 
     def _is_unreadable(self, actors: Mapping[str, Mapping[str, Any]], version: int) -> bool:
-        """Whether the newest announced version is `version`, and an actor says that it cannot read it."""
+        """Whether `version` is the newest announced version, and an actor reports it as unreadable."""
         newest = self.newest
         if newest is None or newest.manifest is None or newest.manifest.version != version:
             return False
-        if version == self._rescued_version:  # the sample may be that of an actor which has died since
+        if version == self._republished_version:  # the sample may come from an actor that has ended since
             return False
-        told = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
-        return float(version) in told
+        reported = [sample["counters"].get(UNREADABLE_COUNTER, -1.0) for sample in actors.values()]
+        return float(version) in reported
 
     def close(self) -> None:
-        """Stop the thread; steps that were not committed are orphans."""
+        """Stop the thread; queued steps are not committed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._broadcasts is not None:
             self._broadcasts.close()
@@ -177,12 +179,12 @@ class Committer:
         durable = self._config.keeps(computed.step) or computed.state is not None
         if self._broadcasts is None:
             return self._publisher.publish_bytes(computed.step, data, durable=durable)
-        # Nobody takes the last version: its announcement lets the actors go.
+        # No actor loads the last version: its announcement ends the actors.
         actors = computed.reserved.actors if computed.reserved is not None and not is_last else {}
         return self._broadcasts.publish(computed.step, computed.weights, data, durable=durable, actors=actors)
 
-    def _announce_instead(self, find: Callable[[], WeightManifest | None]) -> None:
-        """Announce the newest version once more, if it is somewhere else now."""
+    def _announce_again(self, find: Callable[[], WeightManifest | None]) -> None:
+        """Announce the newest version again if `find` returns another manifest for it."""
         if self.newest is None:
             return
         manifest = find()
@@ -191,7 +193,7 @@ class Committer:
             self._announce(self.newest, None, is_last=False)
 
     def _commit_next(self, computed: ComputedStep) -> Commit:
-        """`_commit`, unless the step before was not committed: a gap in the commits could never be closed again."""
+        """`_commit`, if the step before is committed: a gap in the commits could not be closed later."""
         try:
             newest = self.newest.step if self.newest is not None else -1
             if self._failure is not None or computed.step != newest + 1:
@@ -231,12 +233,12 @@ class Committer:
         )
         check_not_fenced(self._store, self._epoch)
         self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
-        # Whoever took over between these two has not adopted this commit: no hub may count on it.
+        # A trainer that started between check and write has not adopted this commit: do not announce it.
         check_not_fenced(self._store, self._epoch)
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
-            self._announce_instead(self._broadcasts.deliver)
+            self._announce_again(self._broadcasts.deliver)
         self._committed(commit)
         if computed.state is not None:
             prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
@@ -283,7 +285,7 @@ class Committer:
         )
         try:
             answer = self._link.request(message)
-        except RunOver:  # the hub has taken it, and left before its answer came
+        except RunOver:  # the hub has received the message and ended before its answer arrived
             if not is_last:
                 raise
             return
@@ -292,7 +294,7 @@ class Committer:
 
 
 def _fates(reserved: Reserved) -> tuple[FateRecord, ...]:
-    """Untrained fates the hub reported, and `trained` for the groups of the reservation."""
+    """The fates that the hub reported for untrained groups, and `trained` for the groups of the reservation."""
     trained: Sequence[FateRecord] = [
         FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
         for ref in reserved.groups

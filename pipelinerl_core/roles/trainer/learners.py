@@ -1,4 +1,4 @@
-"""The learner of a run: alone in this process, or rank 0 of several that are started here and end with it."""
+"""Builds the learner of a run: in this process alone, or as rank 0 of several ranks that this process starts."""
 
 import os
 import threading
@@ -19,11 +19,11 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
-from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
-from pipelinerl_core.roles.trainer.rendezvous import announce_meeting, hold_meeting, own_address
-from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address
+from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
@@ -31,40 +31,40 @@ from pipelinerl_core.training.model import checkpoint_activations, load_model, l
 from pipelinerl_core.training.ranks import ALONE, Ranks
 from pipelinerl_core.weights.base import BaseWeights
 
-# After a rank has ended, the others may still say why they cannot go on.
+# Time between the failure of a rank and the end of this process, in which the other ranks can log their errors.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-# A connection breaks a moment before its process is seen to have ended.
+# A connection can break shortly before the exit of its process is visible.
 _REAP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Ranks on several hosts: each of the others runs roles/trainer/node.py."""
+    """Ranks on several hosts; each host other than rank 0's runs roles/trainer/node.py."""
 
     nodes: int
     store: ObjectStore
-    """Of the run: rank 0 says there where it is."""
+    """The run's store, in which rank 0 publishes its address."""
     epoch: int
-    """Of the trainer."""
+    """Epoch of the trainer."""
 
 
 @contextmanager
 def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Iterator["Learners"]:
-    """Builds learners; the other ranks, if there are any, are gone when this ends. Without `spread` on this host."""
+    """A builder of learners; the other ranks end with the block. Without `spread` all ranks are on this host."""
     with TemporaryDirectory(prefix="pipelinerl-ranks-") as directory:
         spread = spread if spread is not None and spread.nodes > 1 else None
         learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
         try:
             yield learners
         except BaseException:
-            learners.close(at_once=True)  # a rank that hangs would take no word
+            learners.close(at_once=True)  # a rank that hangs cannot receive a command
             raise
         learners.close()
 
 
 class Learners:
-    """Builds learners on this process and, with several ranks, on processes that it starts."""
+    """Builds learners in this process and, with several ranks, in processes that it starts."""
 
     def __init__(self, ranks: int, spread: Spread | None, directory: Path, processes: RankProcesses) -> None:
         self._ranks = Ranks(0, ranks, None if spread is None else ranks // spread.nodes)
@@ -75,26 +75,26 @@ class Learners:
         self._closing = threading.Event()
 
     def build(self, config: RunConfig) -> Learner:
-        """The learner on the run's starting model, version 0. Raises ConfigError for what cannot be loaded."""
+        """The learner on the run's starting model, version 0. Raises ConfigError if the model cannot be loaded."""
         if self._ranks.size == 1 and config.learner.kind == "torch":
             return build_alone(config)
         if self._channel is None:
             self._channel = self._start(config)
-        with lost_ranks("loading of the model"), self._channel.command():
-            self._channel.tell("build", config=config.model_dump(mode="json"))
+        with translate_rank_errors("loading of the model"), self._channel.command():
+            self._channel.send("build", config=config.model_dump(mode="json"))
             local, batcher = build_rank(config, self._ranks)
         return RankedLearner(local, self._channel, batcher)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the other ranks: by a word, or at once."""
+        """End the other ranks: by a stop command, or at once by killing them."""
         self._closing.set()
         if self._ranks.size > 1 and at_once:
-            self._processes.name_the_dead(_REAP_SECONDS)
-        if self._channel is not None and not at_once and self._processes.name_the_dead() is None:
-            with suppress(RuntimeError):  # they are on their way out already
+            self._processes.log_failures(_REAP_SECONDS)
+        if self._channel is not None and not at_once and self._processes.log_failures() is None:
+            with suppress(RuntimeError):  # the ranks are already ending
                 self._channel.close()
         self._processes.stop(0.0 if at_once else RANK_STOP_SECONDS)
-        if self._channel is not None and not at_once:  # else it would wait for those that are gone
+        if self._channel is not None and not at_once:  # else this call would wait for ranks that have ended
             dist.destroy_process_group()
         self._channel = None
 
@@ -102,13 +102,13 @@ class Learners:
         ranks, seconds = self._ranks, config.trainer.collective_seconds
         device = rank_device(config, ranks)
         host = None if self._spread is None else own_address(config)
-        store, where = hold_meeting(ranks.size, seconds, directory=self._directory, host=host)
+        store, where = open_rendezvous(ranks.size, seconds, directory=self._directory, host=host)
         if self._spread is not None:
-            record = MeetingRecord(
+            record = RendezvousRecord(
                 epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
                 device=device.type, seconds=seconds,
             )  # fmt: skip
-            announce_meeting(self._spread.store, record)
+            announce_rendezvous(self._spread.store, record)
         self._processes.start(
             range(1, ranks.local_size), where=where, size=ranks.size, per_node=ranks.local_size, device=device.type,
             seconds=seconds,
@@ -117,9 +117,9 @@ class Learners:
         return join_ranks(0, ranks.size, store=store, device=device, collective_seconds=seconds)
 
     def _watch(self) -> None:
-        """End this process soon after any of the others: without it no step can be taken."""
+        """End this process soon after any other rank has failed: no step can be trained without the rank."""
         while not self._closing.wait(_POLL_SECONDS):
-            code = self._processes.name_the_dead()
+            code = self._processes.log_failures()
             if code is not None:
                 if not self._closing.wait(_GRACE_SECONDS):
                     leave(code)
@@ -127,7 +127,7 @@ class Learners:
 
 
 def rank_device(config: RunConfig, ranks: Ranks) -> torch.device:
-    """Each rank has a GPU of its own, where the learner is on one."""
+    """Device of this rank: one GPU per rank if the learner is on GPUs. Raises ConfigError if there are too few."""
     device = model_device(config)
     if device.type != "cuda" or ranks.size == 1:
         return device
@@ -147,7 +147,7 @@ def build_alone(config: RunConfig) -> TorchLearner:
 
 
 def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
-    """The learner of one rank, and what cuts its rows into packs; torch's process group is there."""
+    """The learner of one rank and its pack batcher. torch's process group must be initialized."""
     device = rank_device(config, ranks)
     if config.learner.kind == "torch":
         return _build_torch(config, device, ranks)
@@ -158,7 +158,7 @@ def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatche
 
 def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[TorchLearner, PackBatcher]:
     model, reference, note = _load(config, device, ranks)
-    threads = min(config.trainer_threads, os.cpu_count() or 1)  # any number gives the same bits
+    threads = min(config.trainer_threads, os.cpu_count() or 1)  # the number of threads does not change the result
     threads = threads if device.type == "cpu" else 1
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
     learner = TorchLearner(
@@ -168,7 +168,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
 
 
 def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
-    """The model to train, the reference if there is one, and with weights.content=adapters what goes with them."""
+    """The model, the reference model (None without KL term), and with weights.content=adapters their note."""
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
@@ -183,9 +183,9 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object
 
 
 def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:
-    """Raises ConfigError when whoever takes the adapters could not merge them into the files of the model."""
+    """The note of published adapters. Raises ConfigError if actors could not merge them into the model's files."""
     base_sha256 = ""
-    if ranks.rank == 0:  # the others publish nothing
+    if ranks.rank == 0:  # other ranks publish nothing
         base = BaseWeights(path)
         weights = published_weights(model, config.learner.lora_scale)
         base.check({weight.name: tuple(weight.base.shape) for weight in weights if weight.adapter is not None})
@@ -195,7 +195,7 @@ def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) ->
 
 
 def _reference(config: RunConfig, path: Path | str, model: object) -> object:
-    # Adapters leave the base model as it was; only where ZeRO takes its weights apart it cannot be used beside them.
+    # The base model stays unchanged beside adapters, so it is the reference, unless ZeRO 3 partitions its weights.
     if config.learner.lora_rank and not config.loss.ref_model and config.learner.zero_stage < 3:
         return share_frozen(model)
     return load_reference(config.loss.ref_model or path, model, config.learner.attention)

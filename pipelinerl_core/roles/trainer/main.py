@@ -1,12 +1,12 @@
-"""The trainer: a step as soon as a step's worth of groups is ready, and the new weights out behind its back.
+"""The trainer: reserves the groups of a step, trains them, and passes the new weights to the committer.
 
     hub --reserve, rows--> assemble --> learner.step --> Committer (publish, checkpoint, commit, announce)
               |                |
               |                +--> batches/<step> (uploaded while the learner computes)
               +-- waits only here: time/reserve_wait_seconds
 
-Start, restart and resume are one path: adopt the last commit that counts, load the newest finished checkpoint, train
-the recorded batches after it again, compare the weights with the commit, go on.
+Start, restart and resume share one path: adopt the last valid commit, load the newest intact checkpoint, train the
+recorded batches after the checkpoint again, compare the weights with the commit, continue.
 """
 
 import logging
@@ -42,7 +42,7 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer.adopt import adopt
-from pipelinerl_core.roles.trainer.already_done import nothing_is_left
+from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# No further group for this long while the hub answers: every actor is dead, or every group fails or is filtered.
+# If no further group is ready for this long while the hub answers, all actors have ended or all groups fail.
 RESERVE_DEADLINE_SECONDS = 600.0
-# Rows that the hub lost come again from their actor within a few syncs.
+# Actors send rows that the hub has lost again within a few syncs.
 ROWS_DEADLINE_SECONDS = 30.0
-# Reservations of one step, each after rows of the one before were lost.
+# Reservations of one step; rows were lost in each reservation but the last.
 _RESERVATIONS = 20
-# Largest share of the time that copying and writing checkpoints may take, unless one takes less than a second.
+# Largest share of the run time for copying and writing checkpoints, unless a checkpoint takes less than a second.
 _CHECKPOINT_SHARE = 0.05
 _CHEAP_SECONDS = 1.0
 # Rollouts compared by the parity gate, at most.
@@ -73,14 +73,14 @@ _PARITY_ROLLOUTS = 200
 
 
 class _Reservation(NamedTuple):
-    """The newest one; a thread that registers at a new hub reads both at once."""
+    """The newest reservation; one object, so that a thread that registers at a new hub reads a consistent pair."""
 
     step: int
     answer: Reserved
 
 
 class Trainer:
-    """Takes the optimizer steps of a run, one rank."""
+    """Trains the steps of a run; the process of rank 0."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Trainer:
         self._parity_checked = False
 
     def run(self, commits: dict[int, str], stop: threading.Event) -> None:
-        """From the last commit to the last step, or until `stop`."""
+        """Train from the last commit to the last step, or until `stop` is set."""
         last = max(commits, default=-1)
         if last >= 0:
             self._adopt(commits)
@@ -132,7 +132,7 @@ class Trainer:
     # ---- start -----------------------------------------------------------------------------------------------
 
     def _adopt(self, commits: dict[int, str]) -> None:
-        commit = adopt(self._store, self._learner, commits, self._config, self._watch.repeats)
+        commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
         self._committer.republish(commit, self._learner.weights())
         self._samples = int(commit.metrics.get("progress/samples", 0))
@@ -184,7 +184,7 @@ class Trainer:
             return
         reserved, groups = found
         reserved_at = time.time()
-        self._watch.computes(step)
+        self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
         batch = encode_batch(self._context.run_id, step, assembled.rows)
         upload = self._uploads.submit(self._upload, step, batch)
@@ -222,9 +222,9 @@ class Trainer:
         )
 
     def _reserve_rows(self, step: int, stop: threading.Event) -> tuple[Reserved, list[list[Rollout]]] | None:
-        """The groups of a step with their rollouts; None when asked to stop while waiting.
+        """The groups of a step with their rollouts; None if `stop` is set while waiting.
 
-        Groups whose rows are lost, because their segment is damaged, are given back and others taken.
+        Groups whose rows are lost, because their segment is damaged, are returned to the hub and replaced by others.
         """
         lost: tuple[GroupKey, ...] = ()
         for _ in range(_RESERVATIONS):
@@ -239,7 +239,7 @@ class Trainer:
                 raise
             except (StreamError, MissingObject) as error:
                 lost = tuple(key for key in keys if self._is_lost(step, key))
-                logger.error("step %d: rows of %s are lost, to be generated again: %s", step, list(lost), error)
+                logger.error("step %d: rows of %s are lost and generated again: %s", step, list(lost), error)
         raise MissingObject(f"step {step}: rows were lost {_RESERVATIONS} times in a row. Look at the hub's log")
 
     def _is_lost(self, step: int, key: GroupKey) -> bool:
@@ -254,11 +254,11 @@ class Trainer:
     def _reserve(
         self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]
     ) -> tuple[Reserved, dict[GroupKey, pa.RecordBatch]] | None:
-        """The groups of a step, and the rows that came with them; None when asked to stop while waiting."""
+        """The groups of a step, and the rows in the hub's answer; None if `stop` is set while waiting."""
         deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
         reason, most_ready = "", 0
         while not stop.is_set():
-            self._watch.waits(step)
+            self._watch.waiting(step)
             answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
             if isinstance(answer, Refused):
                 raise error_of(answer)
@@ -267,8 +267,8 @@ class Trainer:
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason
-                self._committer.attend(answer.actors, self._learner.version, self._learner.weights)
-                if answer.ready_groups > most_ready:  # a long phase goes on as long as it fills
+                self._committer.republish_if_unreadable(answer.actors, self._learner.version, self._learner.weights)
+                if answer.ready_groups > most_ready:  # a long phase may fill slowly
                     most_ready = answer.ready_groups
                     deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
             if time.monotonic() > deadline:
@@ -281,9 +281,9 @@ class Trainer:
     def _rows(
         self, step: int, keys: tuple[GroupKey, ...], at_hand: dict[GroupKey, pa.RecordBatch]
     ) -> list[list[Rollout]]:
-        """The rollouts of reserved groups, in the order of the reservation; what is not at hand is asked for.
+        """The rollouts of reserved groups, in the order of the reservation; requests rows that are not `at_hand`.
 
-        Raises MissingObject when some have not come in time, SchemaMismatch when some are damaged.
+        Raises MissingObject if rows are missing after ROWS_DEADLINE_SECONDS, SchemaMismatch if rows are damaged.
         """
         deadline = time.monotonic() + ROWS_DEADLINE_SECONDS
         while missing := tuple(key for key in keys if key not in at_hand):
@@ -292,7 +292,7 @@ class Trainer:
             except (StreamError, MissingObject) as error:
                 if isinstance(error, SchemaMismatch | HubUnavailable | RunOver) or time.monotonic() > deadline:
                     raise
-                logger.warning("step %d: rows not there yet: %s", step, error)
+                logger.warning("step %d: rows are not available yet: %s", step, error)
                 time.sleep(0.2)
                 continue
             at_hand |= {(header.group_id, header.attempt): batch for header, batch in received}
@@ -305,7 +305,7 @@ class Trainer:
         return entry_of(key, data)
 
     def _state_if_due(self, step: int) -> "tuple[dict[str, torch.Tensor], dict[str, Any]] | None":
-        """The learner's state, when a checkpoint is due; large ones are due less often."""
+        """The learner's state if a checkpoint is due, else None. Expensive checkpoints are due less often."""
         now = time.monotonic()
         pause_seconds = self._config.checkpoint.every_seconds
         spent_seconds = self._state_seconds + self._committer.checkpoint_seconds
@@ -319,7 +319,7 @@ class Trainer:
         return state
 
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
-        """Once per start: engine and trainer must agree on tokens that the trainer's own version sampled."""
+        """Once per start, compare engine and trainer on tokens that the trainer's current version sampled."""
         version = self._learner.version
         fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
         if fresh and not self._parity_checked:
@@ -328,7 +328,7 @@ class Trainer:
 
 
 def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
-    """The parity gate on rollouts that were sampled by the learner's weights; raises ParityError beyond its bound."""
+    """Apply the parity gate to rollouts sampled with the learner's weights. Raises ParityError beyond the bound."""
     trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
     rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
     report = logprob_parity(rollout_logprobs, trainer_logprobs, config.model.dtype)
@@ -350,14 +350,14 @@ def main() -> int:
 
 
 def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> None:
-    """Load, or train again, what was committed, and go on from there.
+    """Resume from the last commit, or start, and train until the last step or `stop`.
 
-    With nothing left to do it ends before anything is loaded: a start after the last commit, or after a drained one,
-    would wait in vain for ranks on other hosts, which may have been let go.
+    If no step is left, return before anything is loaded: ranks on other hosts may have ended, and this start would
+    wait for them in vain.
     """
     epochs = read_epochs(context.store)
     commits = counted_commit_keys(context.store, epochs)
-    if nothing_is_left(context, commits, epochs, stop):
+    if is_already_done(context, commits, epochs, stop):
         return
     epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
@@ -369,9 +369,8 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
             stop_when_drained(context.store, stop)
             trainer.run(commits, stop)
     except RankLost:
-        check_not_fenced(
-            context.store, epoch
-        )  # gone to a newer trainer: another start of this one would take them back
+        # If a newer trainer has these ranks, exit as fenced: another start of this trainer would take the ranks back.
+        check_not_fenced(context.store, epoch)
         raise
 
 

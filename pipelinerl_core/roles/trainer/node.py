@@ -1,4 +1,4 @@
-"""The ranks of a trainer on one more host: they join every start of rank 0, which is on another.
+"""The role that runs ranks of the trainer on a further host. The ranks join every start of rank 0.
 
 rank 0 --meetings/<epoch>.json--> this role --starts--> its ranks --> torch's process group
 """
@@ -14,87 +14,91 @@ from pipelinerl_core.roles.runtime.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, keep_to_cores, run_role
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
-from pipelinerl_core.roles.trainer.rendezvous import newest_meeting
+from pipelinerl_core.roles.trainer.rendezvous import newest_rendezvous
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.hub_status import read_hub
-from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.run.records import RendezvousRecord
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 
 def run_node(context: RunContext, node: int, stop: threading.Event, monitor: RoleMonitor) -> None:
-    """Until rank 0 has let go of this node and the run is over, or `stop`: its ranks for the trainer's newest start.
+    """Run this node's ranks for each start of the trainer, until `stop` is set or the run is over.
 
-    A run that drains ends when rank 0 says so: it may see the wish later than others, and without these ranks it
-    could not take its last step. One that fails is started again and needs them. One that let them go while the run
-    was not over comes back, whatever is wished meanwhile. Without a hub for so long that every role would have given
-    it up, nobody comes any more.
+    The run is over for this node in two cases:
+
+    - The last step is committed or a drain is requested, and rank 0 has then commanded the ranks to stop. A drain
+      request alone is not enough: rank 0 may read the request later, and needs these ranks for its last step.
+    - The last step is committed or a drain is requested, and the hub has been silent for HUB_DEADLINE_SECONDS, after
+      which every role gives up: rank 0 does not start again.
+
+    Otherwise the node waits for the next start of rank 0.
     """
     joined = 0
     hub = _HubWatch(context.store)
-    monitor.ready_unless(lambda: "")
+    monitor.set_readiness_check(lambda: "")
     while not stop.is_set():
-        meeting = newest_meeting(context.store)
-        if meeting is not None and meeting.epoch > joined:
-            joined = meeting.epoch
-            if take_part(context, meeting, node, stop, monitor) and _is_over(context):
+        rendezvous = newest_rendezvous(context.store)
+        if rendezvous is not None and rendezvous.epoch > joined:
+            joined = rendezvous.epoch
+            if run_ranks(context, rendezvous, node, stop, monitor) and _is_over(context):
                 return
             continue
         if hub.silent_seconds() > HUB_DEADLINE_SECONDS and _is_over(context):
-            logger.info("the run is over and has no hub any more: rank 0 is not waited for")
+            logger.info("the run is over and its hub is gone: this node does not wait for rank 0")
             return
-        monitor.beat("waiting for rank 0")
-        stop.wait(_LOOK_SECONDS)
+        monitor.heartbeat("waiting for rank 0")
+        stop.wait(_POLL_SECONDS)
 
 
 class _HubWatch:
-    """For how long the hub has not rewritten hub.json, by this process's clock."""
+    """Measures how long the hub has not rewritten hub.json, by the clock of this process."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
-        self._beat: float | None = None
+        self._heartbeat: float | None = None
         self._since = time.monotonic()
 
     def silent_seconds(self) -> float:
-        """Counts from the last call that has found a new beat."""
+        """Seconds since the last call that read a new heartbeat from hub.json."""
         hub = read_hub(self._store)
         now = time.monotonic()
-        if hub is not None and hub.beat != self._beat:
-            self._beat, self._since = hub.beat, now
+        if hub is not None and hub.beat != self._heartbeat:
+            self._heartbeat, self._since = hub.beat, now
         return now - self._since
 
 
-def take_part(
-    context: RunContext, meeting: MeetingRecord, node: int, stop: threading.Event, monitor: RoleMonitor
+def run_ranks(
+    context: RunContext, rendezvous: RendezvousRecord, node: int, stop: threading.Event, monitor: RoleMonitor
 ) -> bool:
-    """The ranks of this node in one start of the trainer; returns when they have ended or a newer start is there.
+    """Run this node's ranks for one start of the trainer, until the ranks have ended or a newer start is published.
 
-    True when rank 0 told all of them to end, which it does after its last commit. After `stop` they have a few
-    seconds for it: rank 0 may be asked to stop at the same time, in the middle of a step.
+    Returns True if rank 0 commanded all ranks to stop, as it does after its last commit. After `stop` the ranks have
+    RANK_STOP_SECONDS to receive this command: rank 0 may be stopped at the same time, in the middle of a step.
     """
-    first = node * meeting.per_node
-    ranks = range(first, first + meeting.per_node)
-    logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], meeting.where)
+    first = node * rendezvous.per_node
+    ranks = range(first, first + rendezvous.per_node)
+    logger.info("ranks %d to %d join rank 0 at %s", first, ranks[-1], rendezvous.where)
     processes = RankProcesses(context.store.url)
     processes.start(
-        ranks, where=meeting.where, size=meeting.size, per_node=meeting.per_node, device=meeting.device,
-        seconds=meeting.seconds,
+        ranks, where=rendezvous.where, size=rendezvous.size, per_node=rendezvous.per_node, device=rendezvous.device,
+        seconds=rendezvous.seconds,
     )  # fmt: skip
     try:
-        while not stop.wait(_LOOK_SECONDS) and not processes.have_ended():
-            monitor.beat(f"training with rank 0 of epoch {meeting.epoch}")
-            newest = newest_meeting(context.store)
-            if processes.name_the_dead() is not None or (newest is not None and newest.epoch > meeting.epoch):
+        while not stop.wait(_POLL_SECONDS) and not processes.have_ended():
+            monitor.heartbeat(f"training with rank 0 of epoch {rendezvous.epoch}")
+            newest = newest_rendezvous(context.store)
+            if processes.log_failures() is not None or (newest is not None and newest.epoch > rendezvous.epoch):
                 break
-        if stop.is_set() and processes.name_the_dead() is None:
-            processes.await_end(RANK_STOP_SECONDS)
-        return processes.have_ended() and processes.name_the_dead() is None
+        if stop.is_set() and processes.log_failures() is None:
+            processes.wait(RANK_STOP_SECONDS)
+        return processes.have_ended() and processes.log_failures() is None
     finally:
-        processes.name_the_dead()
+        processes.log_failures()
         processes.stop(0.0)
 
 
@@ -110,7 +114,7 @@ def _join(own: RoleProcess) -> None:
 def main() -> int:
     """Command line of the role."""
     node = {"type": int, "required": True, "help": "1, 2, ...; rank 0 is on node 0"}
-    description = "The ranks of a run's trainer on one more host."
+    description = "Ranks of a run's trainer on a further host."
     return run_role("trainer", description, _join, {"--node": node}, name="trainer-node-{node}")
 
 

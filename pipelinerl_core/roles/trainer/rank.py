@@ -1,4 +1,4 @@
-"""A rank of the trainer other than 0: computes its packs of every step, as rank 0 tells it. Started by rank 0."""
+"""A rank of the trainer other than 0: a process that executes rank 0's commands on its own packs of each step."""
 
 import argparse
 import logging
@@ -12,36 +12,36 @@ from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.roles.runtime.process import Arguments, freeze_startup_objects, leave, run_main
 from pipelinerl_core.roles.trainer.learners import build_rank
-from pipelinerl_core.roles.trainer.rank_channel import join_ranks, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
-from pipelinerl_core.roles.trainer.rendezvous import join_meeting
+from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous
 from pipelinerl_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-# Rank 0 holds the meeting before anybody hears of it.
+# Shorter than the collective timeout: rank 0 opens the rendezvous before it starts the other ranks.
 _CONNECT_SECONDS = 60.0
 
 
 _ARGUMENTS: Arguments = {
     **{f"--{name}": {"type": int, "required": True} for name in ("rank", "size", "per-node", "parent-pid")},
-    "--run": {"default": "", "help": "whose rank it is; shown by ps, not read"},
-    "--where": {"required": True, "help": "where the ranks meet"},
+    "--run": {"default": "", "help": "URL of the run; not read, only shown by ps"},
+    "--where": {"required": True, "help": "address of the rendezvous"},
     "--device": {"choices": ["cpu", "cuda"], "required": True},
     "--seconds": {"type": float, "required": True, "help": "longest wait for other ranks"},
 }
 
 
 def _compute(arguments: argparse.Namespace) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all of them stop
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 decides when all ranks stop
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     ranks = Ranks(arguments.rank, arguments.size, arguments.per_node)
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
-    with lost_ranks("rank 0's meeting"):
-        store = join_meeting(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
+    with translate_rank_errors("connecting to the rendezvous"):
+        store = join_rendezvous(arguments.where, ranks.size, min(arguments.seconds, _CONNECT_SECONDS))
     channel = join_ranks(ranks.rank, ranks.size, store=store, device=device, collective_seconds=arguments.seconds)
 
     def build(config: RunConfig) -> tuple[RankLearner, PackBatcher]:

@@ -1,10 +1,11 @@
-"""How rank 0 of the trainer tells the others what to do next: length, JSON header, bytes; over gloo.
+"""How rank 0 of the trainer sends commands to the other ranks: length, JSON header, bytes; over gloo.
 
     rank 0   --{"command": ...}, rows of this rank-->   rank r       waits here, outside of any collective
     all      == collectives of the learner ==>          all          begin only when every rank has its data
 
-A rank that waits for a command hears of rank 0 every BEAT_SECONDS, so a silence of trainer.collective_seconds means
-that it is gone. There are no beats while a command is carried out: nobody would take them.
+While a rank waits for a command, rank 0 sends a heartbeat every HEARTBEAT_SECONDS. If a rank receives nothing for
+trainer.collective_seconds, rank 0 is gone. While a command is executed, rank 0 sends no heartbeats, because the other
+ranks do not receive then.
 """
 
 import json
@@ -23,23 +24,23 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from pipelinerl_core.errors import RankLost
 
 Payload = tuple[Mapping[str, Any], bytes]
-"""What is for one rank: more values, and bytes."""
+"""For one rank: values beside those of the command, and bytes."""
 MIN_SILENCE_SECONDS = 20.0
-"""Shortest silence after which a rank gives the others up."""
-BEAT_SECONDS = 5.0
-"""Pause between two words to ranks that have nothing to do."""
-_BEAT = "beat"
+"""Shortest time without a message after which a rank treats the others as lost."""
+HEARTBEAT_SECONDS = 5.0
+"""Interval of heartbeats to ranks that wait for a command."""
+_HEARTBEAT = "beat"
 
 
 def join_ranks(
     rank: int, size: int, *, store: Store, device: torch.device, collective_seconds: float
 ) -> "RankChannel":
-    """Enter torch's default process group, and the channel beside it; returns when all ranks are there.
+    """Join torch's default process group and open the command channel; returns when all ranks have joined.
 
-    Raises RankLost when they are not within `collective_seconds`.
+    Raises RankLost if a rank has not joined within `collective_seconds`.
     """
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    with lost_ranks("the ranks' first meeting"):
+    with translate_rank_errors("joining the process group"):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=collective_seconds)
         )
@@ -54,49 +55,49 @@ class RankChannel:
         self.size = size
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=silence_seconds))
         self._lock = threading.RLock()
-        self._spoken_at = time.monotonic()
+        self._sent_at = time.monotonic()
         self._closed = threading.Event()
         if rank == 0 and size > 1:
-            threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, name="rank-beat", daemon=True).start()
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """While rank 0 gives a command and takes part in it, nothing else is said."""
+        """Keep heartbeats off the channel while rank 0 sends a command and takes part in its execution."""
         with self._lock:
             yield
-            self._spoken_at = time.monotonic()
+            self._sent_at = time.monotonic()
 
-    def tell(self, command: str, *, payloads: Sequence[Payload] = (), **values: Any) -> None:
-        """Send a command to every other rank; `payloads` has what is for rank 1, 2, ... alone."""
+    def send(self, command: str, *, payloads: Sequence[Payload] = (), **values: Any) -> None:
+        """Send a command to every other rank; `payloads`: what only rank 1, 2, ... receives, in this order."""
         with self._lock:
             for rank in range(1, self.size):
                 more, data = payloads[rank - 1] if payloads else ({}, b"")
                 self._send(rank, {"command": command, **values, **more}, data)
 
-    def listen(self) -> tuple[dict[str, Any], bytes]:
-        """The next command, its values, and bytes. Raises RankLost when rank 0 is gone."""
+    def receive(self) -> tuple[dict[str, Any], bytes]:
+        """Wait for the next command; returns its values and bytes. Raises RankLost if rank 0 is gone."""
         while True:
-            with lost_ranks("the next command of rank 0"):
+            with translate_rank_errors("the next command of rank 0"):
                 sizes = torch.zeros(2, dtype=torch.int64)
                 dist.recv(sizes, src=0, group=self._group)
                 data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
                 dist.recv(data, src=0, group=self._group)
             raw = data.numpy().tobytes()
             header: dict[str, Any] = json.loads(raw[: int(sizes[0])])
-            if header["command"] != _BEAT:
+            if header["command"] != _HEARTBEAT:
                 return header, raw[int(sizes[0]) :]
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's tensor (CPU) into that of every rank; call it on all."""
+        """Copy rank 0's tensor (on the CPU) into the tensor of every rank; collective."""
         with self._lock:
             dist.broadcast(tensor, src=0, group=self._group)
 
     def close(self) -> None:
-        """Let the other ranks go."""
+        """On rank 0: command the other ranks to stop."""
         if not self._closed.is_set():
             self._closed.set()
             if self.rank == 0:
-                self.tell("stop")
+                self.send("stop")
 
     def _send(self, rank: int, header: Mapping[str, Any], data: bytes) -> None:
         text = json.dumps(header).encode()
@@ -104,23 +105,23 @@ class RankChannel:
         dist.send(sizes, dst=rank, group=self._group)
         dist.send(torch.frombuffer(bytearray(text + data), dtype=torch.uint8), dst=rank, group=self._group)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS / 4):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS / 4):
             if not self._lock.acquire(blocking=False):
-                continue  # a command is being carried out
+                continue  # a command is being executed
             try:
-                if time.monotonic() - self._spoken_at > BEAT_SECONDS and not self._closed.is_set():
+                if time.monotonic() - self._sent_at > HEARTBEAT_SECONDS and not self._closed.is_set():
                     with self.command():
-                        self.tell(_BEAT)
-            except RuntimeError:  # a rank is gone: whoever needs it finds out
+                        self.send(_HEARTBEAT)
+            except RuntimeError:  # a rank is gone: the next command raises RankLost
                 return
             finally:
                 self._lock.release()
 
 
 @contextmanager
-def lost_ranks(what: str) -> Iterator[None]:
-    """Errors of torch's process groups as RankLost; everything else as it is."""
+def translate_rank_errors(what: str) -> Iterator[None]:
+    """Raise errors of torch's process groups as RankLost; `what` names the operation. Other errors pass unchanged."""
     try:
         yield
     except RuntimeError as error:

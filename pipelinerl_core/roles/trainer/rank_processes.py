@@ -1,4 +1,4 @@
-"""Ranks as child processes of this one: they end with it, and it learns when one of them ends."""
+"""Ranks of a trainer as child processes: started, watched, and ended with this process."""
 
 import logging
 import os
@@ -13,23 +13,23 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 
 RANK_STOP_SECONDS = 5.0
-"""For a rank that was told to stop."""
+"""Time for a rank to end after the stop command."""
 
 
 class RankProcesses:
-    """Some ranks of a trainer, on this host. Start them on the main thread: the kernel ends them with it."""
+    """Some ranks of a trainer, on this host. Call `start` on the main thread: the kernel ends the ranks with it."""
 
     def __init__(self, run_url: str) -> None:
-        """`run_url` is on their command lines, for whoever looks at the processes of a host."""
+        """`run_url` is on the command lines of the ranks, to identify the run in a list of processes."""
         self._run_url = run_url
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._named: set[int] = set()
+        self._logged: set[int] = set()
         self._size = 0
 
     def start(
         self, ranks: Iterable[int], *, where: str, size: int, per_node: int, device: str, seconds: float
     ) -> None:
-        """Start these ranks of `size`; `where` is where they meet, the n-th on this host takes its n-th GPU."""
+        """Start these ranks of `size`; the n-th rank on this host uses its n-th GPU. where: of the rendezvous."""
         self._size = size
         for rank in ranks:
             options = {
@@ -45,43 +45,43 @@ class RankProcesses:
             command += [text for key, value in options.items() for text in (f"--{key}", str(value))]
             self._processes[rank] = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
-    def name_the_dead(self, wait_seconds: float = 0.0) -> int | None:
-        """Log each rank that has failed, once; returns the exit code for this process, None while none has.
+    def log_failures(self, wait_seconds: float = 0.0) -> int | None:
+        """Log each failed rank once; returns the exit code for this process, None if no rank has failed.
 
-        wait_seconds: how long to look for one.
+        wait_seconds: how long to wait for a failure.
         """
         deadline = time.monotonic() + wait_seconds
-        while (code := self._name_the_dead()) is None and time.monotonic() < deadline:
+        while (code := self._log_failures()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return code
 
-    def _name_the_dead(self) -> int | None:
+    def _log_failures(self) -> int | None:
         worst = None
         for rank, process in self._processes.items():
             code = process.poll()
             if not code:
                 continue
             worst = max(code, 1)
-            if rank not in self._named:
-                self._named.add(rank)
+            if rank not in self._logged:
+                self._logged.add(rank)
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                logger.error("rank %d of %d %s; the step in the making is not committed", rank, self._size, how)
+                logger.error("rank %d of %d %s; the current step is not committed", rank, self._size, how)
         return worst
 
     def have_ended(self) -> bool:
-        """Whether none of them runs."""
+        """Whether all ranks have ended."""
         return all(process.poll() is not None for process in self._processes.values())
 
-    def await_end(self, seconds: float) -> None:
-        """Wait at most so long for all of them to end by themselves."""
+    def wait(self, seconds: float) -> None:
+        """Wait at most so long for all ranks to end by themselves."""
         deadline = time.monotonic() + seconds
         for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def stop(self, seconds: float) -> None:
-        """Wait so long for them to end by themselves, then kill them."""
-        self.await_end(seconds)
+        """Wait at most so long for the ranks to end by themselves, then kill them."""
+        self.wait(seconds)
         for process in self._processes.values():
             process.kill()
             process.wait()

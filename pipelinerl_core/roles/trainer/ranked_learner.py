@@ -1,13 +1,13 @@
-"""The Learner of a trainer with several ranks, as rank 0 sees it, and what the other ranks do for it.
+"""The Learner of a trainer with several ranks: rank 0's side and the command loop of the other ranks.
 
-Rank 0 alone talks to the hub and to the store. It cuts the rows of a step into equally many packs for every rank,
-sends each rank its rows, and computes with the others. A rank's failure ends all of them: the step was not committed.
+Only rank 0 communicates with the hub and the store. Rank 0 divides the rows of a step into equally many packs per
+rank, sends each rank its rows, and computes with the other ranks. If a rank fails, all ranks end; the step is not
+committed then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from pipelinerl_core.data.codec import (
     from_segment,
     to_segment,
 )
-from pipelinerl_core.roles.trainer.rank_channel import RankChannel, lost_ranks
+from pipelinerl_core.roles.trainer.rank_channel import Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ class RankLearner(Protocol):
 
 
 class RankedLearner:
-    """All ranks as one Learner; lives in rank 0."""
+    """All ranks as one Learner; an object of rank 0."""
 
     def __init__(self, local: RankLearner, channel: RankChannel, batcher: PackBatcher) -> None:
         self._local = local
@@ -81,16 +81,16 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
-        with lost_ranks(f"step {step}"), self._channel.command():
-            self._channel.tell("step", payloads=[_share(rows, packs, step) for packs in plan[1:]])
+        with translate_rank_errors(f"step {step}"), self._channel.command():
+            self._channel.send("step", payloads=[_rank_payload(rows, packs, step) for packs in plan[1:]])
             return self._local.step_packs(self._batcher.planned(rows, plan[0]))
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """See `interfaces.Learner`."""
-        with lost_ranks("scoring of rollouts"), self._channel.command():
+        with translate_rank_errors("scoring of rollouts"), self._channel.command():
             if self._local.is_sharded:
-                data = _segment(encode_rollouts("", rollouts))
-                self._channel.tell("score", payloads=[({}, data)] * (self._channel.size - 1))
+                data = to_segment([encode_rollouts("", rollouts)])
+                self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
             return self._local.logprobs_of(rollouts)
 
     def weights(self) -> dict[str, Tensor]:
@@ -105,40 +105,40 @@ class RankedLearner:
         """See `interfaces.Learner`."""
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
-        with lost_ranks("sending of a checkpoint"), self._channel.command():
-            self._channel.tell("load", tensors=shapes, values=dict(values))
+        with translate_rank_errors("sending of a checkpoint"), self._channel.command():
+            self._channel.send("load", tensors=shapes, values=dict(values))
             for tensor in found.values():
                 self._channel.broadcast(tensor)
             self._local.load_state(found, values)
 
     def _gathered(self, command: str, gather: Callable[[], _T]) -> _T:
-        with lost_ranks(f"gathering of {command}"), self._channel.command():
+        with translate_rank_errors(f"gathering of {command}"), self._channel.command():
             if self._local.is_sharded:
-                self._channel.tell(command)
+                self._channel.send(command)
             return gather()
 
 
 def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, PackBatcher]]) -> None:
-    """What a rank other than 0 does: as it is told, until it is told to stop."""
+    """Command loop of a rank other than 0: execute commands of rank 0 until the command `stop`."""
     learner: RankLearner | None = None
     batcher: PackBatcher | None = None
     while True:
-        order, data = channel.listen()
-        command = order["command"]
+        values, data = channel.receive()
+        command = values["command"]
         if command == "stop":
             return
         if command == "build":
-            learner, batcher = build(build_config(order["config"]))
+            learner, batcher = build(build_config(values["config"]))
         elif learner is None or batcher is None:
             raise ValueError(f"{command} before build")
         else:
-            with lost_ranks(command):
-                _obey(command, order, data, learner, batcher, channel)
+            with translate_rank_errors(command):
+                _execute(command, values, data, learner, batcher, channel)
 
 
-def _obey(
+def _execute(
     command: str,
-    order: Mapping[str, Any],
+    values: Mapping[str, Any],
     data: bytes,
     learner: RankLearner,
     batcher: PackBatcher,
@@ -147,7 +147,7 @@ def _obey(
     match command:
         case "step":
             rows = [row for batch in from_segment(data) for row in decode_batch(batch)] if data else []
-            learner.step_packs(batcher.planned(rows, order["packs"]))
+            learner.step_packs(batcher.planned(rows, values["packs"]))
         case "score":
             learner.logprobs_of([rollout for batch in from_segment(data) for rollout in decode_rollouts(batch)])
         case "weights":
@@ -156,22 +156,18 @@ def _obey(
             learner.state()
         case "load":
             tensors = {
-                name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in order["tensors"].items()
+                name: torch.empty(shape, dtype=_DTYPES[dtype]) for name, (dtype, shape) in values["tensors"].items()
             }
             for tensor in tensors.values():
                 channel.broadcast(tensor)
-            learner.load_state(tensors, order["values"])
+            learner.load_state(tensors, values["values"])
         case _:
             raise ValueError(f"unknown command {command}")
 
 
-def _share(rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]], step: int) -> tuple[dict[str, Any], bytes]:
-    """The packs of one rank as indices into its own rows, and these rows."""
+def _rank_payload(rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]], step: int) -> Payload:
+    """What one rank receives for a step: its packs as indices into its own rows, and these rows as a segment."""
     chosen = [index for indices in packs for index in indices]
-    places = {index: place for place, index in enumerate(chosen)}
-    own = {"packs": [[places[index] for index in indices] for indices in packs]}
-    return own, _segment(encode_batch("", step, [rows[index] for index in chosen])) if chosen else b""
-
-
-def _segment(batch: pa.RecordBatch) -> bytes:
-    return to_segment([batch])
+    positions = {index: position for position, index in enumerate(chosen)}
+    values = {"packs": [[positions[index] for index in indices] for indices in packs]}
+    return values, to_segment([encode_batch("", step, [rows[index] for index in chosen])]) if chosen else b""

@@ -1,7 +1,7 @@
-"""Where the ranks of a trainer find one another: a file on one host, a port of rank 0 on several.
+"""Rendezvous of the ranks of a trainer: a file on one host, a TCP port of rank 0 on several hosts.
 
-Ranks of one host talk over the loopback interface only. Those of several hosts trust their network: torch's process
-groups know no password.
+Ranks on one host communicate over the loopback interface only. Ranks on several hosts need a trusted network, because
+torch's process groups have no authentication.
 """
 
 import os
@@ -14,22 +14,25 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import MEETINGS_PREFIX, MeetingRecord, meeting_key
+from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
 _FILE, _TCP = "file:", "tcp:"
 
 
-def hold_meeting(size: int, seconds: float, *, directory: Path, host: str | None) -> tuple[Store, str]:
-    """Rank 0: the store of the process group, and where the others find it. `host`: how other hosts name this one."""
+def open_rendezvous(size: int, seconds: float, *, directory: Path, host: str | None) -> tuple[Store, str]:
+    """Rank 0: create the store of the process group; returns the store and its address for the other ranks.
+
+    host: address of this host for other hosts; None if all ranks are on this host.
+    """
     if host is None:
         where = f"{_FILE}{directory / 'ranks'}"
-        return join_meeting(where, size, seconds), where
+        return join_rendezvous(where, size, seconds), where
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store, f"{_TCP}{host}:{store.port}"
 
 
-def join_meeting(where: str, size: int, seconds: float) -> Store:
-    """Any other rank: the store of the process group."""
+def join_rendezvous(where: str, size: int, seconds: float) -> Store:
+    """Any other rank: connect to the store of the process group at the address `where`."""
     if where.startswith(_FILE):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
@@ -39,18 +42,18 @@ def join_meeting(where: str, size: int, seconds: float) -> Store:
 
 
 def own_address(config: RunConfig) -> str:
-    """How the other hosts of the trainer name this one."""
+    """Address of this host for the other hosts of the trainer."""
     return config.placement.trainer_host or socket.gethostname()
 
 
-def announce_meeting(store: ObjectStore, record: MeetingRecord) -> None:
-    """Rank 0: tell the other hosts of a trainer, through the run's store."""
-    store.put(meeting_key(record.epoch), record.model_dump_json().encode())
+def announce_rendezvous(store: ObjectStore, record: RendezvousRecord) -> None:
+    """Rank 0: publish the rendezvous in the run's store, for the other hosts of the trainer."""
+    store.put(rendezvous_key(record.epoch), record.model_dump_json().encode())
 
 
-def newest_meeting(store: ObjectStore) -> MeetingRecord | None:
-    """The meeting of the newest start of the trainer, if there was any."""
-    keys = store.list(MEETINGS_PREFIX)
+def newest_rendezvous(store: ObjectStore) -> RendezvousRecord | None:
+    """The rendezvous of the newest start of the trainer; None if there is none."""
+    keys = store.list(RENDEZVOUS_PREFIX)
     if not keys:
         return None
-    return read_record(store, keys[-1], MeetingRecord)
+    return read_record(store, keys[-1], RendezvousRecord)

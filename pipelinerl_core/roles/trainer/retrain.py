@@ -1,7 +1,7 @@
-"""Train recorded batches again: how a trainer restarts, and what `pipelinerl replay` repeats.
+"""Train recorded batches again, for the restart of a trainer and for `pipelinerl replay`.
 
-The rows of batches/ are trained in their order by the same learner, so that on the same machine, with the same
-threads, losses and weights are equal bit for bit on a CPU.
+The same learner trains the rows of batches/ in the recorded order. On a CPU, with the same machine and number of
+threads, losses and weights are equal to the last bit.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 logger = logging.getLogger(__name__)
 
-# Losses of the same step on other hardware, relative to their size, or to this where they are nearly 0.
+# Largest difference of close losses, relative to the recorded loss or, near 0, to this value.
 _CLOSE = 1e-3
 
 
@@ -34,16 +34,16 @@ class ReplayedStep:
 
     step: int
     metrics: Mapping[str, float]
-    """Of the learner."""
+    """Metrics of the learner."""
     recorded_loss: float
     weights_match: bool
-    """Whether the weights after it have the sha256 of the commit."""
+    """Whether the weights after the step have the sha256 of the commit."""
     is_exact: bool = True
-    """Whether they must: this step and those before it were computed as they are here (see `foreign_steps`)."""
+    """Whether the weights must match: this step and all before it had this arithmetic (see `inexact_steps`)."""
 
     @property
     def verdict(self) -> str:
-        """equal: to the last bit; close: where that cannot be, the loss to the third digit; else DIFFERS."""
+        """equal: to the last bit; close: the step is not exact and the loss agrees to three digits; else DIFFERS."""
         found, recorded = self.metrics["train/loss"], self.recorded_loss
         if self.weights_match and found == recorded:
             return "equal"
@@ -52,7 +52,7 @@ class ReplayedStep:
 
 
 def weights_sha256(learner: Learner) -> str:
-    """sha256 of the learner's weights as they would be published."""
+    """sha256 of the learner's weights in the published form."""
     return hashlib.sha256(serialize(learner.weights())).hexdigest()
 
 
@@ -70,26 +70,26 @@ def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
 
 
 def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step: int) -> None:
-    """Load the newest whole checkpoint at or before `step`; one that is damaged costs a longer replay, no more."""
+    """Load the newest intact checkpoint at or before `step`. Raises ConfigError if there is none."""
     for candidate in sorted((committed for committed in commits if committed <= step), reverse=True):
         reference = read_commit(store, commits[candidate]).checkpoint
         if reference is None or reference.step != candidate:
-            continue  # an earlier commit is the one that made it
+            continue  # an earlier commit wrote this checkpoint
         try:
             tensors, values = load_checkpoint(store, reference.step, reference.epoch)
         except MissingObject:
             continue  # pruned
         except StoreError as error:
-            logger.error("checkpoint of step %d left out, an older one must do: %s", reference.step, error)
+            logger.error("checkpoint of step %d left out, an older checkpoint is tried: %s", reference.step, error)
             continue
         _check_base(store, learner, commits)
         learner.load_state(tensors, values)
         return
-    raise ConfigError(f"{store.url}: no whole checkpoint at or before step {step}; it cannot be replayed")
+    raise ConfigError(f"{store.url}: no intact checkpoint at or before step {step}, so the step cannot be replayed")
 
 
 def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -> None:
-    """Raises ConfigError when the run published adapters, and the base model is another than at its start."""
+    """Raises ConfigError if the run published adapters and the base model is not the model of the run's start."""
     first = read_commit(store, commits[min(commits)]).manifest
     if first is None or first.key is None or not holds_adapters(first):
         return
@@ -108,11 +108,11 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
         )
 
 
-def foreign_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
-    """Steps that cannot be trained again to the last bit: computed with another arithmetic, or any on a GPU.
+def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
+    """Steps that cannot be repeated to the last bit: steps of another arithmetic, and on a GPU all steps.
 
-    Gradients of attention are added up there in whatever order they come. Old epochs do not say how they computed,
-    and are believed.
+    On a GPU the order in which gradients of attention are summed is not defined. Epochs of older versions do not
+    record their arithmetic; this function treats their steps as exact.
     """
     if model_device(config).type == "cuda":
         return sorted(commits)
@@ -126,7 +126,7 @@ def foreign_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig
 def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:
     """Train the steps after the learner's version, up to `last`, from their recorded batches.
 
-    Raises MissingObject, before any of them, when the commit of one is not there.
+    Raises MissingObject before the first step if the commit of a step is missing.
     """
     steps = range(learner.version + 1, last + 1)
     missing = next((step for step in steps if step not in commits), None)

@@ -1,4 +1,4 @@
-"""What a trainer tells its monitor: what it does, how long that took, and what a step came to."""
+"""Health, readiness, metrics and traces of a trainer."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from pipelinerl_core.types import TrainingRow
 
 
 class TrainerWatch:
-    """Called by the trainer's main loop, and `committed` by the thread that commits."""
+    """Called by the trainer's main loop; `committed` is called by the committing thread."""
 
     def __init__(self, monitor: RoleMonitor, epoch: int) -> None:
         self._monitor = monitor
@@ -21,33 +21,33 @@ class TrainerWatch:
         monitor.metrics.ask("trainer_checkpoint_age_seconds", lambda: time.monotonic() - self._checkpoint_at)
 
     def registered(self) -> None:
-        """The model is loaded and the hub knows this trainer."""
-        self._monitor.beat("registered at the hub")
-        self._monitor.ready_unless(lambda: "")
+        """The model is loaded and the trainer is registered at the hub."""
+        self._monitor.heartbeat("registered at the hub")
+        self._monitor.set_readiness_check(lambda: "")
 
-    def waits(self, step: int) -> None:
-        """It asks for the groups of a step, again and again."""
+    def waiting(self, step: int) -> None:
+        """The trainer requests the groups of a step; called at each request."""
         self._monitor.facts.update(step=step, weight_version=step - 1)
-        self._monitor.beat(f"waiting for the groups of step {step}")
+        self._monitor.heartbeat(f"waiting for the groups of step {step}")
 
-    def computes(self, step: int) -> None:
+    def computing(self, step: int) -> None:
         """A step begins."""
-        self._monitor.beat(f"computing step {step}")
+        self._monitor.heartbeat(f"computing step {step}")
 
-    def repeats(self, step: int) -> None:
+    def replayed(self, step: int) -> None:
         """A recorded step was trained again."""
-        self._monitor.beat(f"trained step {step} again from its batch")
+        self._monitor.heartbeat(f"trained step {step} again from its batch")
 
     def computed(
         self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]
     ) -> None:
         """A step has been computed from these rows, with these metrics of telemetry/metrics.py.
 
-        times: when it began to wait, had its groups, and had computed, in Unix seconds.
+        times: start of the wait for groups, start and end of the computation, in Unix seconds.
         """
         if self._traces is not None:
             self._traces.computed(step, rows, metrics, times)
-        self._monitor.beat(f"step {step} is computed")
+        self._monitor.heartbeat(f"step {step} is computed")
         exported = self._monitor.metrics
         exported.set("role_weight_version", step)
         exported.observe("trainer_step_seconds", metrics["time/compute_seconds"])

@@ -204,7 +204,7 @@ def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
     rows, num, version, spans = [], 0, 0, []
     for num_new, newer, is_flushed in steps:
         version += newer
-        progress.take(chunk(num, num_new, version))
+        progress.add(chunk(num, num_new, version))
         if num_new:
             spans = [*spans, (version, num, num + num_new)]
         num += num_new
@@ -212,7 +212,7 @@ def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
             rows.append(progress.growth())
     merged = [(version_, runs[0][1], runs[-1][2]) for version_, runs in _runs(spans)]
     end = completion(num, *(merged if is_exact else [(version + 1, 0, num)] if num else []))
-    progress.take(chunk(num, 0, version, end))
+    progress.add(chunk(num, 0, version, end))
     rows.append(progress.growth())
     progress.score(1.0)
     rows.append(progress.growth())
@@ -231,12 +231,12 @@ def _runs(spans):
 
 def test_what_was_taken_over_is_logged_by_its_new_holder():
     taken = replace(row(0, 4), origins=(Origin("a", 1, 4),))
-    progress = Progress(group_id=5, rollout_index=0, attempt=1, taken=taken)
+    progress = Progress(group_id=5, rollout_index=0, attempt=1, restored=taken)
     assert progress.completion().token_ids.tolist() == [0, 1, 2, 3]
     assert progress.completion().finish_reason is FinishReason.ABORT
     first = progress.growth()
     assert (first.start, first.end, first.attempt) == (0, 4, 1)
-    progress.take(chunk(4, 2, 8))
+    progress.add(chunk(4, 2, 8))
     second = progress.growth()
     assert (second.start, second.origins) == (4, (Origin("a", 1, 4),))
     assert second.weight_spans == (WeightSpan(8, 4, 6),)
@@ -248,6 +248,6 @@ def test_what_was_taken_over_is_logged_by_its_new_holder():
 )
 def test_a_reward_is_taken_over_and_an_error_is_not(outcome, reward, expected):
     taken = row(0, 4, finish_reason=FinishReason.STOP, outcome=outcome, reward=reward)
-    progress = Progress(group_id=5, rollout_index=0, attempt=1, taken=taken)
+    progress = Progress(group_id=5, rollout_index=0, attempt=1, restored=taken)
     assert (progress.outcome, progress.reward) == expected
     assert progress.finish_reason is FinishReason.STOP

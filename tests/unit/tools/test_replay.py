@@ -9,7 +9,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.roles.trainer import retrain
-from pipelinerl_core.roles.trainer.retrain import foreign_steps, replay_steps, restore
+from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef, Commit, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -93,21 +93,21 @@ def test_a_damaged_checkpoint_costs_a_longer_replay_and_no_more(run, caplog):
     store.delete([f"checkpoints/00000002.{EPOCH}/state.safetensors"])  # its manifest is still there
     assert restored(run) == 0
     store.put(f"checkpoints/00000000.{EPOCH}/manifest.json", b"{")
-    with pytest.raises(ConfigError, match="no whole checkpoint at or before step 5"):
+    with pytest.raises(ConfigError, match="no intact checkpoint at or before step 5"):
         restored(run)
 
 
 def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(run, monkeypatch):
     store, commits = run
     config = load_config("quickstart")
-    assert foreign_steps(store, commits, config) == []  # nothing says how they were computed
+    assert inexact_steps(store, commits, config) == []  # nothing says how they were computed
     other = load_config("quickstart", ["trainer.pack_tokens=64"]).arithmetic
     while take_epoch(store, "trainer", -1, other).epoch < EPOCH:
         pass
-    assert foreign_steps(store, commits, config) == list(range(6))
-    assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
+    assert inexact_steps(store, commits, config) == list(range(6))
+    assert inexact_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
     monkeypatch.setattr(retrain, "model_device", lambda _: torch.device("cuda"))
-    assert foreign_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
+    assert inexact_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
 
 
 def test_a_commit_that_is_missing_is_one_line_before_anything_is_trained(run):

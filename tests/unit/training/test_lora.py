@@ -8,7 +8,7 @@ import torch
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
-from pipelinerl_core.roles.trainer.adopt import _take_committed_weights
+from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools.replay import _check_adapters
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
@@ -228,6 +228,6 @@ def test_committed_weights_do_not_replace_adapters(caplog):
     learner = adapted_learner(lora_config())
     before = learner.state()[0]
     commit = SimpleNamespace(step=3, manifest=SimpleNamespace(key="weights/00000003.1", files=()))
-    _take_committed_weights(MemoryStore(), learner, commit)
+    _load_committed_weights(MemoryStore(), learner, commit)
     assert "step 3 was trained again on other hardware: its adapters differ" in caplog.text
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.state()[0].items())

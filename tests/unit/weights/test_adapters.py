@@ -15,7 +15,7 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters, merge
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.roles.runtime.inference import base_weights
-from pipelinerl_core.roles.trainer.adopt import _take_committed_weights
+from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import restore
@@ -147,7 +147,9 @@ def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_pa
     manifest = publish(store, learner_of(config_of(model)).weights())
     subscriber = WeightSubscriber(store, BaseWeights(other))
     found, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
-    says = f"weights of version 3: adapters of a base model with sha256 {wanted}, but that in {other} has {found}"
+    says = (
+        f"weights of version 3: adapters of a base model with sha256 {wanted}, but the model in {other} has {found}"
+    )
     if is_read_by == "subscriber":
         with pytest.raises(ChecksumMismatch, match=says):
             subscriber.fetch(manifest)
@@ -278,5 +280,5 @@ def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(mod
     manifest = publish(store, committed)
     sha256 = manifest.files[0].sha256
     commit = SimpleNamespace(step=3, manifest=manifest, weights_sha256=sha256)
-    _take_committed_weights(store, learner, commit)
+    _load_committed_weights(store, learner, commit)
     assert serialize(learner.weights()) == serialize(committed)

@@ -19,7 +19,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.broadcast import (
     GROUP_COUNTER,
     WeightBroadcaster,
-    gloo_member_key,
+    gloo_receiver_key,
     layout_of,
     read_group,
 )
@@ -59,7 +59,7 @@ class Member(threading.Thread):
         host, _, port = self.group.ticket.removeprefix("gloo:").rpartition(":")
         deadline = timedelta(seconds=self.group.deadline_seconds)
         store = dist.TCPStore(host, int(port), self.group.world_size, is_master=False, timeout=deadline)
-        store.set(gloo_member_key(self.rank), "")
+        store.set(gloo_receiver_key(self.rank), "")
         collective = dist.ProcessGroupGloo(store, self.rank, self.group.world_size, deadline)
         for _ in range(self.num_versions):
             version = {}
@@ -111,11 +111,11 @@ def until(condition, what):
 
 def formed(broadcaster, store, actors, num_versions=1):
     """The members of a group of these actors, all of which have met and said so."""
-    assert broadcaster.attend(dict.fromkeys(actors, 0), WEIGHTS) is False
+    assert broadcaster.ensure_group(dict.fromkeys(actors, 0), WEIGHTS) is False
     group = read_group(store, broadcaster.number)
     members = [Member(group, rank, num_versions) for rank in range(1, group.world_size)]
     joined = dict.fromkeys(actors, group.number)
-    until(lambda: broadcaster.attend(joined, WEIGHTS), "a group that has met")
+    until(lambda: broadcaster.ensure_group(joined, WEIGHTS), "a group that has met")
     for member in members:
         member.may_leave.set()
     return members
@@ -143,16 +143,16 @@ def test_every_worker_of_every_actor_receives_every_version(make, store):
 
 def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
     broadcaster = make()
-    assert broadcaster.attend({}, WEIGHTS) is False
+    assert broadcaster.ensure_group({}, WEIGHTS) is False
     assert broadcaster.number == 0
-    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False
+    assert broadcaster.ensure_group({"actor-0": 0}, WEIGHTS) is False
     number = broadcaster.number
     assert number > 3_000_000
-    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False  # still waited for
+    assert broadcaster.ensure_group({"actor-0": 0}, WEIGHTS) is False  # still waited for
     Member(read_group(store, number), 1)
     time.sleep(0.5)
-    assert broadcaster.attend({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
-    until(lambda: broadcaster.attend({"actor-0": number}, WEIGHTS), "a group that has met")
+    assert broadcaster.ensure_group({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
+    until(lambda: broadcaster.ensure_group({"actor-0": number}, WEIGHTS), "a group that has met")
     assert broadcaster.number == number
 
 
@@ -172,7 +172,7 @@ def test_other_actors_make_another_group(make, store, joined):
     number = broadcaster.number
     assert broadcaster.next_index == 2
     actors = joined(number)
-    assert broadcaster.attend(actors, WEIGHTS) is False
+    assert broadcaster.ensure_group(actors, WEIGHTS) is False
     assert broadcaster.number > number
     assert broadcaster.next_index == 1
     assert set(read_group(store, broadcaster.number).first_ranks) == set(actors)
@@ -180,9 +180,9 @@ def test_other_actors_make_another_group(make, store, joined):
 
 def test_a_group_that_never_meets_gives_way_to_another(make, store):
     broadcaster = make(deadline_seconds=1.0)
-    broadcaster.attend({"a": 0}, WEIGHTS)
+    broadcaster.ensure_group({"a": 0}, WEIGHTS)
     number = broadcaster.number
-    until(lambda: broadcaster.attend({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
+    until(lambda: broadcaster.ensure_group({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
     assert broadcaster.number > number
 
 
@@ -191,7 +191,7 @@ def test_a_member_that_is_not_there_ends_the_broadcast_and_the_group(make, store
     for member in formed(broadcaster, store, ["a", "b"], num_versions=0):  # they have joined and receive nothing
         member.join(timeout=60)
     started = time.monotonic()
-    with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is given up"):
+    with pytest.raises(BroadcastError, match=r"broadcast group 300000\d of \['a', 'b'\] is closed"):
         broadcaster.send({name: torch.zeros(1_000_000) if name == "c" else t for name, t in WEIGHTS.items()})
     assert time.monotonic() - started < 3 * DEADLINE_SECONDS
     assert broadcaster.number == 0
@@ -249,7 +249,7 @@ def test_a_version_is_broadcast_and_in_no_store_once_its_actors_have_joined(publ
     assert publisher.deliver() is None
     member.join(timeout=60)
     assert_equal(member.received[0])
-    assert publisher.rescue(actors) is None
+    assert publisher.store_if_unreachable(actors) is None
     durable = publish(publisher, 4, actors, durable=True)
     assert (durable.is_broadcast, durable.broadcast_index) == (True, 2)
     assert durable.key is not None
@@ -265,22 +265,22 @@ def test_a_broadcast_that_fails_goes_through_the_store(publisher, store):
     again = publisher.deliver()
     assert (again.version, again.is_broadcast) == (3, False)
     assert_equal(dict(WeightSubscriber(store).fetch(again).tensors))
-    assert publisher.rescue({"a/1": sample(0)}) is None  # it can be read already
+    assert publisher.store_if_unreachable({"a/1": sample(0)}) is None  # it can be read already
 
 
 def test_an_actor_that_comes_later_finds_the_newest_version_in_the_store(publisher, store):
     _, actors = broadcasting(publisher, store, 1)
     publish(publisher, 3, actors)
     publisher.deliver()
-    again = publisher.rescue({**actors, "b/1": sample(0)})
+    again = publisher.store_if_unreachable({**actors, "b/1": sample(0)})
     assert (again.version, again.is_broadcast) == (3, False)
     assert_equal(dict(WeightSubscriber(store).fetch(again).tensors))
-    assert publisher.rescue({**actors, "b/1": sample(0)}) is None
+    assert publisher.store_if_unreachable({**actors, "b/1": sample(0)}) is None
 
 
 def test_a_group_is_an_object_of_the_run(make, store):
     broadcaster = make()
-    broadcaster.attend({"a": 0}, WEIGHTS)
+    broadcaster.ensure_group({"a": 0}, WEIGHTS)
     assert store.exists(broadcast_key(broadcaster.number))
     assert read_group(store, broadcaster.number).layout == layout_of(WEIGHTS)
 
@@ -296,7 +296,7 @@ def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, s
             return found
 
     broadcaster = make()
-    broadcaster.attend({"a": 0}, WEIGHTS)
+    broadcaster.ensure_group({"a": 0}, WEIGHTS)
     number = broadcaster.number
     broadcaster.__class__ = Losing
     assert broadcaster.number in (number, 0)
@@ -311,7 +311,7 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
         def __init__(self, *arguments):
             self.may_fail = threading.Event()
 
-        def meet(self, is_over):
+        def connect(self, is_closed):
             assert self.may_fail.wait(60)
             raise BroadcastError("its members did not come")
 
@@ -325,20 +325,20 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
 
         def __getattribute__(self, name):
             found = super().__getattribute__(name)
-            if name == "_group" and threading.current_thread().name == "broadcast-meet":
+            if name == "_group" and threading.current_thread().name == "broadcast-connect":
                 Slow.has_looked.set()
                 assert Slow.may_go_on.wait(60)
             return found
 
     monkeypatch.setattr("pipelinerl_core.weights.broadcast.GlooSender", Alone)
-    monkeypatch.setattr("pipelinerl_core.weights.broadcast._FAREWELL_SECONDS", 0.0)
+    monkeypatch.setattr("pipelinerl_core.weights.broadcast._THREAD_END_SECONDS", 0.0)
     broadcaster = make()
     broadcaster.__class__ = Slow
-    broadcaster.attend({"a": 0}, WEIGHTS)
+    broadcaster.ensure_group({"a": 0}, WEIGHTS)
     first, (thread,) = broadcaster._sender, broadcaster._threads
     first.may_fail.set()
     until(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
-    broadcaster.attend({"a": 0, "b": 0}, WEIGHTS)
+    broadcaster.ensure_group({"a": 0, "b": 0}, WEIGHTS)
     second, number = broadcaster._sender, broadcaster.number
     Slow.may_go_on.set()
     thread.join(60)

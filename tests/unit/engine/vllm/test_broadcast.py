@@ -15,11 +15,11 @@ from pipelinerl_core.engine.vllm.core import CoreLoad, CoreOutput
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER, gloo_member_key, read_group
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER, gloo_receiver_key, read_group
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -95,7 +95,7 @@ def connect(group, rank):
     host, _, port = group.ticket.removeprefix("gloo:").rpartition(":")
     deadline = timedelta(seconds=group.deadline_seconds)
     store = dist.TCPStore(host, int(port), group.world_size, is_master=False, timeout=deadline)
-    store.set(gloo_member_key(rank), "")
+    store.set(gloo_receiver_key(rank), "")
     return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
 
 
@@ -182,20 +182,22 @@ def test_whoever_stood_still_during_a_broadcast_does_not_take_it_for_the_next_on
     async def main():
         engine = make_engine(core)
         await engine.open()
-        member = GroupMember(engine, store, name="c")
+        member = BroadcastSubscriber(engine, store, name="c")
         manifest, others = await form(publisher, store, engine)
         group = manifest.group
         # Done for the trainer: the worker above this engine has it, and waits to pass it on.
         assert await asyncio.to_thread(publisher.deliver) is None
         manifest = publish(publisher, 3, dict.fromkeys("abc", group))
         assert (manifest.is_broadcast, manifest.group) == (True, group)
-        assert member.wants(manifest, engine.weight_version)
+        assert member.should_swap(manifest, engine.weight_version)
         with pytest.raises(SwapError, match=f"3 is broadcast 2 of group {group}, the engine has received 0"):
             await engine.swap(member.update(manifest))
         assert (engine.group, engine.weight_version, core.loaded) == (0, 0, [])
-        assert not member.wants(manifest, engine.weight_version)
-        manifest = publisher.rescue({"a/1": sample(group), "b/1": sample(group), "c/1": sample(engine.group)})
-        assert member.wants(manifest, engine.weight_version)
+        assert not member.should_swap(manifest, engine.weight_version)
+        manifest = publisher.store_if_unreachable(
+            {"a/1": sample(group), "b/1": sample(group), "c/1": sample(engine.group)}
+        )
+        assert member.should_swap(manifest, engine.weight_version)
         assert member.update(manifest) is None
         await engine.swap(WeightSubscriber(store).fetch(manifest))
         assert (core.loaded, core.num_starts) == ([(3, 3)], 0)
@@ -214,7 +216,7 @@ def test_every_broadcast_in_its_turn_is_taken(publisher, store):
     async def main():
         engine = make_engine(core)
         await engine.open()
-        member = GroupMember(engine, store, name="c")
+        member = BroadcastSubscriber(engine, store, name="c")
         manifest, others = await form(publisher, store, engine)
         for version in (3, 4, 5):
             delivery = asyncio.create_task(asyncio.to_thread(publisher.deliver))

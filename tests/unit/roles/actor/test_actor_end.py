@@ -46,7 +46,7 @@ class Link:
     boot_id = "boot"
     registered = None
     on_nudge = None
-    gives_up = None
+    is_cancelled = None
 
     def __init__(self, answers=lambda message: Ack(re=0)):
         self.answers = answers
@@ -100,14 +100,14 @@ def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when_one_i
             forgotten.extend(keys)
 
         one = sealer(link, segments, forget)
-        loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.tell())]
+        loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.report())]
         for group_id in range(3):
             one.add(group(group_id, is_sent=True))
             await until(lambda number=group_id: segments.num_sealed == number + 1)
         await until(lambda: len(forgotten) == 3)
         assert link.told == []
         is_there.set()
-        await until(lambda: one.offers() == [])  # sent, sealed and known: nobody answers for them any more
+        await until(lambda: one.lease_refs() == [])  # sent, sealed and known: nobody answers for them any more
         for loop in loops:
             loop.cancel()
         assert [message.seq for message in link.told] == [0, 1, 2]
@@ -122,15 +122,15 @@ def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_is_off
         link = Link()
         one = sealer(link, Segments())
         one.add(group(0, is_sent=True))
-        one.must_offer_again = True  # it has registered with a new hub
+        one.must_send_again = True  # it has registered with a new hub
         await one.seal(everything=True)
-        telling = asyncio.create_task(one.tell())
+        telling = asyncio.create_task(one.report())
         await until(lambda: link.told)
         telling.cancel()
-        (again,) = one.to_offer_again()
+        (again,) = one.groups_to_send_again()
         assert again.seq == 0
-        one.settle(again)  # the new hub has it, and where it lies
-        assert one.offers() == one.to_offer_again() == []
+        one.confirm(again)  # the new hub has it, and where it lies
+        assert one.lease_refs() == one.groups_to_send_again() == []
 
     asyncio.run(main())
 
@@ -239,9 +239,9 @@ def test_an_actor_that_is_stopped_while_its_hub_is_away_writes_its_log_and_ends(
 
     def answers(message):
         if message.kind == "sync":
-            assert link.gives_up() is False
+            assert link.is_cancelled() is False
             stop.set()
-            assert link.gives_up() is True  # the link asks while it looks for the hub
+            assert link.is_cancelled() is True  # the link asks while it looks for the hub
             return HubUnavailable("away")
         return Ack(re=0)
 

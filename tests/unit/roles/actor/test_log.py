@@ -63,7 +63,7 @@ def test_what_one_actor_wrote_another_takes_over():
     async def main():
         store = MemoryStore()
         await log_of(store, Runner(row(num=4))).flush()
-        return await log_of(store, Runner()).taken(lease(PreviousHolder("a", 1, 0)))
+        return await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
 
     taken = asyncio.run(main())
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
@@ -79,13 +79,13 @@ def test_switched_off_it_writes_nothing_and_still_takes_over():
         await log.flush()
         await log.forget([(5, 0)])
         assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
-        return await log.taken(lease(PreviousHolder("a", 1, 0)))
+        return await log.restore(lease(PreviousHolder("a", 1, 0)))
 
     assert len(asyncio.run(main())[0].token_ids) == 2
 
 
 def test_a_lease_that_nobody_held_asks_no_store():
-    assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).taken(lease())) == {}
+    assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).restore(lease())) == {}
 
 
 def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
@@ -95,8 +95,8 @@ def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
         raise StoreError("503")
 
     monkeypatch.setattr(store, "list", fail)
-    assert asyncio.run(log_of(store, Runner()).taken(lease(PreviousHolder("a", 1, 0)))) == {}
-    assert "group 5 is begun anew" in caplog.text
+    assert asyncio.run(log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))) == {}
+    assert "group 5 is sampled from the start" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_who_loses_a_hub_that_has_left_for_good_hears_that_the_run_is_over(serve
 
 def test_whoever_is_asked_to_stop_does_not_wait_for_a_hub(link_to):
     link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
-    link.gives_up = lambda: True
+    link.is_cancelled = lambda: True
     with pytest.raises(HubUnavailable, match="no hub at"):
         link.connect()
 

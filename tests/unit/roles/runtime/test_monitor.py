@@ -65,8 +65,8 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         assert record.url.startswith("http://127.0.0.1:")
         assert get(f"{record.url}/healthz") == (200, "ok: starting\n")
         assert get(f"{record.url}/readyz") == (503, "starting\n")
-        watched.beat("computing step 3")
-        watched.ready_unless(lambda: "")
+        watched.heartbeat("computing step 3")
+        watched.set_readiness_check(lambda: "")
         assert get(f"{record.url}/readyz") == (200, "ready: computing step 3\n")
         timed.store.put("a", b"x")
         status, text = get(f"{record.url}/metrics")
@@ -100,13 +100,13 @@ def test_a_main_loop_that_hangs_is_unhealthy_and_says_what_it_was_doing(monkeypa
     monkeypatch.setattr(monitor, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     one = RoleMonitor("trainer", "trainer", healthy_seconds=0.05)
     assert one.health()[0], "a start may take longer than a turn of the loop"
-    one.ready_unless(lambda: "")
-    one.beat("computing step 7")
+    one.set_readiness_check(lambda: "")
+    one.heartbeat("computing step 7")
     assert one.health() == (True, "ok: computing step 7")
     now[0] += 0.1
     is_healthy, line = one.health()
     assert not is_healthy
-    assert "has not turned for 0 s" in line
+    assert "no heartbeat of the main loop for 0 s" in line
     assert line.endswith("computing step 7")
     assert one.readiness() == (False, line)
     assert samples(one.exposition().decode())["pipelinerl_role_healthy",] == 0
@@ -126,14 +126,14 @@ class Engine:
 
 
 def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
-    monkeypatch.setattr(inference, "BEAT_SECONDS", 0.005)
+    monkeypatch.setattr(inference, "HEARTBEAT_SECONDS", 0.005)
 
     async def main():
         engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
         is_current = [False]
         watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
         assert one.readiness() == (False, "not registered at the hub yet")
-        watch.heard(SyncReply(re=1, boot_id="b"), num_unsent=2)
+        watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
         assert one.readiness() == (False, "the newest weights are not loaded yet")
         is_current[0] = True
         loop = asyncio.create_task(watch.run())
@@ -145,7 +145,7 @@ def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_st
         while one.health()[0]:  # it hangs, the event loop turns
             assert time.monotonic() < end
             await asyncio.sleep(0.01)
-        watch.heard(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
+        watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
         await asyncio.sleep(0.05)
         assert one.health()[0], "an engine that is paused has nothing to do"
         loop.cancel()
@@ -188,13 +188,13 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
     with monitored(run, "trainer", "trainer") as (_, watched):
         assert await_record(lambda found: True).start_beat == 0.0
         watch = TrainerWatch(watched, epoch=1)
-        watch.repeats(3)
+        watch.replayed(3)
         first = await_record(lambda found: found.start_beat > 0.0)
-        watch.repeats(4)
+        watch.replayed(4)
         await_record(lambda found: found.start_beat > first.start_beat)
         watch.registered()
         last = watched.start_beat
-        watch.waits(5)
+        watch.waiting(5)
         written = time.time()
         assert await_record(lambda found: found.beat > written).start_beat == last
 

@@ -80,7 +80,7 @@ def act(run, rollouts, now):
     watch = ActorWatch(one, engine, epoch=3, is_current=lambda: True)
     files = (FileEntry(name="f", size=10, sha256="0"),)
     manifest = WeightManifest(version=1, epoch=4, files=files, key=None, shm=None, host="h", published_at=now)
-    watch.heard(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
+    watch.synced(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
     swap = watch.swapped(SwapReport(version=1, pause_seconds=0.01, num_bytes=10, num_running=2))
     assert swap.num_tokens == 8
     lease = Lease(group_id=17, attempt=2, lease_id="l", deadline_seconds=0.0, group_size=2, prompt=PROMPT)

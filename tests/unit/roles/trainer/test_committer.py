@@ -68,10 +68,10 @@ def test_a_version_that_an_actor_cannot_read_is_published_again_once(parts):
     assert (announced.version, announced.key) == (1, None)
     (Path(announced.shm) / "model.safetensors").write_bytes(b"damaged")
     for _ in range(3):
-        committer.attend({"a/1": sample(-1), "b/1": sample(1)}, 1, lambda: WEIGHTS)
+        committer.republish_if_unreadable({"a/1": sample(-1), "b/1": sample(1)}, 1, lambda: WEIGHTS)
         committer.flush()
-        if committer._rescue is not None:
-            committer._rescue.result(10)
+        if committer._republishing is not None:
+            committer._republishing.result(10)
     assert len(link.manifests) == 3
     again = link.manifests[-1]
     assert (again.version, again.files, again.key) == (1, announced.files, "weights/00000001.2")
@@ -86,7 +86,7 @@ def test_nothing_is_published_again_unless_it_is_the_newest_and_unreadable(parts
     def weights():
         raise AssertionError("no snapshot is needed")
 
-    committer.attend({"a/1": sample(told)}, version, weights)
+    committer.republish_if_unreadable({"a/1": sample(told)}, version, weights)
     assert len(link.manifests) == 2
 
 
@@ -185,7 +185,7 @@ def test_no_step_is_committed_after_one_that_was_not(pattern):
     "call",
     [
         lambda committer, store: committer.submit(computed(store, 3)),
-        lambda committer, store: committer.attend({}, 2, lambda: WEIGHTS),
+        lambda committer, store: committer.republish_if_unreadable({}, 2, lambda: WEIGHTS),
     ],
     ids=["submit", "attend"],
 )

@@ -9,9 +9,9 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.trainer import node
 from pipelinerl_core.roles.trainer.node import run_node
-from pipelinerl_core.roles.trainer.rendezvous import announce_meeting
+from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous
 from pipelinerl_core.run.drain import ask_to_drain
-from pipelinerl_core.run.records import HUB_KEY, HubRecord, MeetingRecord, commit_key
+from pipelinerl_core.run.records import HUB_KEY, HubRecord, RendezvousRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 
 STEPS = 3
@@ -31,7 +31,7 @@ class World:
         self.turns = {}
         self.hub_beats = True
         self.stop.wait = self.wait
-        monkeypatch.setattr(node, "take_part", self.take_part)
+        monkeypatch.setattr(node, "run_ranks", self.run_ranks)
         clock = SimpleNamespace(monotonic=lambda: float(self.seconds))
         monkeypatch.setattr(node, "time", clock, raising=False)
 
@@ -43,7 +43,7 @@ class World:
         assert self.seconds < 1000, "the node has waited for ever"
         return self.stop.is_set()
 
-    def take_part(self, context, meeting, *others):
+    def run_ranks(self, context, meeting, *others):
         self.joined.append(meeting.epoch)
         return self.lets_go[meeting.epoch]()
 
@@ -56,8 +56,8 @@ class World:
     def meet(self, epoch, lets_go):
         """Rank 0 starts; `lets_go` is its life."""
         self.lets_go[epoch] = lets_go
-        announce_meeting(
-            self.store, MeetingRecord(epoch=epoch, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
+        announce_rendezvous(
+            self.store, RendezvousRecord(epoch=epoch, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
         )
 
     def drain(self):

@@ -1,4 +1,4 @@
-"""weights.transport=nccl, on the actor's side: join the group that a manifest names, receive what it broadcasts."""
+"""Actor side of weights.transport=nccl: join the broadcast group of a manifest, receive versions."""
 
 import asyncio
 import logging
@@ -11,8 +11,8 @@ from pipelinerl_core.weights.broadcast import read_group
 logger = logging.getLogger(__name__)
 
 
-class GroupMember:
-    """One actor's engine in broadcast groups."""
+class BroadcastSubscriber:
+    """Joins broadcast groups for the engine of one actor."""
 
     def __init__(self, receiver: BroadcastReceiver, store: ObjectStore, *, name: str) -> None:
         self._receiver = receiver
@@ -22,24 +22,27 @@ class GroupMember:
         self._joining: asyncio.Task[None] | None = None
 
     @property
-    def number(self) -> int:
-        """The group it is in, 0 for none."""
+    def group(self) -> int:
+        """Number of the broadcast group that the engine has joined, 0 for none."""
         return self._receiver.group
 
-    def wants(self, manifest: WeightManifest, version: int) -> bool:
-        """Whether to swap a version in, with `version` in the engine: newer, or what it lost; and within reach."""
+    def should_swap(self, manifest: WeightManifest, version: int) -> bool:
+        """Whether the engine, at `version`, needs the manifest's version and can read it by broadcast or from files.
+
+        The engine needs a newer version, or the same version if it has lost its weights (`needs_weights`).
+        """
         is_newer = manifest.version > version or (self._receiver.needs_weights and manifest.version == version)
         is_received = manifest.is_broadcast and manifest.group == self._receiver.group
         return is_newer and (is_received or not manifest.is_broadcast or manifest.key is not None)
 
-    def attend(self, manifest: WeightManifest) -> None:
-        """Join the group that a manifest names, in the background, once."""
+    def join(self, manifest: WeightManifest) -> None:
+        """Join the group that a manifest names, in the background; each group is tried once."""
         if manifest.group not in (0, self._tried) and (self._joining is None or self._joining.done()):
             self._tried = manifest.group
             self._joining = asyncio.create_task(self._join(manifest.group), name="join-group")
 
     def update(self, manifest: WeightManifest) -> WeightUpdate | None:
-        """The update that receives a version by broadcast; None: it is to be fetched."""
+        """The update that receives a version by broadcast; None if the version must be fetched instead."""
         if not manifest.is_broadcast or manifest.group != self._receiver.group:
             return None
         return WeightUpdate(
@@ -51,7 +54,7 @@ class GroupMember:
         )
 
     async def close(self) -> None:
-        """Stop joining."""
+        """Cancel a join that is in progress."""
         if self._joining is not None:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import BroadcastReceiver
-from pipelinerl_core.roles.actor.broadcast_member import GroupMember
+from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
@@ -42,7 +42,7 @@ def group(store):
     broadcaster = WeightBroadcaster(
         store, epoch=1, workers_per_actor=2, host="127.0.0.1", deadline_seconds=60, on_gpu=False
     )
-    broadcaster.attend({"actor-0": 0, "actor-1": 0}, {})
+    broadcaster.ensure_group({"actor-0": 0, "actor-1": 0}, {})
     yield read_group(store, broadcaster.number)
     broadcaster.close()
 
@@ -51,13 +51,13 @@ def attend(receiver, store, manifests, name="actor-1"):
     assert isinstance(receiver, BroadcastReceiver)
 
     async def main():
-        member = GroupMember(receiver, store, name=name)
+        subscriber = BroadcastSubscriber(receiver, store, name=name)
         for manifest in manifests:
-            member.attend(manifest)
-            if member._joining is not None:
-                await member._joining
-        await member.close()
-        return member
+            subscriber.join(manifest)
+            if subscriber._joining is not None:
+                await subscriber._joining
+        await subscriber.close()
+        return subscriber
 
     return asyncio.run(main())
 
@@ -65,9 +65,9 @@ def attend(receiver, store, manifests, name="actor-1"):
 def test_a_group_is_joined_once_with_the_ranks_it_gives(store, group):
     receiver = Receiver()
     offered = replace(MANIFEST, group=group.number)
-    member = attend(receiver, store, [MANIFEST, offered, offered])
+    subscriber = attend(receiver, store, [MANIFEST, offered, offered])
     assert receiver.joined == [(group.number, 3)]
-    assert member.number == group.number
+    assert subscriber.group == group.number
 
 
 def test_a_group_without_this_actor_is_not_joined(store, group):
@@ -79,22 +79,30 @@ def test_a_group_without_this_actor_is_not_joined(store, group):
 @pytest.mark.parametrize("number", [None, 77])
 def test_a_group_that_cannot_be_joined_is_left_alone(store, group, number, caplog):
     receiver = Receiver(EngineError("nobody there"))
-    member = attend(receiver, store, [replace(MANIFEST, group=number or group.number)] * 2)
-    assert member.number == 0
+    subscriber = attend(receiver, store, [replace(MANIFEST, group=number or group.number)] * 2)
+    assert subscriber.group == 0
     assert caplog.text.count("not joined") == 1
 
 
 def test_versions_reach_the_engine_by_broadcast_in_its_group_and_by_file_else(store):
     receiver = Receiver()
-    member = GroupMember(receiver, store, name="actor-0")
+    subscriber = BroadcastSubscriber(receiver, store, name="actor-0")
     sent = replace(MANIFEST, group=9, is_broadcast=True, key=None)
     durable = replace(sent, key=MANIFEST.key)
-    assert (member.wants(sent, 4), member.wants(durable, 4), member.wants(MANIFEST, 4)) == (False, True, True)
-    assert member.update(durable) is None
+    assert (
+        subscriber.should_swap(sent, 4),
+        subscriber.should_swap(durable, 4),
+        subscriber.should_swap(MANIFEST, 4),
+    ) == (False, True, True)
+    assert subscriber.update(durable) is None
     receiver.group = 9
     sent = replace(sent, broadcast_index=3)
-    assert (member.wants(sent, 4), member.wants(sent, 5), member.wants(MANIFEST, 5)) == (True, False, False)
-    update = member.update(sent)
+    assert (
+        subscriber.should_swap(sent, 4),
+        subscriber.should_swap(sent, 5),
+        subscriber.should_swap(MANIFEST, 5),
+    ) == (True, False, False)
+    update = subscriber.update(sent)
     assert (update.version, update.group, update.broadcast_index, dict(update.tensors)) == (5, 9, 3, {})
 
 
@@ -107,6 +115,10 @@ def test_a_manifest_of_before_broadcasts_were_counted_is_read():
 def test_lost_weights_are_wanted_again_from_a_file(store):
     receiver = Receiver()
     receiver.needs_weights = True
-    member = GroupMember(receiver, store, name="actor-0")
+    subscriber = BroadcastSubscriber(receiver, store, name="actor-0")
     sent = replace(MANIFEST, group=9, is_broadcast=True, key=None)
-    assert (member.wants(MANIFEST, 5), member.wants(sent, 5), member.wants(MANIFEST, 6)) == (True, False, False)
+    assert (
+        subscriber.should_swap(MANIFEST, 5),
+        subscriber.should_swap(sent, 5),
+        subscriber.should_swap(MANIFEST, 6),
+    ) == (True, False, False)
