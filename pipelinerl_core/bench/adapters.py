@@ -7,7 +7,6 @@ embedded engine that stands still. Models: the one of `--model`, or a random one
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.engine.load import load_engine
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
@@ -81,19 +81,17 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
     return {"content": config.weights.content, "bytes": num_bytes, "first_take_seconds": first_take, **fastest}
 
 
-def table(rows: list[dict[str, Any]], model: str) -> list[str]:
-    """The rows as lines of Markdown."""
-    lines = [
-        f"{model}: a version, milliseconds, the fastest of several",
-        "",
-        "| weights.content | MB | snapshot | publish | take | pause | first take |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        taken = [row[f"{stage}_seconds"] for stage in (*STAGES, "first_take")]
-        cells = " | ".join(f"{1000 * seconds:,.1f}" for seconds in taken)
-        lines.append(f"| `{row['content']}` | {row['bytes'] / 1e6:,.2f} | {cells} |")
-    return lines
+def table(result: dict[str, Any]) -> str:
+    """The measurement as Markdown."""
+    stages = (*STAGES, "first_take")
+    header = ("weights.content", "MB", *(stage.replace("_", " ") for stage in stages))
+    rows = [
+        (f"`{row['content']}`", f"{row['bytes'] / 1e6:,.2f}",
+         *(f"{1000 * row[f'{stage}_seconds']:,.1f}" for stage in stages))
+        for row in result["rows"]
+    ]  # fmt: skip
+    title = f"{result['model']} {result['dtype']}, rank {result['rank']}: ms per version, fastest of several"
+    return "\n".join([title, "", *report.markdown(header, rows), ""])
 
 
 @contextmanager
@@ -134,9 +132,8 @@ def main() -> int:
             measure(load_config("quickstart", [*settings, f"weights.content={content}"]), arguments.versions)
             for content in CONTENTS
         ]
-    found = {"model": arguments.model, "dtype": arguments.dtype, "rank": arguments.rank, "rows": rows}
-    lines = table(rows, f"{arguments.model} {arguments.dtype}, rank {arguments.rank}")
-    print(json.dumps(found) if arguments.json else "\n".join(lines))  # noqa: T201
+    result = {"model": arguments.model, "dtype": arguments.dtype, "rank": arguments.rank, "rows": rows}
+    report.write(result, table, as_json=arguments.json)
     return 0
 
 

@@ -9,10 +9,7 @@ request has 12 prompt tokens and 64 completion tokens, without end tokens.
 
 import argparse
 import asyncio
-import json
 import logging
-import os
-import platform
 import sys
 import time
 import warnings
@@ -25,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import count_tokens, random_model, random_prompts
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
@@ -52,7 +50,7 @@ def main() -> None:
     except ConfigError as error:
         sys.stderr.write(f"bench engine: {error}\n")
         sys.exit(2)
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def measure(model_directory: Path | None = None) -> dict[str, Any]:
@@ -74,27 +72,24 @@ def measure(model_directory: Path | None = None) -> dict[str, Any]:
         "max_tokens": MAX_TOKENS,
         "rounds": ROUNDS,
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        **report.machine(),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The measurement for people."""
-    lines = [
+    """The measurement as Markdown."""
+    header = ("slots", "embedded", "continuous batching", "ratio", "embedded, per CPU second", "continuous batching")
+    keys = ("embedded", "continuous_batching", "embedded_per_cpu_second", "continuous_batching_per_cpu_second")
+    rows = []
+    for row in result["rows"]:
+        speeds = [f"{row[key]:,}" for key in keys]
+        rows.append((row["slots"], *speeds[:2], f"{row['ratio']:.1f}", *speeds[2:]))
+    conditions = (
         f"tokens/s, {result['num_parameters']:,} parameters, {result['max_tokens']} tokens each, 1 thread, "
-        f"best of {result['rounds']}; load average {result['load_average']} on {result['cores']} cores",
-        f"{'':>6} {'per second':>35} {'per CPU second':>33}",
-        f"{'slots':>6} {'embedded':>10} {'cont. batching':>15} {'ratio':>8} {'embedded':>15} {'cont. batching':>17}",
-    ]
-    lines += [
-        f"{row['slots']:>6} {row['embedded']:>10,} {row['continuous_batching']:>15,} {row['ratio']:>7.1f}x "
-        f"{row['embedded_per_cpu_second']:>15,} {row['continuous_batching_per_cpu_second']:>17,}"
-        for row in result["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+        f"best of {result['rounds']}; {report.conditions(result)}"
+    )
+    return "\n".join([conditions, "", *report.markdown(header, rows, num_text_columns=0), ""])
 
 
 def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:

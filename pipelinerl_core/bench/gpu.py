@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import gc
 import importlib.util
-import json
 import platform
 import statistics
 import sys
@@ -29,6 +28,7 @@ import torch
 from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import (
     SIZES,
     complete,
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"bench gpu: {error}")
     if options.out is not None:
         options.out.write_text(table(result), encoding="utf-8")
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

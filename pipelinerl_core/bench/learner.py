@@ -8,9 +8,6 @@ head, which takes minutes and 10 GB.
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.errors import ConfigError
 
 _PACKAGES = Path(__file__).parents[2] / ".bench-packages"
@@ -32,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write(f"bench learner: {error}\n")
         sys.exit(2)
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -68,10 +66,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "memory": learner_memory.measure(options.memory_tokens) if options.memory else [],
         "memory_tokens": options.memory_tokens,
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        **report.machine(),
     }
 
 

@@ -5,6 +5,7 @@ group, and readline and json at the reader. One process writes, this process rea
 one dict per rollout, with the columns and values of ROLLOUT_SCHEMA; the reader makes no arrays.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -100,11 +101,16 @@ def _write(backend: str, address: str, num_tokens: int, parent_pid: int) -> None
     """The writing process: write groups until killed."""
     die_with_parent(parent_pid)
     rollouts = build_group(0, group_id=0, size=GROUP_SIZE, num_tokens=num_tokens)
-    write = _redis_writer(int(address)) if backend == "redis" else _line_writer(Path(address))
-    rows, group_id = encode_rollouts(RUN_ID, rollouts).to_pylist(), 0
-    while True:
-        write([{**row, "group_id": group_id, "finished_at": time.time()} for row in rows])
-        group_id += 1
+    rows = encode_rollouts(RUN_ID, rollouts).to_pylist()
+    groups = ([{**row, "group_id": index, "finished_at": time.time()} for row in rows] for index in itertools.count())
+    if backend == "redis":
+        client = redis.Redis(port=int(address))
+        for index, group in enumerate(groups):
+            client.xadd(_STREAM, {"index": index, "data": pickle.dumps(group)}, maxlen=_MAX_ENTRIES)
+    with open(address, "a", encoding="utf-8") as file:
+        for group in groups:
+            file.write(orjson.dumps(group).decode() + "\n")
+            file.flush()
 
 
 def _read_redis(port: int, check: Check) -> Iterator[PlainGroup]:
@@ -118,35 +124,17 @@ def _read_redis(port: int, check: Check) -> Iterator[PlainGroup]:
         yield pickle.loads(entry[b"data"])  # noqa: S301 - the back-end as published, on loopback
 
 
-def _redis_writer(port: int) -> Callable[[PlainGroup], object]:
-    client = redis.Redis(port=port)
-    return lambda group: client.xadd(
-        _STREAM, {"index": group[0]["group_id"], "data": pickle.dumps(group)}, maxlen=_MAX_ENTRIES
-    )
-
-
 def _read_lines(path: Path, check: Check) -> Iterator[PlainGroup]:
     while not path.exists():
         check()
         time.sleep(_POLL_SECONDS)
     with open(path, encoding="utf-8") as file:
-        position = file.tell()
+        line = ""
         while True:
-            line = file.readline()
+            line += file.readline()
             if line.endswith("\n"):
                 yield json.loads(line)
-                position = file.tell()
+                line = ""
             else:
                 check()
-                file.seek(position)
                 time.sleep(_POLL_SECONDS)
-
-
-def _line_writer(path: Path) -> Callable[[PlainGroup], object]:
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - until the process ends
-
-    def write(group: PlainGroup) -> None:
-        file.write(orjson.dumps(group).decode() + "\n")
-        file.flush()
-
-    return write

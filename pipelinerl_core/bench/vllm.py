@@ -8,8 +8,6 @@ three calls of the weight update and resume_generation, with the same file.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import (
     complete_endlessly,
     count_tokens,
@@ -67,7 +66,7 @@ def main() -> None:
             result = asyncio.run(asyncio.wait_for(measure(directory), DEADLINE_SECONDS))
         except PipelineRLError as error:
             sys.exit(f"bench vllm: {error}")
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 async def measure(directory: Path) -> dict[str, Any]:
@@ -108,9 +107,7 @@ async def measure(directory: Path) -> dict[str, Any]:
             **pauses,
             "slots": SLOTS,
             "vllm_preemptions": core.load.num_preemptions,
-            "cores": os.cpu_count(),
-            "load_average": round(os.getloadavg()[0], 2),
-            "machine": platform.machine(),
+            **report.machine(),
         }
     finally:
         await engine.close()
@@ -121,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"vLLM, {result['slots']} slots, {PROMPT_TOKENS} + {MAX_TOKENS} tokens, best of {ROUNDS}, "
-            f"load average {result['load_average']} on {result['cores']} cores",
+            f"{report.conditions(result)}",
             f"engine up after {result['start_seconds']:.1f} s, "
             f"first tokens {result['first_tokens_seconds']:.1f} s later",
             f"tokens/s: bare AsyncLLM {result['bare']:,.0f}, adapter {result['adapter']:,.0f}: {result['ratio']:.2f}",
