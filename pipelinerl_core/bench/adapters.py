@@ -1,8 +1,8 @@
-"""What a weight version costs with weights.content=merged and with adapters: bytes, trainer, committer, actor, pause.
+"""Measure the cost of a weight version with weights.content=merged and adapters: bytes, and seconds of each stage.
 
-One version after the other goes the way it goes in a run (docs/architecture.md, "One weight version"), in one process
-and through shared memory: snapshot of the learner, serialize and publish, fetch (with adapters: merge), swap of an
-embedded engine that stands still. Models: the one of `--model`, or a random one with the shapes of Qwen2.5-0.5B.
+Each version takes the path of a run (docs/architecture.md, "One weight version"), in one process and through shared
+memory: snapshot of the learner, serialize and publish, fetch (with adapters: merge), and swap of an idle embedded
+engine. The model is `--model`, or a random model with the shapes of Qwen2.5-0.5B.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _SHAPES: dict[str, Any] = {
 
 
 def measure(config: RunConfig, versions: int) -> dict[str, Any]:
-    """Bytes of a version and the seconds of each stage: the fastest of some versions after a first one."""
+    """Bytes of a version and seconds of each stage: the minimum over `versions` versions after one that warms up."""
     run_id = f"bench-adapters-{os.getpid()}"
     learner = build_alone(config)
     engine = load_engine(model_directory(config), config, max_prompt_tokens=1)
@@ -76,7 +76,7 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
         num_bytes = asyncio.run(swap_versions())
     finally:
         shutil.rmtree(shm_directory(run_id), ignore_errors=True)
-    first_take = times["take"][0]  # with adapters it reads the base model once, for its checksum
+    first_take = times["take"][0]  # with adapters, the first fetch also reads the base model for a checksum
     fastest = {f"{stage}_seconds": min(taken[1:]) for stage, taken in times.items()}
     return {"content": config.weights.content, "bytes": num_bytes, "first_take_seconds": first_take, **fastest}
 

@@ -1,9 +1,9 @@
 """Measure the learner: against a bare loop on the same packs, against TRL's GRPO step, pack fill, memory.
 
-Run: `pipelinerl bench learner [--memory] [--json]`. One process, one compute thread; the contestants take turns, the
-medians over rounds count, ratios are taken round by round. Models have random weights. TRL is measured where
-`make bench-peers` has put it. --memory adds the memory of the log-probability step at the size of Qwen2.5-0.5B's
-head, which takes minutes and 10 GB.
+Run: `pipelinerl bench learner [--memory] [--json]`. One process with one compute thread; the contestants take turns.
+Figures are medians over rounds, and ratios are medians of each round's ratio. Models have random weights. TRL is
+measured if `make bench-peers` has installed TRL. --memory adds the memory of the log-probability step for the head of
+Qwen2.5-0.5B, which takes minutes and 10 GB.
 """
 
 import argparse
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipelinerl bench learner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workloads", nargs="*", choices=_WORKLOADS, default=list(_WORKLOADS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
-    parser.add_argument("--no-trl", action="store_true", help="leave TRL out, though it is installed")
-    parser.add_argument("--memory", action="store_true", help="the memory table too")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the first, which warms up")
+    parser.add_argument("--no-trl", action="store_true", help="do not measure TRL even if TRL is installed")
+    parser.add_argument("--memory", action="store_true", help="measure memory too")
     parser.add_argument("--memory-tokens", type=int, default=4096, help="tokens of the memory table")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for, and what it was measured on."""
+    """All requested measurements and their conditions. Raises ConfigError."""
     if options.rounds < 1 or options.memory_tokens < 1:
         raise ConfigError("--rounds and --memory-tokens must be at least 1")
-    # Before transformers is loaded, which looks only once for what is installed.
+    # Before transformers is imported: transformers checks only once which packages are installed.
     sys.path.append(str(_PACKAGES))
     from pipelinerl_core.bench import learner_memory, learner_rounds
 
