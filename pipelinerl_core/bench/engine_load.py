@@ -61,8 +61,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""Shapes of random Qwen2 models with tied embeddings: the quickstart model (0.8 M parameters), a model of some million
-parameters, Qwen2.5-0.5B and Qwen2.5-1.5B."""
+"""Shapes of random Qwen2 models with tied embeddings: the quickstart model (0.8 M parameters), a model of some
+millions, Qwen2.5-0.5B and Qwen2.5-1.5B."""
 
 
 def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:

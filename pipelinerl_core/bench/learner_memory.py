@@ -1,8 +1,8 @@
 """Memory of the log-probability step: in chunks, as the learner, and as log_softmax over the logits of all tokens.
 
 Part of `bench learner` (--memory). A measurement is one forward and one backward pass. The figure is the peak of the
-allocator of torch without inputs and outputs (log-probabilities and both gradients). The plain way is that of transformers:
-logits in the model's type, converted to float32, log_softmax, gather. Only the learner's way also computes entropy.
+allocator of torch without inputs and outputs (log-probabilities and both gradients). The plain way is that of
+transformers: logits in the model's type, converted to float32, log_softmax, gather. The learner computes entropy too.
 
 Shapes: T = tokens, V = vocabulary, C = hidden size.
 """
