@@ -1,13 +1,12 @@
-"""What a weight version costs with weights.content=merged and with adapters: bytes, trainer, committer, actor, pause.
+"""Measure the cost of a weight version with weights.content=merged and adapters: bytes, and seconds of each stage.
 
-One version after the other goes the way it goes in a run (docs/architecture.md, "One weight version"), in one process
-and through shared memory: snapshot of the learner, serialize and publish, fetch (with adapters: merge), swap of an
-embedded engine that stands still. Models: the one of `--model`, or a random one with the shapes of Qwen2.5-0.5B.
+Each version takes the path of a run (docs/architecture.md, "One weight version"), in one process and through shared
+memory: snapshot of the learner, serialize and publish, fetch (with adapters: merge), and swap of an idle embedded
+engine. The model is `--model`, or a random model with the shapes of Qwen2.5-0.5B.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.engine.load import load_engine
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
@@ -47,7 +47,7 @@ _SHAPES: dict[str, Any] = {
 
 
 def measure(config: RunConfig, versions: int) -> dict[str, Any]:
-    """Bytes of a version and the seconds of each stage: the fastest of some versions after a first one."""
+    """Bytes of a version and seconds of each stage: the minimum over `versions` versions after one that warms up."""
     run_id = f"bench-adapters-{os.getpid()}"
     learner = build_alone(config)
     engine = load_engine(model_directory(config), config, max_prompt_tokens=1)
@@ -76,24 +76,22 @@ def measure(config: RunConfig, versions: int) -> dict[str, Any]:
         num_bytes = asyncio.run(swap_versions())
     finally:
         shutil.rmtree(shm_directory(run_id), ignore_errors=True)
-    first_take = times["take"][0]  # with adapters it reads the base model once, for its checksum
+    first_take = times["take"][0]  # with adapters, the first fetch also reads the base model for a checksum
     fastest = {f"{stage}_seconds": min(taken[1:]) for stage, taken in times.items()}
     return {"content": config.weights.content, "bytes": num_bytes, "first_take_seconds": first_take, **fastest}
 
 
-def table(rows: list[dict[str, Any]], model: str) -> list[str]:
-    """The rows as lines of Markdown."""
-    lines = [
-        f"{model}: a version, milliseconds, the fastest of several",
-        "",
-        "| weights.content | MB | snapshot | publish | take | pause | first take |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for row in rows:
-        taken = [row[f"{stage}_seconds"] for stage in (*STAGES, "first_take")]
-        cells = " | ".join(f"{1000 * seconds:,.1f}" for seconds in taken)
-        lines.append(f"| `{row['content']}` | {row['bytes'] / 1e6:,.2f} | {cells} |")
-    return lines
+def table(result: dict[str, Any]) -> str:
+    """The measurement as Markdown."""
+    stages = (*STAGES, "first_take")
+    header = ("weights.content", "MB", *(stage.replace("_", " ") for stage in stages))
+    rows = [
+        (f"`{row['content']}`", f"{row['bytes'] / 1e6:,.2f}",
+         *(f"{1000 * row[f'{stage}_seconds']:,.1f}" for stage in stages))
+        for row in result["rows"]
+    ]  # fmt: skip
+    title = f"{result['model']} {result['dtype']}, rank {result['rank']}: ms per version, fastest of several"
+    return "\n".join([title, "", *report.markdown(header, rows), ""])
 
 
 @contextmanager
@@ -134,9 +132,8 @@ def main() -> int:
             measure(load_config("quickstart", [*settings, f"weights.content={content}"]), arguments.versions)
             for content in CONTENTS
         ]
-    found = {"model": arguments.model, "dtype": arguments.dtype, "rank": arguments.rank, "rows": rows}
-    lines = table(rows, f"{arguments.model} {arguments.dtype}, rank {arguments.rank}")
-    print(json.dumps(found) if arguments.json else "\n".join(lines))  # noqa: T201
+    result = {"model": arguments.model, "dtype": arguments.dtype, "rank": arguments.rank, "rows": rows}
+    report.write(result, table, as_json=arguments.json)
     return 0
 
 

@@ -1,18 +1,15 @@
 """Measure the embedded engine against transformers' continuous batching.
 
-Run: `python -m pipelinerl_core.bench.engine [--model DIR] [--json]`. One process, one compute
-thread, the contestants take turns, the best of three rounds counts. Without --model it builds a random Qwen2 of 0.8 M
-parameters. Continuous batching gets a small KV cache and batch (its defaults size the cache by the free memory of the
-machine and build a dense mask over all of it) and no block sharing, which a swap of weights would break. Every
-request has 12 prompt tokens and 64 completion tokens, without end tokens.
+Run: `pipelinerl bench engine [--model DIR] [--json]`. One process with one compute thread; the engines take turns,
+and the best of three rounds counts. Without --model the model is a random Qwen2 of 0.8 M parameters. Each request has
+12 prompt tokens and 64 completion tokens, without end tokens. Continuous batching has a small KV cache and batch: by
+default transformers allocates all free memory for the cache and builds a dense mask over the cache. Continuous
+batching also has no block sharing, because shared blocks would be wrong after a swap of weights.
 """
 
 import argparse
 import asyncio
-import json
 import logging
-import os
-import platform
 import sys
 import time
 import warnings
@@ -25,6 +22,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.utils import logging as transformers_logging
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import count_tokens, random_model, random_prompts
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
@@ -34,7 +32,8 @@ SLOTS = (8, 64, 256)
 PROMPT_TOKENS = 12
 MAX_TOKENS = 64
 ROUNDS = 3
-# Requests per slot of one round: enough that all slots refill once, except where the peer would take minutes.
+# Requests per slot of one round. Every slot is refilled at least once, but for 256 slots, where continuous batching
+# would take minutes.
 REQUESTS_PER_SLOT = {8: 4, 64: 2, 256: 1}
 DEADLINE_SECONDS = 120.0
 
@@ -52,11 +51,11 @@ def main() -> None:
     except ConfigError as error:
         sys.stderr.write(f"bench engine: {error}\n")
         sys.exit(2)
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def measure(model_directory: Path | None = None) -> dict[str, Any]:
-    """Tokens per second of both engines for each number of slots, and what they were measured on."""
+    """Tokens per second of both engines for each number of slots, and the conditions. Raises ConfigError."""
     if model_directory is not None and not model_directory.is_dir():
         raise ConfigError(f"--model {model_directory}: no such directory")
     torch.set_num_threads(1)
@@ -74,27 +73,24 @@ def measure(model_directory: Path | None = None) -> dict[str, Any]:
         "max_tokens": MAX_TOKENS,
         "rounds": ROUNDS,
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        **report.machine(),
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """The measurement for people."""
-    lines = [
+    """The measurement as Markdown."""
+    header = ("slots", "embedded", "continuous batching", "ratio", "embedded, per CPU second", "continuous batching")
+    keys = ("embedded", "continuous_batching", "embedded_per_cpu_second", "continuous_batching_per_cpu_second")
+    rows = []
+    for row in result["rows"]:
+        speeds = [f"{row[key]:,}" for key in keys]
+        rows.append((row["slots"], *speeds[:2], f"{row['ratio']:.1f}", *speeds[2:]))
+    conditions = (
         f"tokens/s, {result['num_parameters']:,} parameters, {result['max_tokens']} tokens each, 1 thread, "
-        f"best of {result['rounds']}; load average {result['load_average']} on {result['cores']} cores",
-        f"{'':>6} {'per second':>35} {'per CPU second':>33}",
-        f"{'slots':>6} {'embedded':>10} {'cont. batching':>15} {'ratio':>8} {'embedded':>15} {'cont. batching':>17}",
-    ]
-    lines += [
-        f"{row['slots']:>6} {row['embedded']:>10,} {row['continuous_batching']:>15,} {row['ratio']:>7.1f}x "
-        f"{row['embedded_per_cpu_second']:>15,} {row['continuous_batching_per_cpu_second']:>17,}"
-        for row in result["rows"]
-    ]
-    return "\n".join(lines) + "\n"
+        f"best of {result['rounds']}; {report.conditions(result)}"
+    )
+    return "\n".join([conditions, "", *report.markdown(header, rows, num_text_columns=0), ""])
 
 
 def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
@@ -103,8 +99,8 @@ def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
     num_requests = slots * REQUESTS_PER_SLOT[slots]
     prompts = random_prompts(num_requests, PROMPT_TOKENS, vocab_size)
     embedded = _Embedded(embedded_model, slots)
-    peer = _ContinuousBatching(_model(model_directory), slots)
-    contestants: dict[str, Contestant] = {"embedded": embedded, "continuous_batching": peer}
+    continuous = _ContinuousBatching(_model(model_directory), slots)
+    contestants: dict[str, Contestant] = {"embedded": embedded, "continuous_batching": continuous}
     best = dict.fromkeys(contestants, (0.0, 0.0))
     try:
         for contestant in contestants.values():
@@ -113,7 +109,7 @@ def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
             for name, contestant in contestants.items():
                 best[name] = max(best[name], _tokens_per_second(contestant, prompts))
     finally:
-        peer.close()
+        continuous.close()
     row: dict[str, Any] = {"slots": slots}
     for name, (per_second, per_cpu_second) in best.items():
         row |= {name: round(per_second), f"{name}_per_cpu_second": round(per_cpu_second)}
@@ -122,7 +118,7 @@ def _measure_slots(model_directory: Path | None, slots: int) -> dict[str, Any]:
 
 
 def _tokens_per_second(contestant: Contestant, prompts: Int32Array) -> tuple[float, float]:
-    """Tokens per second of wall time, and of the process's CPU time, which a busy machine disturbs less."""
+    """Tokens per second of wall time and of CPU time; other load on the machine affects CPU time less."""
     start, cpu_start = time.perf_counter(), time.process_time()
     num_tokens = contestant(prompts)
     return num_tokens / (time.perf_counter() - start), num_tokens / (time.process_time() - cpu_start)
@@ -139,7 +135,7 @@ def _model(model_directory: Path | None) -> Any:
 
 
 class _Embedded:
-    """Our engine; a call generates for all prompts and returns the number of tokens."""
+    """The embedded engine; a call generates for all prompts and returns the number of tokens."""
 
     def __init__(self, model: Any, slots: int) -> None:
         self._engine = EmbeddedEngine(model, slots=slots, max_len=PROMPT_TOKENS + MAX_TOKENS, eos_token_ids=())
@@ -150,7 +146,7 @@ class _Embedded:
 
 
 class _ContinuousBatching:
-    """transformers' manager; its loop has a thread of its own, which is the only one that computes meanwhile."""
+    """transformers' manager, whose loop runs in its own thread; the calling thread only waits."""
 
     def __init__(self, model: Any, slots: int) -> None:
         page_size = 16
@@ -182,12 +178,12 @@ class _ContinuousBatching:
             if time.monotonic() > deadline or not self._manager.is_running():
                 raise DeadlineExceeded(
                     f"continuous batching finished {num_finished} of {len(prompts)} requests in {DEADLINE_SECONDS} s "
-                    "or stopped; nothing can be compared"
+                    "or stopped, so the engines cannot be compared"
                 )
         return num_tokens
 
     def close(self) -> None:
-        """End its thread."""
+        """End the thread of the manager."""
         self._manager.stop(block=True)
 
 

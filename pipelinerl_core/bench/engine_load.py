@@ -1,4 +1,4 @@
-"""What benchmarks of engines share: random models, requests without an end token, updates of their own weights."""
+"""Load for benchmarks: random models, prompts and rollouts, requests without an end token, and weight updates."""
 
 import asyncio
 from collections.abc import Mapping
@@ -61,12 +61,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""Shapes of random Qwen2 models with tied embeddings: the quickstart's (0.8 M parameters), one of some millions, and
-those of Qwen2.5-0.5B and 1.5B."""
+"""Shapes of random Qwen2 models with tied embeddings: the quickstart model (0.8 M parameters), a model of some
+millions, Qwen2.5-0.5B and Qwen2.5-1.5B."""
 
 
 def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of random weights, always the same ones."""
+    """A model in evaluation mode on the CPU; equal arguments give equal random weights."""
     torch.manual_seed(0)
     model_class: Any = Qwen2ForCausalLM
     with torch.device("cpu"):
@@ -74,7 +74,7 @@ def random_model(size: str, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def random_prompts(num: int, num_tokens: int, vocab_size: int) -> Int32Array:
-    """[num, num_tokens], always the same ones."""
+    """Random token ids [num, num_tokens]; equal arguments give equal prompts."""
     return np.random.default_rng(0).integers(0, vocab_size, (num, num_tokens), dtype=np.int32)
 
 
@@ -109,7 +109,7 @@ def random_rollout(prompt: Int32Array, completion: Int32Array, logprobs: NDArray
 
 
 async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> list[Completion]:
-    """A completion of each prompt, all requests sent at once."""
+    """A completion of each prompt; all requests are sent at once."""
 
     async def one(index: int, prompt: Int32Array) -> Completion:
         request = EngineRequest(
@@ -125,7 +125,7 @@ async def complete(engine: Engine, prompts: Int32Array, *, max_tokens: int, name
 
 
 async def count_tokens(engine: Engine, prompts: Int32Array, *, max_tokens: int, name: str = "") -> int:
-    """`complete`, of which only the number of tokens is wanted."""
+    """The number of tokens that `complete` generates."""
     completions = await complete(engine, prompts, max_tokens=max_tokens, name=name)
     return sum(len(completion.token_ids) for completion in completions)
 

@@ -1,17 +1,16 @@
 """Measure engines and the learner on a GPU in bfloat16: tokens per second, pauses, parity, model-flop utilisation.
 
-Run: `make bench-gpu`, or `python -m pipelinerl_core.bench.gpu`, which needs torch, transformers and this
-directory alone; the learner is measured where pydantic is installed too. The embedded engine is always measured,
-vLLM where it is installed. Parity is that of the log-probabilities with the trainer's forward. Beside the figures
-stand what the machine itself allows: a pause against a bare copy of the same tensors within the device, a decode
-step against one reading of all weights at the bandwidth of that copy, and the learner against the peak of the device.
+Run: `make bench-gpu`, or `python -m pipelinerl_core.bench.gpu`, which needs torch and transformers. The learner is
+measured if pydantic is installed, vLLM if vLLM is installed. Parity compares the engine's log-probabilities with the
+trainer's forward pass. Limits of the device stand beside the figures: a copy of all weights within the device beside
+the pause, one reading of all weights at the bandwidth of that copy beside the decode step, and the peak FLOP/s beside
+the learner.
 """
 
 import argparse
 import asyncio
 import gc
 import importlib.util
-import json
 import platform
 import statistics
 import sys
@@ -29,6 +28,7 @@ import torch
 from pipelinerl_core.algo.logprobs import token_logprobs
 from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.collate import PackBatcher
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import (
     SIZES,
     complete,
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, or one JSON document with --json; --out writes the table to a file too."""
     options = _parse(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench gpu: torch finds no GPU here; --device cpu tries the benchmark itself")
+        sys.exit("bench gpu: torch finds no GPU; set --device cpu to try the benchmark without one")
     torch.manual_seed(0)
     try:
         result = asyncio.run(asyncio.wait_for(measure(options), DEADLINE_SECONDS))
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"bench gpu: {error}")
     if options.out is not None:
         options.out.write_text(table(result), encoding="utf-8")
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,11 +75,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--size", choices=[*SIZES], default="0.5b", help="shape of the random model")
-    parser.add_argument("--slots", type=int, nargs="+", default=[64, 256], help="sequences at once")
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 256], help="concurrent sequences of an engine")
     parser.add_argument("--max-tokens", type=int, default=256, help="length of a completion")
     parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], help="default: all that are installed")
     parser.add_argument(
-        "--learner-sizes", nargs="*", choices=[*SIZES], default=["0.5b", "1.5b"], help="models that learn"
+        "--learner-sizes",
+        nargs="*",
+        choices=[*SIZES],
+        default=["0.5b", "1.5b"],
+        help="shapes of the models of the learner",
     )
     parser.add_argument("--learner-tokens", type=int, default=16384, help="tokens of one forward pass of the learner")
     parser.add_argument("--out", type=Path, help="write the table to this file")
@@ -118,7 +122,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_learner(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """A row per model, and one per model and attention; nothing where the learner's configuration cannot be read."""
+    """A row per model, and a row per model and kind of attention; no rows without pydantic."""
     found: dict[str, list[dict[str, Any]]] = {"learner": [], "attention": []}
     if importlib.util.find_spec("pydantic") is None:
         return found
@@ -163,8 +167,8 @@ def table(result: dict[str, Any]) -> str:
 async def _measure_engine(kind: str, slots: int, update: WeightUpdate, options: argparse.Namespace) -> dict[str, Any]:
     vocab_size = SIZES[options.size]["vocab_size"]
     prompts = random_prompts(2 * slots, PROMPT_TOKENS, vocab_size)
-    with tempfile.TemporaryDirectory() as scratch:
-        engine = await _start(kind, slots, Path(scratch), options)
+    with tempfile.TemporaryDirectory() as directory:
+        engine = await _start(kind, slots, Path(directory), options)
         try:
             speed = await _speed(engine, prompts, slots, options.max_tokens)
             pause_ms = await _pause_ms(engine, prompts, update, options.max_tokens)
@@ -187,7 +191,7 @@ async def _measure_engine(kind: str, slots: int, update: WeightUpdate, options: 
     }
 
 
-async def _start(kind: str, slots: int, scratch: Path, options: argparse.Namespace) -> Engine:
+async def _start(kind: str, slots: int, directory: Path, options: argparse.Namespace) -> Engine:
     model = random_model(options.size, dtype=getattr(torch, options.dtype))
     max_len = PROMPT_TOKENS + options.max_tokens
     if kind == "embedded":
@@ -196,9 +200,9 @@ async def _start(kind: str, slots: int, scratch: Path, options: argparse.Namespa
     from pipelinerl_core.engine.vllm.engine import VLLMEngine
     from pipelinerl_core.engine.vllm.weights import StagedWeights
 
-    model.save_pretrained(scratch)
+    model.save_pretrained(directory)
     settings = CoreSettings(
-        model=str(scratch),
+        model=str(directory),
         dtype=options.dtype,
         max_len=max_len,
         max_sequences=slots,
@@ -210,7 +214,7 @@ async def _start(kind: str, slots: int, scratch: Path, options: argparse.Namespa
     await core.start()
     engine = VLLMEngine(
         core,
-        StagedWeights(str(scratch)),
+        StagedWeights(str(directory)),
         slots=slots,
         max_len=max_len,
         vocab_size=model.config.vocab_size,
@@ -221,7 +225,7 @@ async def _start(kind: str, slots: int, scratch: Path, options: argparse.Namespa
 
 
 async def _speed(engine: Engine, prompts: Int32Array, slots: int, max_tokens: int) -> dict[str, float]:
-    """Best of several rounds with every slot filled twice; the first, which warms up, is not counted."""
+    """Best of ROUNDS rounds with two requests per slot, after a round that warms up."""
     best = 0.0
     for round_ in range(1 + ROUNDS):
         start = time.perf_counter()
@@ -231,7 +235,7 @@ async def _speed(engine: Engine, prompts: Int32Array, slots: int, max_tokens: in
 
 
 async def _pause_ms(engine: Engine, prompts: Int32Array, update: WeightUpdate, max_tokens: int) -> float:
-    """Median pause of swaps in the middle of generation."""
+    """Median pause of swaps during generation."""
     pauses: list[float] = []
     load = asyncio.create_task(complete_endlessly(engine, prompts, max_tokens=max_tokens))
     for version in range(1, SWAPS + 1):
@@ -245,13 +249,13 @@ async def _pause_ms(engine: Engine, prompts: Int32Array, update: WeightUpdate, m
 
 @torch.no_grad()
 def _parity(prompts: Int32Array, completions: list[Completion], options: argparse.Namespace) -> ParityReport:
-    """Log-probabilities of the engine against those of the trainer's packed forward on the same device."""
+    """Log-probabilities of the engine against the trainer's packed forward pass on the same device."""
     model = prepare_model(random_model(options.size, dtype=getattr(torch, options.dtype)).to(options.device))
     rollouts = [
         random_rollout(prompt, completion.token_ids, completion.rollout_logprobs)
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    ours: list[np.ndarray[Any, Any]] = []
+    engines: list[np.ndarray[Any, Any]] = []
     trainers: list[np.ndarray[Any, Any]] = []
     for pack in PackBatcher(4096).rollouts(rollouts):
         batch = pack.to(torch.device(options.device))
@@ -259,8 +263,8 @@ def _parity(prompts: Int32Array, completions: list[Completion], options: argpars
             hidden_states(model, batch), head_weight(model), batch.target_ids_N, temperature=1.0
         )
         trainers.append(logprobs_N.cpu().numpy())
-        ours += [completions[row].rollout_logprobs for row in pack.row_S.tolist()]
-    return logprob_parity(np.concatenate(ours), np.concatenate(trainers), options.dtype)
+        engines += [completions[row].rollout_logprobs for row in pack.row_S.tolist()]
+    return logprob_parity(np.concatenate(engines), np.concatenate(trainers), options.dtype)
 
 
 def _copy_seconds(update: WeightUpdate, device: str) -> float:
@@ -279,7 +283,7 @@ def _copy_seconds(update: WeightUpdate, device: str) -> float:
 
 @contextmanager
 def _synchronized(device: str) -> Iterator[None]:
-    """Nothing is in flight on the device, before and after."""
+    """Waits before and after the context until the device has finished all work."""
     if device == "cuda":
         torch.cuda.synchronize()
     yield

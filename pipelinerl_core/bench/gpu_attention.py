@@ -1,7 +1,7 @@
-"""The ways of attention over packed sequences beside each other on a GPU, part of `make bench-gpu`.
+"""Compare the kinds of attention over packed sequences on a GPU, part of `make bench-gpu`.
 
-A whole step of the learner with each of them, on rollouts of uneven length, as they are in training: where all are
-equally long padded attention has nothing to pad. And what each says of the same tokens, beside padded.
+The figures are the time of a whole step of the learner, and the differences of log-probabilities to padded attention.
+Rollouts have uneven lengths, as in training: with equal lengths padded attention would have no padding.
 """
 
 import gc
@@ -22,7 +22,7 @@ from pipelinerl_core.training.model import prepare_model
 
 
 def compare_attention(size: str, *, device: str, dtype: str, pack_tokens: int) -> list[dict[str, Any]]:
-    """A row for each way: medians over steps, after two that warm up, or why it is not there."""
+    """A row for each kind: medians over steps after two that warm up, or `problem` if the kind cannot be used."""
     config, rows = step_of(size, pack_tokens, uneven=True)
     num_tokens = sum(num_forward_tokens(row.rollout) for row in rows)
     found: list[dict[str, Any]] = []

@@ -1,9 +1,8 @@
 """Model-flop utilisation of the learner on a GPU, part of `make bench-gpu`.
 
-Counted are the flops that the model needs, whatever is computed: 6 per weight and token for forward and backward, and
-for attention inside each sequence of L tokens 6 * layers * heads * head size * L^2 (causal: half of all pairs). The
-logits that the backward pass computes again are not counted, and time is that of the whole step: packing, loss,
-clipping and AdamW too.
+The model's flops are 6 per weight and token for forward and backward, plus for attention within each sequence of L
+tokens 6 * layers * heads * head size * L^2 (causal: half of all pairs). Recomputed logits do not count. The time is
+that of the whole step with packing, loss, clipping and AdamW.
 """
 
 import gc
@@ -26,7 +25,7 @@ from pipelinerl_core.training.model import ModelDimensions, model_dimensions, pr
 from pipelinerl_core.types import TrainingRow
 
 PEAK_TFLOPS = {"H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0, "A100": 312.0}
-"""Dense bfloat16, from NVIDIA's data sheets; the first name that is part of the device's."""
+"""Dense bfloat16, TFLOP/s, from NVIDIA's data sheets; the first name contained in the device's name applies."""
 
 PROMPT_TOKENS = 64
 SEQUENCE_TOKENS = 1024
@@ -36,7 +35,7 @@ ROUNDS = 5
 
 
 def measure_learner(size: str, *, device: str, dtype: str, pack_tokens: int) -> dict[str, Any]:
-    """Tokens per second and utilisation of a model of random weights; medians over steps, after two that warm up."""
+    """Tokens per second and utilisation of a model of random weights: medians over steps after two that warm up."""
     model = prepare_model(random_model(size, dtype=getattr(torch, dtype)).to(device))
     dimensions = model_dimensions(model)
     config, rows = step_of(size, pack_tokens)
@@ -65,14 +64,14 @@ def measure_learner(size: str, *, device: str, dtype: str, pack_tokens: int) -> 
 
 
 def model_flops(dimensions: ModelDimensions, lengths: Sequence[int]) -> float:
-    """Of one forward and backward pass over sequences of these lengths, by a model whose head is its embedding."""
+    """Flops of a forward and backward pass over sequences of these lengths; the head is tied to the embedding."""
     width = dimensions.num_heads * dimensions.head_dim
     attention = 6.0 * dimensions.num_layers * width * sum(length**2 for length in lengths)
     return 6.0 * dimensions.num_parameters * sum(lengths) + attention
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Of a device by its name; None when it is not in the table."""
+    """Peak of a device by name; None if PEAK_TFLOPS lacks the device."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
@@ -96,7 +95,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunConfig, list[TrainingRow]]:
     """Rollouts that fill the packs of a step, and the configuration of a run of such steps.
 
-    They are of equal length, or `uneven`: from an eighth of it to all of it.
+    All rollouts have the greatest length that fits; `uneven`: lengths are random, from an eighth of that length on.
     """
     shape = SIZES[size]
     length = min(SEQUENCE_TOKENS, pack_tokens // 2, shape["max_position_embeddings"])
@@ -105,7 +104,7 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
     rng = np.random.default_rng(0)
 
     def rollout(group: int, index: int) -> Any:
-        # One token more than the forward pass sees: nothing is predicted from the last.
+        # One token more than the forward pass has: the last token is only predicted.
         tokens = int(rng.integers(max(prompt_tokens, length // 8), length + 1)) if uneven else length
         ids = rng.integers(0, shape["vocab_size"], tokens + 1, dtype=np.int32)
         prompt, completion = ids[:prompt_tokens], ids[prompt_tokens:]
@@ -122,7 +121,7 @@ def step_of(size: str, pack_tokens: int, *, uneven: bool = False) -> tuple[RunCo
 
 
 def step_seconds(learner: TorchLearner, rows: Sequence[TrainingRow], device: str) -> float:
-    """Of one step, until the device has finished it."""
+    """Seconds of one step until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()

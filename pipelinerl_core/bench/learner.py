@@ -1,16 +1,13 @@
 """Measure the learner: against a bare loop on the same packs, against TRL's GRPO step, pack fill, memory.
 
-Run: `pipelinerl bench learner [--memory] [--json]`. One process, one compute thread; the contestants take turns, the
-medians over rounds count, ratios are taken round by round. Models have random weights. TRL is measured where
-`make bench-peers` has put it. --memory adds the memory of the log-probability step at the size of Qwen2.5-0.5B's
-head, which takes minutes and 10 GB.
+Run: `pipelinerl bench learner [--memory] [--json]`. One process with one compute thread; the contestants take turns.
+Figures are medians over rounds, and ratios are medians of each round's ratio. Models have random weights. TRL is
+measured if `make bench-peers` has installed TRL. --memory adds the memory of the log-probability step for the head of
+Qwen2.5-0.5B, which takes minutes and 10 GB.
 """
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.errors import ConfigError
 
 _PACKAGES = Path(__file__).parents[2] / ".bench-packages"
@@ -32,25 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConfigError as error:
         sys.stderr.write(f"bench learner: {error}\n")
         sys.exit(2)
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipelinerl bench learner", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workloads", nargs="*", choices=_WORKLOADS, default=list(_WORKLOADS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
-    parser.add_argument("--no-trl", action="store_true", help="leave TRL out, though it is installed")
-    parser.add_argument("--memory", action="store_true", help="the memory table too")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the first, which warms up")
+    parser.add_argument("--no-trl", action="store_true", help="do not measure TRL even if TRL is installed")
+    parser.add_argument("--memory", action="store_true", help="measure memory too")
     parser.add_argument("--memory-tokens", type=int, default=4096, help="tokens of the memory table")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for, and what it was measured on."""
+    """All requested measurements and their conditions. Raises ConfigError."""
     if options.rounds < 1 or options.memory_tokens < 1:
         raise ConfigError("--rounds and --memory-tokens must be at least 1")
-    # Before transformers is loaded, which looks only once for what is installed.
+    # Before transformers is imported: transformers checks only once which packages are installed.
     sys.path.append(str(_PACKAGES))
     from pipelinerl_core.bench import learner_memory, learner_rounds
 
@@ -68,10 +66,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "memory": learner_memory.measure(options.memory_tokens) if options.memory else [],
         "memory_tokens": options.memory_tokens,
         "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
         "torch": torch.__version__,
-        "machine": platform.machine(),
+        **report.machine(),
     }
 
 

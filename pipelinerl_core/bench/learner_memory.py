@@ -1,9 +1,8 @@
-"""Memory of the log-probability step: ours in chunks, against log_softmax over the logits of all tokens.
+"""Memory of the log-probability step: in chunks, as the learner, and as log_softmax over the logits of all tokens.
 
-Part of `bench learner` (--memory). A measurement is one forward and one backward pass; counted is what torch's
-allocator holds at its peak, less the inputs, which were there before, and the outputs, which stay: log-probabilities
-and both gradients. The plain way is transformers' and everybody's: logits in the type of the model, converted to
-float32, log_softmax, gather; it gets no entropy to compute.
+Part of `bench learner` (--memory). A measurement is one forward and one backward pass. The figure is the peak of the
+allocator of torch without inputs and outputs (log-probabilities and both gradients). The plain way is that of
+transformers: logits in the model's type, converted to float32, log_softmax, gather. The learner computes entropy too.
 
 Shapes: T = tokens, V = vocabulary, C = hidden size.
 """
@@ -28,12 +27,12 @@ DTYPES = ("float32", "bfloat16")
 
 
 def chunked(hidden_TC: Tensor, head_VC: Tensor, targets_T: Tensor) -> Tensor:
-    """Ours."""
+    """As the learner: `token_logprobs`."""
     return token_logprobs(hidden_TC, head_VC, targets_T, temperature=1.0)[0]
 
 
 def plain(hidden_TC: Tensor, head_VC: Tensor, targets_T: Tensor) -> Tensor:
-    """Over all logits at once."""
+    """log_softmax over the logits of all tokens at once."""
     logprobs_TV = torch.log_softmax((hidden_TC @ head_VC.T).float(), -1)
     return logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
 
@@ -42,7 +41,7 @@ CONTESTANTS: dict[str, Logprobs] = {"chunked": chunked, "plain": plain}
 
 
 def measure(num_tokens: int, num_words: int = NUM_WORDS, hidden_size: int = HIDDEN_SIZE) -> list[dict[str, Any]]:
-    """A row for each type and way: extra_bytes, seconds, and output_bytes, which are the same for both ways."""
+    """A row for each type and way: extra_bytes, output_bytes (equal for both ways) and seconds."""
     return [
         {"dtype": dtype, "way": way, **measure_way(function, dtype, num_tokens, num_words, hidden_size)}
         for dtype in DTYPES
@@ -53,7 +52,7 @@ def measure(num_tokens: int, num_words: int = NUM_WORDS, hidden_size: int = HIDD
 def measure_way(
     function: Logprobs, dtype: str, num_tokens: int, num_words: int, hidden_size: int, device: str = "cpu"
 ) -> dict[str, Any]:
-    """One pass forward and backward of one way, after one of a few tokens that warms up."""
+    """One forward and backward pass of one way, after a forward pass over one token that warms up."""
     kind: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(0)
     hidden_TC = torch.randn(num_tokens, hidden_size, generator=generator).to(device, kind).requires_grad_()
@@ -74,7 +73,7 @@ def measure_way(
 
 
 def peak_of(function: Callable[[], tuple[Tensor, ...]], device: str = "cpu") -> tuple[int, tuple[Tensor, ...]]:
-    """Most bytes of tensors that a function holds at once beyond those that were there before, and its result."""
+    """Peak bytes of tensors during a call, beyond the bytes before the call, and the result of the call."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

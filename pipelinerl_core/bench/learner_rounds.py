@@ -1,4 +1,4 @@
-"""Steps of the learner in turns with a bare loop and with TRL, on the same rollouts (see bench_learner).
+"""Steps of the learner, of a bare loop and of TRL, in turns on the same rollouts (part of `bench learner`).
 
 Shapes: B = rollouts, P = longest prompt, C = longest completion, N = sampled tokens of a pack.
 """
@@ -23,7 +23,7 @@ from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
 from pipelinerl_core.types import Rollout, TrainingRow
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,21 +34,21 @@ class Workload:
     model: dict[str, Any]
     num_groups: int
     median_tokens: int
-    """Of completions; their lengths are lognormal."""
+    """Median length of a completion; lengths are lognormal."""
     max_tokens: int
     pack_tokens: int
     group_size: int = 8
     spread: float = 0.75
-    """Standard deviation of the logarithm of the length."""
+    """Standard deviation of the logarithm of a completion's length."""
 
     def random_model(self) -> Any:
-        """Random weights, always the same ones."""
+        """A model in evaluation mode; every call returns equal random weights."""
         torch.manual_seed(0)
         model_class: Any = Qwen2ForCausalLM
         return model_class(Qwen2Config(**self.model, tie_word_embeddings=True)).eval()
 
     def config(self, packing: Packing = "sorted") -> RunConfig:
-        """Of a run that would take such steps."""
+        """The configuration of a run with such steps."""
         trainer = TrainerConfig(
             steps=1000, groups_per_step=self.num_groups, pack_tokens=self.pack_tokens, packing=packing
         )
@@ -57,7 +57,7 @@ class Workload:
         return RunConfig(trainer=trainer, rollouts=rollouts, engine=engine)
 
     def groups(self) -> list[list[Rollout]]:
-        """Rollouts of random tokens, always the same ones."""
+        """Rollouts of random tokens by group; every call returns equal rollouts."""
         rng = np.random.default_rng(0)
         return [
             [self._rollout(rng, group, index) for index in range(self.group_size)] for group in range(self.num_groups)
@@ -86,7 +86,7 @@ WORKLOADS = {
 
 
 class BareLoop:
-    """What one writes by hand: the same packs, made beforehand, the same packed attention, plain log_softmax."""
+    """A hand-written training step: prebuilt packs, the learner's packed attention, plain log_softmax."""
 
     def __init__(self, workload: Workload, rows: Sequence[TrainingRow]) -> None:
         self._model = prepare_model(workload.random_model())
@@ -113,7 +113,7 @@ class BareLoop:
 
 
 def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict[str, Any]:
-    """Tokens per second of every contestant: medians over rounds, in which they take turns."""
+    """Tokens per second of every contestant, and ratios to the learner: medians over rounds, taken in turns."""
     groups = workload.groups()
     rows = assemble_rows(1, groups, workload.config()).rows
     num_tokens = sum(num_forward_tokens(row.rollout) for row in rows)
@@ -137,7 +137,7 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
         "tokens_per_second": {
             name: round(num_tokens / statistics.median(wall for wall, _ in found)) for name, found in seconds.items()
         },
-        # Round by round, so that a machine that is busy for a while slows both sides of a ratio.
+        # Medians of each round's ratio: other load on the machine slows both sides of one round.
         "learner_over": {
             name: round(statistics.median(_ratios(seconds, name, clock=0)), 3) for name in steps if name != "learner"
         },
@@ -148,7 +148,7 @@ def measure_workload(workload: Workload, rounds: int, *, with_trl: bool) -> dict
 
 
 def measure_fill(multiples: Sequence[int] = (4, 8, 16)) -> list[dict[str, Any]]:
-    """How full packs of 8 x 64 lognormal lengths are, and what attention pads, for budgets of some mean lengths."""
+    """Fill of packs and padding of attention, 512 lognormal lengths; pack_tokens is a multiple of the mean length."""
     lengths = np.random.default_rng(0).lognormal(np.log(200), 0.75, 512).astype(int).clip(1, 4000).tolist()
     return [
         {"multiple": multiple, "packing": packing, **_fill(lengths, multiple * sum(lengths) // len(lengths), packing)}
@@ -170,15 +170,11 @@ def _learner(workload: Workload, rows: Sequence[TrainingRow], packing: Packing =
     config = workload.config(packing)
     batcher = PackBatcher(workload.pack_tokens, packing)
     learner = TorchLearner(prepare_model(workload.random_model()), config, batcher=batcher)
-    return lambda: _ignore(learner.step(rows))
-
-
-def _ignore(_: object) -> None:
-    """A step's statistics."""
+    return lambda: learner.step(rows)
 
 
 def _in_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of wall and of CPU time per round; the first round, which warms up, is not counted."""
+    """Seconds of wall time and of CPU time of each round after the first, which warms up."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for round_ in range(1 + rounds):
         for name, step in steps.items():
@@ -189,6 +185,6 @@ def _in_turns(steps: dict[str, Step], rounds: int) -> dict[str, list[tuple[float
     return seconds
 
 
-def _ratios(seconds: dict[str, list[tuple[float, float]]], peer: str, *, clock: int) -> list[float]:
-    """How many times faster than a peer the learner was, round by round; clock 0 is wall, 1 is CPU time."""
-    return [theirs[clock] / ours[clock] for ours, theirs in zip(seconds["learner"], seconds[peer], strict=True)]
+def _ratios(seconds: dict[str, list[tuple[float, float]]], other: str, *, clock: int) -> list[float]:
+    """For each round: seconds of the other contestant / seconds of the learner; clock 0: wall time, 1: CPU time."""
+    return [theirs[clock] / ours[clock] for ours, theirs in zip(seconds["learner"], seconds[other], strict=True)]

@@ -1,8 +1,8 @@
 """The optimization part of TRL's GRPOTrainer, on given rollouts, for `bench learner`.
 
-What its training loop does with a batch that is generated and scored: the padded tensors of all rollouts (prompts on
-the left, completions on the right, to the longest of the batch), in passes of `ROWS_PER_PASS` rows its own loss and a
-backward pass, then clipping and AdamW. Its loop, data loader and callbacks are left out, in its favour.
+A step computes TRL's loss and a backward pass for every `ROWS_PER_PASS` rollouts, then clips gradients and applies
+AdamW. Prompts are padded on the left and completions on the right, to the longest of the batch, as in TRL. TRL's
+training loop, data loader and callbacks are not measured, in favour of TRL.
 
 Shapes: B = rollouts, P = longest prompt, C = longest completion.
 """
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from trl import GRPOConfig, GRPOTrainer
 
-# The fastest on two cores for the quickstart's rollouts (bench/peers/trl_grpo.py has the others).
+# The fastest value on two cores for the rollouts of the quickstart (other values: bench/peers/trl_grpo.py).
 ROWS_PER_PASS = 128
 
 
@@ -37,7 +37,7 @@ class TRLStep:
     """One optimizer step on all rows."""
 
     def __init__(self, model: Any, rows: Sequence[TrainingRow], config: RunConfig) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="pipelinerl-bench-")
+        self._directory = tempfile.TemporaryDirectory(prefix="pipelinerl-bench-")
         self._model = model
         self._clip_norm = config.learner.clip_norm
         learner = config.learner
@@ -49,7 +49,7 @@ class TRLStep:
             fused=True,
         )
         rows_per_pass = min(ROWS_PER_PASS, len(rows))
-        self._trainer = _trainer(model, config, rows_per_pass, len(rows) // rows_per_pass, self._scratch.name)
+        self._trainer = _trainer(model, config, rows_per_pass, len(rows) // rows_per_pass, self._directory.name)
         self._passes = _passes(rows, rows_per_pass)
         self._trainer.current_gradient_accumulation_steps = len(self._passes)
 
@@ -63,13 +63,13 @@ class TRLStep:
         self._adam.step()
 
 
-def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int, scratch: str) -> Any:
-    """With the objective of ours, as in bench/peers/trl_grpo.py."""
+def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int, directory: str) -> Any:
+    """With the objective of the learner, as in bench/peers/trl_grpo.py."""
     assert isinstance(config.loss, ReinforceLoss)
     tokenizer_class: Any = PreTrainedTokenizerFast
     words: Any = WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>")
     settings = GRPOConfig(
-        output_dir=scratch,
+        output_dir=directory,
         use_cpu=True,
         bf16=False,
         per_device_train_batch_size=rows_per_pass,
@@ -99,7 +99,7 @@ def _trainer(model: Any, config: RunConfig, rows_per_pass: int, num_passes: int,
 
 
 def _passes(rows: Sequence[TrainingRow], rows_per_pass: int) -> list[dict[str, Tensor]]:
-    """The tensors that TRL makes of a generated batch, cut into passes."""
+    """TRL's input tensors of the batch, one dictionary per pass."""
     prompts = [row.rollout.prompt_token_ids for row in rows]
     completions = [row.rollout.completion_token_ids for row in rows]
     prompt_ids_BP, prompt_mask_BP = _padded(prompts, left=True)
@@ -127,6 +127,6 @@ def _padded(values: Sequence[NDArray[Any]], *, left: bool) -> tuple[Tensor, Tens
     padded = np.zeros((len(values), width), np.float32 if is_float else np.int64)
     mask = np.zeros((len(values), width), np.int64)
     for index, one in enumerate(values):
-        place = slice(width - len(one), width) if left else slice(0, len(one))
-        padded[index, place], mask[index, place] = one, 1
+        columns = slice(width - len(one), width) if left else slice(0, len(one))
+        padded[index, columns], mask[index, columns] = one, 1
     return torch.from_numpy(padded), torch.from_numpy(mask)

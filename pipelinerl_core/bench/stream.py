@@ -1,271 +1,174 @@
-"""Measure the channel: the real hub under simulated actors and a simulated trainer, and others without one.
+"""Measure the channel: the real hub under simulated actors and a simulated trainer.
 
-Run: `pipelinerl bench stream [--short] [--json] [--markdown] [--only PART,...] [--minutes N]`. Parts:
+Run: `pipelinerl bench stream [--short] [--json]`. The rows of the table:
 
-    throughput  groups/s for several lengths and numbers of actors; CPU time of the hub per group
-    latency     from an actor's send to the trainer's read, one group every 4 ms
-    memory      the hub's memory while the trainer stands still, then over N minutes of work
-    peers       the same groups through Redis streams and JSON lines
-    segments    SegmentWriter to `rclone serve s3`
+    actors      groups/s and the hub's CPU time per group; the hub's memory at the end of the work, and after the
+                trainer has stood still for some seconds. One row has one actor that sends a group every 4 ms: the
+                latency from the creation of the rows in the actor to the end of reading in the trainer
+    back-ends   the same groups through the two back-ends of ServiceNow's PipelineRL: Redis streams and JSON lines
+    segments    groups/s of one SegmentWriter to a disk and to `rclone serve s3`
 
-Hub, actors (two processes) and trainer share this machine: where it has few cores, groups/s is what all of them leave
-each other, and the hub's CPU time per group is the figure that carries over to another machine.
+Hub, actors and trainer share this machine. On a machine with few cores groups/s depends on all three, and the hub's
+CPU time per group is the figure that can be compared with other machines.
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.bench.stream_actors import Seal
-from pipelinerl_core.bench.stream_hub import Cell, HubUnderLoad, SimulatedTrainer
-from pipelinerl_core.bench.stream_peers import PEERS, measure_peer
-from pipelinerl_core.bench.stream_rows import GROUP_SIZE
+from pipelinerl_core.bench import report
+from pipelinerl_core.bench.stream_actors import GROUP_SIZE, MAX_FREE_BYTES, NUM_TOKENS, Cell
+from pipelinerl_core.bench.stream_hub import HubUnderLoad, SimulatedTrainer
+from pipelinerl_core.bench.stream_peers import BACKENDS, measure_backend
 from pipelinerl_core.bench.stream_store import measure_segments
-from pipelinerl_core.bench.stream_table import markdown, table
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.roles.runtime.process import keep_freed_memory, limit_threads
 
-TOKENS = (64, 512, 4096)
-ACTORS = (1, 16, 100, 1000)
-PARTS = ("throughput", "latency", "memory", "peers", "segments")
-PAUSE_SECONDS = 0.004
-WARM_UP_SAMPLES = 50
 STEP_DEADLINE_SECONDS = 60.0
-MAX_FREE_BYTES = 256 << 20
-"""That the simulated trainer keeps for the next rows, as much as the hub does."""
+_WARM_UP_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How long everything takes."""
+    """The measurements and their duration."""
 
-    tokens: Sequence[int]
-    actors: Sequence[int]
+    cells: Sequence[Cell]
     seconds: float
-    """Of each cell of throughput, and of each peer."""
-    samples: int
-    """Of latency."""
-    stalled_actors: int
+    """Work of each cell and of each back-end."""
     stall_seconds: float
-    minutes: float
-    """Of work after the stall."""
-    segment_groups: int
-    """Of each of two writers."""
+    """How long the trainer stands still at the end of each cell."""
+    backends: Sequence[str] = BACKENDS
+    segment_groups: int = 1500
+    """0: segments are not measured."""
 
 
-FULL = Extent(
-    tokens=TOKENS, actors=ACTORS, seconds=6.0, samples=1500, stalled_actors=1000, stall_seconds=30.0, minutes=10.0,
-    segment_groups=6000,
-)  # fmt: skip
-SHORT = Extent(
-    tokens=(512,), actors=(1, 100), seconds=2.0, samples=300, stalled_actors=100, stall_seconds=5.0, minutes=0.2,
-    segment_groups=1500,
-)  # fmt: skip
+# With these leases, syncs take little of the time, and the rows of all groups fit into the hub's memory. With many
+# actors a step has more groups, because the hub announces every step to all actors.
+_CELLS = (
+    Cell(num_actors=1, groups_per_step=1, num_leases=64, pause_seconds=0.004),
+    Cell(num_actors=1, groups_per_step=256, num_leases=64),
+    Cell(num_actors=100, groups_per_step=1024, num_leases=32),
+    Cell(num_actors=1000, groups_per_step=4096, num_leases=8),
+)
+FULL = Extent(cells=_CELLS, seconds=6.0, stall_seconds=10.0)
+SHORT = Extent(cells=_CELLS[:3], seconds=2.0, stall_seconds=2.0)
 
 
-def throughput_cell(num_actors: int, num_tokens: int) -> Cell:
-    """Leases enough that syncs do not dominate; the rows of all groups that may be ready fit into the hub's memory.
-
-    A step has more groups than there are actors, as it would have: every step is announced to each of them.
-    """
-    num_leases, groups_per_step = {1: (64, 256), 16: (32, 256), 100: (32, 1024), 1000: (8, 4096)}[num_actors]
-    if num_tokens > 1000:
-        num_leases, groups_per_step = {1: (64, 256), 16: (16, 256), 100: (8, 256), 1000: (1, 512)}[num_actors]
-    return Cell(num_actors=num_actors, num_tokens=num_tokens, num_leases=num_leases, groups_per_step=groups_per_step)
-
-
-def measure_throughput(cell: Cell, seconds: float) -> dict[str, Any]:
-    """One cell: from the third step on, for so long."""
+def measure_cell(cell: Cell, seconds: float, stall_seconds: float) -> dict[str, Any]:
+    """One row of the table: steps of the trainer for `seconds`, then none for `stall_seconds`."""
     with HubUnderLoad.open(cell) as load:
         trainer = SimulatedTrainer(load.hub_url(), load.token, cell.num_tokens)
         load.begin()
-        for _ in range(2):
-            _step(trainer)
-        first, begun = len(trainer.seen), time.perf_counter()
-        (hub_before, actors_before), trainer_before = load.cpu_seconds(), time.process_time()
-        while time.perf_counter() - begun < seconds:
-            _step(trainer)
-        wall_seconds, num_groups = time.perf_counter() - begun, len(trainer.seen) - first
-        (hub_after, actors_after), trainer_after = load.cpu_seconds(), time.process_time()
-        rss_bytes = load.rss_bytes
-        counts = load.finish()
+        _train(trainer, _WARM_UP_SECONDS)
+        num_before, cpu_before = len(trainer.latencies), load.cpu_seconds()
+        wall_seconds = _train(trainer, seconds)
+        cpu_seconds, rss_bytes = load.cpu_seconds() - cpu_before, load.rss_bytes()
+        latencies_ms = np.array(trainer.latencies[num_before:]) * 1e3
+        time.sleep(stall_seconds)
+        stalled_rss_bytes = load.rss_bytes()
         trainer.close()
-    return {
-        "num_actors": cell.num_actors,
-        "num_tokens": cell.num_tokens,
-        "groups_per_step": cell.groups_per_step,
-        "groups": num_groups,
-        "seconds": wall_seconds,
-        "groups_per_second": num_groups / wall_seconds,
-        "tokens_per_second": num_groups * GROUP_SIZE * cell.num_tokens / wall_seconds,
-        "hub_us": (hub_after - hub_before) / num_groups * 1e6,
-        "hub_cores": (hub_after - hub_before) / wall_seconds,
-        "actors_us": (actors_after - actors_before) / num_groups * 1e6,
-        "trainer_us": (trainer_after - trainer_before) / num_groups * 1e6,
-        "hub_rss_bytes": rss_bytes,
-        "syncs_per_group": counts["syncs"] / max(1, counts["groups"]),
-        "refused": counts["refused"],
+        _, num_refused = load.finish()
+    row = {
+        "groups": len(latencies_ms),
+        "groups_per_second": len(latencies_ms) / wall_seconds,
+        "hub_us": cpu_seconds / len(latencies_ms) * 1e6,
+        "hub_mb": rss_bytes / 1e6,
+        "stalled_hub_mb": stalled_rss_bytes / 1e6,
+        "refused": num_refused,
     }
+    if cell.pause_seconds:  # otherwise groups wait for their step, which latency would consist of
+        row |= {f"p{rank}_ms": float(np.percentile(latencies_ms, rank)) for rank in (50, 99)}
+    return row
 
 
-def measure_latency(num_tokens: int, samples: int) -> dict[str, Any]:
-    """From the making of the rows in the actor, right before they are sent, to the trainer's numpy views of them."""
-    cell = Cell(
-        num_actors=1, num_tokens=num_tokens, groups_per_step=1, num_leases=64, burst=1, pause_seconds=PAUSE_SECONDS
-    )
-    with HubUnderLoad.open(cell) as load:
-        trainer = SimulatedTrainer(load.hub_url(), load.token, num_tokens)
-        load.begin()
-        while len(trainer.latencies) < WARM_UP_SAMPLES + samples:
-            _step(trainer)
-        trainer.close()
-    found = np.array(trainer.latencies[WARM_UP_SAMPLES:]) * 1e3
-    return {
-        "num_tokens": num_tokens,
-        "samples": len(found),
-        "p50_ms": float(np.percentile(found, 50)),
-        "p99_ms": float(np.percentile(found, 99)),
-        "max_ms": float(found.max()),
-    }
+def _train(trainer: SimulatedTrainer, seconds: float) -> float:
+    """Take steps for `seconds`, at least one; returns the wall time. Raises PipelineRLError if no step is ready."""
+    started = stepped_at = time.perf_counter()
+    while stepped_at == started or stepped_at - started < seconds:
+        if trainer.take_step():
+            stepped_at = time.perf_counter()
+        elif time.perf_counter() - stepped_at > STEP_DEADLINE_SECONDS:
+            raise PipelineRLError(f"no step within {STEP_DEADLINE_SECONDS:.0f} s; see the lines of the actors above")
+    return stepped_at - started
 
 
-def measure_memory(num_actors: int, num_tokens: int, *, stall_seconds: float, minutes: float) -> dict[str, Any]:
-    """The hub's memory: at rest, while the trainer stands still, and in the first and last part of the work."""
-    cell = Cell(num_actors=num_actors, num_tokens=num_tokens, groups_per_step=512, num_leases=8, seal=Seal.NONE)
-    with HubUnderLoad.open(cell) as load:
-        trainer = SimulatedTrainer(load.hub_url(), load.token, num_tokens)
-        at_rest = load.rss_bytes
-        load.begin()
-        stalled = _watch(load, stall_seconds, lambda: time.sleep(0.2))
-        row_bytes = int(load.live()["row_bytes"])
-        working = _watch(load, minutes * 60, lambda: _step(trainer))
-        trainer.close()
-        num_groups = len(trainer.seen)
-    third = max(1, len(working) // 3)
-    return {
-        "num_actors": num_actors,
-        "num_tokens": num_tokens,
-        "budget_bytes": cell.config().placement.hub_bytes,
-        "rest_rss_bytes": at_rest,
-        "stalled_row_bytes": row_bytes,
-        "stalled_max_rss_bytes": max(stalled),
-        "minutes": minutes,
-        "groups": num_groups,
-        "working_max_rss_bytes": max(working),
-        "working_first_rss_bytes": int(np.median(working[:third])),
-        "working_last_rss_bytes": int(np.median(working[-third:])),
-    }
+def measure(extent: Extent) -> dict[str, Any]:
+    """All rows in turn. `missing` has one line for each row that needs a program that is not installed."""
+    rows: list[dict[str, Any]] = []
+    missing: list[str] = []
 
+    def add(what: str, part: Callable[[], dict[str, Any]]) -> None:
+        _log(what)
+        try:
+            rows.append({"what": what, **part()})
+        except ConfigError as error:
+            _log(str(error))
+            missing.append(str(error))
 
-def _watch(load: HubUnderLoad, seconds: float, act: Callable[[], object]) -> list[int]:
-    found, until = [load.rss_bytes], time.monotonic() + seconds
-    while time.monotonic() < until:
-        act()
-        found.append(load.rss_bytes)
-    return found
-
-
-def _step(trainer: SimulatedTrainer) -> None:
-    deadline = time.monotonic() + STEP_DEADLINE_SECONDS
-    while not trainer.take_step():
-        if time.monotonic() > deadline:
-            raise PipelineRLError(
-                f"no step within {STEP_DEADLINE_SECONDS:.0f} s: the actors' lines above may say why"
-            )
-
-
-def measure(extent: Extent, parts: Sequence[str]) -> dict[str, Any]:
-    """All parts in turn. What a part lacks is said in `missing`, one line each."""
-    result: dict[str, Any] = {
-        "throughput": [], "latency": [], "memory": None, "peers": [], "segments": [], "missing": [],
-    }  # fmt: skip
-    if "throughput" in parts:
-        for num_tokens in extent.tokens:
-            for num_actors in extent.actors:
-                _say(f"throughput: {num_actors} actors, groups of {GROUP_SIZE} x {num_tokens}")
-                cell = throughput_cell(num_actors, num_tokens)
-                result["throughput"].append(measure_throughput(cell, extent.seconds))
-    if "latency" in parts:
-        for num_tokens in extent.tokens:
-            _say(f"latency: groups of {GROUP_SIZE} x {num_tokens}")
-            result["latency"].append(measure_latency(num_tokens, extent.samples))
-    if "memory" in parts:
-        _say(f"memory: {extent.stalled_actors} actors, {extent.stall_seconds:g} s stalled, {extent.minutes:g} min")
-        result["memory"] = measure_memory(
-            extent.stalled_actors, 4096, stall_seconds=extent.stall_seconds, minutes=extent.minutes
+    for cell in extent.cells:
+        pause = f", a group every {cell.pause_seconds * 1e3:g} ms" if cell.pause_seconds else ""
+        add(
+            f"actors: {cell.num_actors:,}{pause}",
+            lambda cell=cell: measure_cell(cell, extent.seconds, extent.stall_seconds),  # type: ignore[misc]
         )
-    if "peers" in parts:
-        for peer in PEERS:
-            _or_missing(result, lambda peer=peer: _measure_peers(peer, extent, result))  # type: ignore[misc]
-    if "segments" in parts:
-        _or_missing(result, lambda: _measure_segments(extent, result))
-    return result | {
-        "cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2),
-        "pyarrow": pa.__version__,
-        "machine": platform.machine(),
-    }
+    for backend in extent.backends:
+        add(
+            f"back-end: {backend}",
+            lambda backend=backend: measure_backend(backend, NUM_TOKENS, extent.seconds),  # type: ignore[misc]
+        )
+    for target in ("disk", "S3") if extent.segment_groups else ():
+        add(
+            f"segments: {target}",
+            lambda target=target: measure_segments(target, extent.segment_groups),  # type: ignore[misc]
+        )
+    return {"rows": rows, "missing": missing, "pyarrow": pa.__version__, **report.machine()}
 
 
-def _measure_peers(peer: str, extent: Extent, result: dict[str, Any]) -> None:
-    for num_tokens in extent.tokens:
-        _say(f"{peer}: groups of {GROUP_SIZE} x {num_tokens}")
-        result["peers"].append(measure_peer(peer, num_tokens, extent.seconds))
+_COLUMNS = {
+    "groups_per_second": ("groups/s", ",.0f"),
+    "p50_ms": ("p50, ms", ".2f"),
+    "p99_ms": ("p99, ms", ".2f"),
+    "hub_us": ("hub, us per group", ".0f"),
+    "hub_mb": ("hub, MB", ",.0f"),
+    "stalled_hub_mb": ("hub, MB, trainer stalled", ",.0f"),
+}
 
 
-def _measure_segments(extent: Extent, result: dict[str, Any]) -> None:
-    _say(f"segments: {extent.segment_groups} groups for each of two writers")
-    result["segments"] = measure_segments(extent.segment_groups)
+def table(result: dict[str, Any]) -> str:
+    """The measurement as Markdown."""
+    header = [f"groups of {GROUP_SIZE} x {NUM_TOKENS}", *(title for title, _ in _COLUMNS.values())]
+    rows = [
+        [row["what"], *(f"{row[key]:{style}}" if key in row else "" for key, (_, style) in _COLUMNS.items())]
+        for row in result["rows"]
+    ]
+    lines = [*report.markdown(header, rows), "", f"{report.conditions(result)}, pyarrow {result['pyarrow']}"]
+    return "\n".join([*lines, *(f"not measured: {line}" for line in result["missing"]), ""])
 
 
-def _or_missing(result: dict[str, Any], part: Callable[[], None]) -> None:
-    try:
-        part()
-    except ConfigError as error:
-        _say(str(error))
-        result["missing"].append(str(error))
-
-
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"bench stream: {text}\n")
     sys.stderr.flush()
 
 
 def main() -> None:
-    """Print a table, Markdown with --markdown, or one JSON document with --json."""
+    """Print a table, or one JSON document with --json."""
     parser = argparse.ArgumentParser(prog="pipelinerl bench stream", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--short", action="store_true", help="fewer cells and less time: about a minute")
-    parser.add_argument("--only", default="", help=f"parts with commas: {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, help="of work after the trainer stood still (memory); default 10")
+    parser.add_argument("--short", action="store_true", help="fewer rows and less time: half a minute")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    parser.add_argument("--markdown", action="store_true", help="the tables of docs/results.md on stdout")
     options = parser.parse_args()
-    parts = tuple(filter(None, options.only.split(","))) or PARTS
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        sys.stderr.write(f"bench stream: --only {unknown[0]}: no such part; there are {', '.join(PARTS)}\n")
-        sys.exit(2)
     limit_threads(1)
     keep_freed_memory(MAX_FREE_BYTES)
-    extent = SHORT if options.short else FULL
-    if options.minutes is not None:
-        extent = replace(extent, minutes=options.minutes)
     try:
-        result = measure(extent, parts)
+        result = measure(SHORT if options.short else FULL)
     except PipelineRLError as error:
         sys.exit(f"bench stream: {error}")
-    sys.stdout.write(
-        json.dumps(result) + "\n" if options.json else markdown(result) if options.markdown else table(result)
-    )
+    report.write(result, table, as_json=options.json)
 
 
 if __name__ == "__main__":

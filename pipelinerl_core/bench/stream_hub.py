@@ -1,10 +1,10 @@
-"""A real hub under the load of `bench stream`: its process, processes of simulated actors, and a simulated trainer.
+"""A real hub under the load of `bench stream`: the hub's process, the process of the actors, and a simulated trainer.
 
-The hub is the role itself on a run in a temporary directory. The trainer is this process: it reserves, fetches the
-rows, reads their tokens and log-probabilities as numpy views, and commits; it neither trains nor writes anything.
+The hub serves a run in a temporary directory. The trainer is this process: it reserves steps, fetches the rows, reads
+tokens and log-probabilities as numpy views, and commits. The trainer neither trains nor writes.
 """
 
-import json
+import multiprocessing
 import os
 import secrets
 import subprocess
@@ -13,18 +13,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from pipelinerl_core.bench.stream_actors import Seal
-from pipelinerl_core.bench.stream_rows import GROUP_SIZE, RUN_ID
+from pipelinerl_core.bench.stream_actors import GROUP_SIZE, RUN_ID, Cell, run_actors
 from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.data.codec import flat_list
-from pipelinerl_core.errors import HubUnavailable, PipelineRLError
+from pipelinerl_core.errors import DeadlineExceeded, HubUnavailable, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Ack, Committed, FateRecord, Register, Registered, Reserve, Reserved, Rows
 from pipelinerl_core.run.context import TOKEN_VARIABLE
@@ -35,183 +33,112 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightManifest
 
 START_SECONDS = 60.0
-"""Longest time for the hub to start, or for the actors to connect."""
+"""Longest time for the hub to start, for the actors to connect, and for the actors to end."""
 _EPOCH = 1
 _READ_COLUMNS = ("completion_token_ids", "rollout_logprobs")
-_ACTOR_PROCESSES = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One constellation to be measured."""
-
-    num_actors: int
-    num_tokens: int
-    """Of each completion of a group of GROUP_SIZE."""
-    groups_per_step: int = 256
-    num_leases: int = 8
-    """Groups that each actor wants to hold."""
-    burst: int = 1 << 30
-    """Groups that an actor sends together."""
-    seal: Seal = Seal.SAY
-    max_groups: int = 0
-    """That all actors send together; 0: no end."""
-    pause_seconds: float = 0.0
-    """Of an actor after each sending."""
-    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Section -> settings of the run."""
-
-    def config(self) -> RunConfig:
-        """Of a run that admits all these leases, and the groups of three steps besides."""
-        window = self.num_actors * self.num_leases + 3 * self.groups_per_step
-        sections: dict[str, dict[str, Any]] = {
-            # by its longest completion the hub judges how many groups it has room for, until it has seen some
-            "rollouts": {"group_size": GROUP_SIZE, "max_tokens": self.num_tokens},
+def run_config(cell: Cell) -> RunConfig:
+    """A run that admits the leases of all actors and three more steps of groups."""
+    window = cell.num_actors * cell.num_leases + 3 * cell.groups_per_step
+    return build_config(
+        {
+            # Until the first groups arrive, the hub computes their size from max_tokens.
+            "rollouts": {"group_size": GROUP_SIZE, "max_tokens": cell.num_tokens},
             "engine": {"concurrency": GROUP_SIZE},
-            "schedule": {"max_lag": -(-window // self.groups_per_step)},
-            "trainer": {"groups_per_step": self.groups_per_step, "steps": 10**7},
+            "schedule": {"max_lag": -(-window // cell.groups_per_step)},
+            "trainer": {"groups_per_step": cell.groups_per_step, "steps": 10**7},
+            "placement": {"hub_bytes": cell.hub_bytes},
         }
-        for name, settings in self.overrides.items():
-            sections.setdefault(name, {}).update(settings)
-        return build_config(sections)
+    )
 
 
 class HubUnderLoad:
-    """A hub and its simulated actors; `open` starts and ends them."""
+    """A hub and its simulated actors; `open` starts and ends the processes."""
 
     def __init__(self, cell: Cell, directory: Path) -> None:
-        """`directory`: of the run, empty."""
-        self.cell = cell
-        self.url = f"file://{directory}"
+        """`directory`: the run's, empty."""
         self.token = secrets.token_hex(16)
-        self.store: ObjectStore = open_store(self.url)
-        record = RunRecord(
-            run_id=RUN_ID, created_at=time.time(), code_version="", config=cell.config().model_dump(mode="json")
-        )
-        self.store.put(RUN_KEY, record.model_dump_json().encode())
+        self._url = f"file://{directory}"
+        self._store: ObjectStore = open_store(self._url)
+        config = run_config(cell).model_dump(mode="json")
+        record = RunRecord(run_id=RUN_ID, created_at=time.time(), code_version="", config=config)
+        self._store.put(RUN_KEY, record.model_dump_json().encode())
         self._log = directory / "hub.log"
-        self.children: list[subprocess.Popen[str]] = []
-        self.actors: list[subprocess.Popen[str]] = []
-        self.hub = self._start_hub()
-        self.process = psutil.Process(self.hub.pid)
+        with open(self._log, "w", encoding="utf-8") as log:
+            self._hub = subprocess.Popen(
+                [sys.executable, "-m", "pipelinerl_core.roles.hub.main", "--run", self._url,
+                 "--parent-pid", str(os.getpid())],
+                env={**os.environ, TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": "1"}, stderr=log,
+            )  # fmt: skip
+        self._process = psutil.Process(self._hub.pid)
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, actors_end = spawn.Pipe()
+        arguments = (actors_end, os.getpid(), cell, self._url, self.token)
+        self._actors = spawn.Process(target=run_actors, args=arguments, daemon=True)
+        self._actors.start()
+        actors_end.close()
 
     @classmethod
     @contextmanager
     def open(cls, cell: Cell) -> "Iterator[HubUnderLoad]":
-        """Raises PipelineRLError when the hub does not start or the actors do not connect."""
+        """Raises PipelineRLError if the hub does not start or the actors do not connect."""
         with tempfile.TemporaryDirectory(prefix="bench-stream-") as directory:
             load = cls(cell, Path(directory))
             try:
-                load.connect_actors()
+                load._connection.send(load.hub_url())
+                load._receive()
                 yield load
             finally:
-                load.end()
+                load._actors.kill()
+                load._actors.join(timeout=10)
+                load._hub.kill()
+                load._hub.wait(timeout=10)
 
     def begin(self) -> None:
         """Let the actors send."""
-        for actor in self.actors:
-            assert actor.stdin is not None
-            actor.stdin.write("go\n")
-            actor.stdin.flush()
+        self._connection.send(None)
 
-    def finish(self) -> dict[str, int]:
-        """End the actors; what they have done in all."""
-        totals: dict[str, int] = {}
-        for actor in self.actors:
-            assert actor.stdin is not None
-            actor.stdin.close()
-        for actor in self.actors:
-            for name, number in self._hear(actor).items():
-                totals[name] = totals.get(name, 0) + number
-        self.actors = []
-        return totals
+    def finish(self) -> tuple[int, int]:
+        """End the actors; returns the numbers of groups that the hub accepted and refused."""
+        self._connection.send(None)
+        counts: tuple[int, int] = self._receive()
+        return counts
 
-    def cpu_seconds(self) -> tuple[float, float]:
-        """(the hub's, that of all actors), user and system."""
-        times = self.process.cpu_times()
-        actors = [psutil.Process(actor.pid).cpu_times() for actor in self.actors]
-        return times.user + times.system, sum(actor.user + actor.system for actor in actors)
+    def cpu_seconds(self) -> float:
+        """CPU time of the hub, user and system."""
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
 
-    @property
     def rss_bytes(self) -> int:
-        """Memory of the hub."""
-        return int(self.process.memory_info().rss)
+        """Resident memory of the hub."""
+        return int(self._process.memory_info().rss)
 
     def live(self) -> dict[str, Any]:
-        """What hub.json says, a second old at most."""
-        return read_record(self.store, HUB_KEY, HubRecord).live
+        """The hub's state in hub.json, one second old at most."""
+        return read_record(self._store, HUB_KEY, HubRecord).live
 
     def hub_url(self) -> str:
-        """Where the hub listens."""
+        """Waits until the hub serves. Raises HubUnavailable."""
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.hub.poll() is None:
-            hub = read_hub(self.store)
+        while time.monotonic() < deadline and self._hub.poll() is None:
+            hub = read_hub(self._store)
             if hub is not None:
                 return hub.url
             time.sleep(0.02)
         raise HubUnavailable(f"the hub did not start: {self._log.read_text()[-500:]}")
 
-    def connect_actors(self) -> None:
-        """Start their processes and wait until every actor has registered."""
-        cell = self.cell
-        share = -(-cell.num_actors // _ACTOR_PROCESSES)
-        for first in range(0, cell.num_actors, share):
-            arguments = {
-                "run": self.url,
-                "url": self.hub_url(),
-                "parent-pid": os.getpid(),
-                "first": first,
-                "num": min(share, cell.num_actors - first),
-                "tokens": cell.num_tokens,
-                "leases": cell.num_leases,
-                "burst": cell.burst,
-                "seal": cell.seal,
-                "max-groups": cell.max_groups // len(range(0, cell.num_actors, share)),
-                "pause-seconds": cell.pause_seconds,
-            }
-            options = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-            self.actors.append(self._start("pipelinerl_core.bench.stream_actors", options, stderr=None))
-        for actor in self.actors:
-            self._hear(actor)
-
-    def end(self) -> None:
-        """Stop everything that runs, the hub last."""
-        for child in reversed(self.children):
-            child.kill()
-            child.wait(timeout=10)
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
-
-    def _start_hub(self) -> subprocess.Popen[str]:
-        with open(self._log, "w", encoding="utf-8") as log:
-            return self._start(
-                "pipelinerl_core.roles.hub.main", ["--run", self.url, "--parent-pid", str(os.getpid())], stderr=log
-            )
-
-    def _start(self, module: str, options: list[str], stderr: Any) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, *options],
-            env={**os.environ, TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-        self.children.append(child)
-        return child
-
-    def _hear(self, actor: subprocess.Popen[str]) -> dict[str, int]:
-        assert actor.stdout is not None
-        line = actor.stdout.readline()
-        if not line:
-            raise PipelineRLError("simulated actors ended before their time; their lines above say why")
-        counts: dict[str, int] = json.loads(line)
-        return counts
+    def _receive(self) -> Any:
+        if not self._connection.poll(START_SECONDS):
+            raise DeadlineExceeded(f"no answer of the simulated actors within {START_SECONDS:.0f} s")
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise PipelineRLError("the simulated actors have ended; see the lines above") from None
 
 
 class SimulatedTrainer:
-    """Takes step after step; counts, and refuses to get a group twice. Raises PipelineRLError for any refusal."""
+    """Takes one step after the other. Raises PipelineRLError if the hub refuses a request or sends a group twice."""
 
     def __init__(self, url: str, token: str, num_tokens: int) -> None:
         self._client = HubClient(url, token=token, role="trainer", name="trainer")
@@ -219,7 +146,7 @@ class SimulatedTrainer:
         self._step = 0
         self.seen: set[tuple[int, int]] = set()
         self.latencies: list[float] = []
-        """Seconds from the making of each group's rows to their being read."""
+        """For each group: seconds from the creation of the rows in the actor to the end of reading in the trainer."""
         registered = self._client.request(Register(role="trainer", name="trainer", epoch=_EPOCH))
         if not isinstance(registered, Registered):
             raise PipelineRLError(f"the hub does not register the trainer: {registered}")
@@ -238,7 +165,7 @@ class SimulatedTrainer:
         for header, rows in (*at_hand, *others):
             key = (header.group_id, header.attempt)
             if key in self.seen or rows.num_rows != GROUP_SIZE:
-                raise PipelineRLError(f"group {key} came twice, or with {rows.num_rows} rows")
+                raise PipelineRLError(f"group {key} arrived twice, or with {rows.num_rows} rows")
             self.seen.add(key)
             for name in _READ_COLUMNS:
                 offsets, values = flat_list(rows.column(name))
@@ -249,7 +176,7 @@ class SimulatedTrainer:
         return len(groups)
 
     def close(self) -> None:
-        """Leave."""
+        """Disconnect."""
         self._client.close()
 
     def _commit(self, groups: tuple[tuple[int, int], ...], fates: tuple[FateRecord, ...]) -> None:

@@ -1,15 +1,13 @@
-"""Measure what our adapter costs vLLM: tokens per second and the pause of a swap, against AsyncLLM itself.
+"""Measure the overhead of VLLMEngine: tokens per second and the pause of a swap, against bare AsyncLLM.
 
-Run: `pipelinerl bench vllm [--model DIR] [--json]`. One engine core for all; the contestants take turns on it and
-the best of three rounds counts. Bare AsyncLLM returns final outputs only. A bare swap is pause_generation(keep), the
-three calls of the weight update and resume_generation, with the same file.
+Run: `pipelinerl bench vllm [--model DIR] [--json]`. Both take turns on one engine core; the best of three rounds
+counts. Bare AsyncLLM returns final outputs only. A bare swap is pause_generation(keep), the three calls of the weight
+update and resume_generation, with the same file.
 """
 
 import argparse
 import asyncio
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import (
     complete_endlessly,
     count_tokens,
@@ -59,19 +58,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="model directory (default: a random Qwen2 of 0.8 M parameters)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = options.model or Path(scratch)
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.model or Path(temporary)
         if options.model is None:
-            random_model("tiny").save_pretrained(scratch)
+            random_model("tiny").save_pretrained(temporary)
         try:
             result = asyncio.run(asyncio.wait_for(measure(directory), DEADLINE_SECONDS))
         except PipelineRLError as error:
             sys.exit(f"bench vllm: {error}")
-    sys.stdout.write(json.dumps(result) + "\n" if options.json else table(result))
+    report.write(result, table, as_json=options.json)
 
 
 async def measure(directory: Path) -> dict[str, Any]:
-    """Start, first tokens, tokens per second, pauses, and tokens per second with swaps."""
+    """Seconds until ready and until the first tokens, tokens per second, pauses, tokens per second with swaps."""
     settings = CoreSettings(
         model=str(directory),
         dtype="float32",
@@ -108,20 +107,18 @@ async def measure(directory: Path) -> dict[str, Any]:
             **pauses,
             "slots": SLOTS,
             "vllm_preemptions": core.load.num_preemptions,
-            "cores": os.cpu_count(),
-            "load_average": round(os.getloadavg()[0], 2),
-            "machine": platform.machine(),
+            **report.machine(),
         }
     finally:
         await engine.close()
 
 
 def table(result: dict[str, Any]) -> str:
-    """The measurement for people."""
+    """The measurement as text."""
     return "\n".join(
         [
             f"vLLM, {result['slots']} slots, {PROMPT_TOKENS} + {MAX_TOKENS} tokens, best of {ROUNDS}, "
-            f"load average {result['load_average']} on {result['cores']} cores",
+            f"{report.conditions(result)}",
             f"engine up after {result['start_seconds']:.1f} s, "
             f"first tokens {result['first_tokens_seconds']:.1f} s later",
             f"tokens/s: bare AsyncLLM {result['bare']:,.0f}, adapter {result['adapter']:,.0f}: {result['ratio']:.2f}",
@@ -153,14 +150,14 @@ async def _speeds(core: VLLMCore, engine: VLLMEngine, prompts: Int32Array) -> di
 async def _pauses(
     core: VLLMCore, engine: VLLMEngine, staged: StagedWeights, prompts: Int32Array, update: WeightUpdate
 ) -> dict[str, float]:
-    """Swaps in the middle of generation, ours and bare in turns."""
+    """Pauses of swaps during generation, through VLLMEngine and bare in turns."""
     path = str(staged.stage(update))
-    ours: list[float] = []
+    adapter: list[float] = []
     bare: list[float] = []
     load = asyncio.create_task(complete_endlessly(engine, prompts, max_tokens=MAX_TOKENS))
     for version in range(1, SWAPS + 1):
         await asyncio.sleep(0.2)
-        ours.append((await engine.swap(replace(update, version=version))).pause_seconds)
+        adapter.append((await engine.swap(replace(update, version=version))).pause_seconds)
         path = str(staged.current)
         await asyncio.sleep(0.2)
         bare.append(await _bare_swap(core, path, version))
@@ -169,26 +166,26 @@ async def _pauses(
     plain = await _tokens_per_second(engine, prompts, None)
     swapping = await _tokens_per_second(engine, prompts, replace(update, version=SWAPS + 1))
     return {
-        "pause_ms": statistics.median(ours) * 1e3,
+        "pause_ms": statistics.median(adapter) * 1e3,
         "bare_pause_ms": statistics.median(bare) * 1e3,
-        "pause_ratio": statistics.median(ours) / statistics.median(bare),
+        "pause_ratio": statistics.median(adapter) / statistics.median(bare),
         "between_swaps": swapping,
         "between_swaps_ratio": swapping / plain,
     }
 
 
 async def _tokens_per_second(engine: VLLMEngine, prompts: Int32Array, update: WeightUpdate | None) -> float:
-    """Of three rounds, the time of pauses left out; with swaps when there is an update."""
+    """Over three rounds without the time of pauses; with regular swaps if there is an update."""
     paused_seconds = 0.0
 
-    async def swap_on_and_on() -> None:
+    async def swap_regularly() -> None:
         nonlocal paused_seconds
         assert update is not None
         for version in range(update.version, update.version + 1000):
             await asyncio.sleep(SWAP_EVERY_SECONDS)
             paused_seconds += (await engine.swap(replace(update, version=version))).pause_seconds
 
-    swapping = asyncio.create_task(swap_on_and_on()) if update is not None else None
+    swapping = asyncio.create_task(swap_regularly()) if update is not None else None
     started = time.perf_counter()
     num_tokens = 0
     for round_ in range(ROUNDS):
@@ -201,7 +198,7 @@ async def _tokens_per_second(engine: VLLMEngine, prompts: Int32Array, update: We
 
 
 async def _bare(core: VLLMCore, prompts: Int32Array) -> int:
-    """AsyncLLM with final outputs only; its own scheduler holds requests beyond its slots back."""
+    """Tokens of AsyncLLM with final outputs only; the scheduler of vLLM queues requests beyond its slots."""
     params = SamplingParams(
         max_tokens=MAX_TOKENS,
         ignore_eos=True,

@@ -1,1 +1,1 @@
-"""Accelerators that are not there, as waits around real work; and what a report says about them."""
+"""Emulated accelerators: waits around real work, and their section of the report."""

@@ -1,15 +1,15 @@
-"""Accelerators that are not there: real roles, data and learning, at the speed of hardware that one would train on.
+"""Emulated accelerators: real roles, data and learning, at the speed of configured hardware.
 
     decode step of h sequences on I accelerators    at least token_seconds * s / U(s),  s = ceil(h / I)
     optimizer step of K tokens on T accelerators    at least train_token_seconds * K / T
     U(s) = min(1, s / saturation)                   share of an accelerator that s sequences use
 
-the throughput model of the PipelineRL paper (arXiv:2509.19128, appendix A). schedule.kind=pipeline splits them, and
-both parts work all the time: I = generators, T = accelerators - generators. Other schedules take turns: I = T =
-accelerators. The actors of a run have equal shares of I.
+This is the throughput model of the PipelineRL paper (arXiv:2509.19128, appendix A). With schedule.kind=pipeline, the
+accelerators are divided and both parts work all the time: I = generators, T = accelerators - generators. With other
+schedules, generation and training take turns: I = T = accelerators. The actors of a run have equal shares of I.
 
-The emulation is a wait, and only where the real work was faster. Where it was slower, the time beyond is counted as
-overrun: a figure from such a run is about this machine, not about the one it emulates.
+If the real work was faster, the emulation waits. If the real work was slower, the excess is counted as overrun:
+figures of a run with much overrun describe this machine, not the emulated accelerators.
 """
 
 import logging
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_SECONDS = 60.0
-# A share of overrun below this is noise of the operating system.
-_HONEST_SHARE = 0.01
+# Less overrun than this share of the emulated time is noise of the operating system.
+_NOISE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedSpeeds:
-    """Least times of the work of one actor and of the trainer."""
+    """Minimum times of the work of one actor and of the trainer."""
 
     generators: float
-    """Accelerators of one actor: its share of those that generate."""
+    """Accelerators of one actor: an equal share of all that generate."""
     trainers: int
     """Accelerators of the trainer."""
     token_seconds: float
@@ -47,7 +47,7 @@ class EmulatedSpeeds:
 
     @classmethod
     def of(cls, config: RunConfig) -> "EmulatedSpeeds":
-        """Of a configuration with emulation.accelerators > 0."""
+        """The speeds of a configuration with emulation.accelerators > 0."""
         emulation = config.emulation
         takes_turns = config.takes_turns
         generators = emulation.accelerators if takes_turns else emulation.generators
@@ -60,11 +60,11 @@ class EmulatedSpeeds:
         )
 
     def decode_seconds(self, num_running: int) -> float:
-        """Least time of a decode step with this many running sequences; s / U(s) = max(s, saturation)."""
+        """Minimum time of a decode step with this many running sequences; s / U(s) = max(s, saturation)."""
         return self.token_seconds * max(math.ceil(num_running / self.generators), self.saturation)
 
     def train_seconds(self, num_tokens: int) -> float:
-        """Least time of an optimizer step on this many tokens, prompt tokens included."""
+        """Minimum time of an optimizer step on this many tokens, prompt tokens included."""
         return self.train_token_seconds * num_tokens / self.trainers
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class EmulatedSpeeds:
 
 
 class Overrun:
-    """Time that real work took beyond what it emulates; says so once a minute."""
+    """Time that real work took beyond the emulated time."""
 
     def __init__(self, work: str) -> None:
         self.seconds = 0.0
@@ -94,8 +94,8 @@ class Overrun:
         if time.monotonic() - self._warned_at < _WARN_EVERY_SECONDS:
             return
         share = self._recent_late / self._recent_emulated if self._recent_emulated else 0.0
-        if share > _HONEST_SHARE:
-            logger.warning("emulation: real %s took %.0f %% longer than what it emulates", self._work, 100 * share)
+        if share > _NOISE_SHARE:
+            logger.warning("emulation: real %s took %.0f %% longer than emulated", self._work, 100 * share)
         self._recent_late = self._recent_emulated = 0.0
         self._warned_at = time.monotonic()
 
@@ -103,8 +103,8 @@ class Overrun:
 class EmulatedClock:
     """The StepClock of an actor on emulated accelerators.
 
-    Steps are due at absolute times: a sleep that ends late, or a hiccup, makes the next sleeps shorter, and the mean
-    step is exact. More than one step behind is not made up for, it is overrun.
+    Steps are due at absolute times: after a sleep that ended late, the next sleeps are shorter, so that the mean step
+    is exact. A delay of more than one step is counted as overrun and not caught up.
     """
 
     def __init__(self, speeds: EmulatedSpeeds) -> None:
@@ -114,7 +114,7 @@ class EmulatedClock:
 
     @property
     def overrun_seconds(self) -> float:
-        """Time that decode steps took beyond what they emulate."""
+        """Time that decode steps took beyond the emulated time."""
         return self._overrun.seconds
 
     def start(self) -> None:
@@ -137,7 +137,7 @@ class EmulatedClock:
 
 
 class EmulatedLearner:
-    """A Learner whose optimizer steps last as long as on emulated accelerators; everything else is the real one's."""
+    """A Learner whose optimizer steps last as long as on emulated accelerators; all else is the wrapped learner's."""
 
     def __init__(self, learner: Learner, speeds: EmulatedSpeeds) -> None:
         self._learner = learner
@@ -181,7 +181,7 @@ class EmulatedLearner:
 
 
 def emulated_clock(config: RunConfig) -> EmulatedClock | None:
-    """The clock of an actor; None where nothing is emulated."""
+    """The clock of an actor; None without emulation."""
     if not config.emulation.accelerators:
         return None
     speeds = EmulatedSpeeds.of(config)
@@ -190,7 +190,7 @@ def emulated_clock(config: RunConfig) -> EmulatedClock | None:
 
 
 def emulated_learner(learner: Learner, config: RunConfig) -> Learner:
-    """The learner of the trainer, at emulated speed where there is one."""
+    """The learner of the trainer, at emulated speed if the configuration emulates accelerators."""
     if not config.emulation.accelerators:
         return learner
     speeds = EmulatedSpeeds.of(config)

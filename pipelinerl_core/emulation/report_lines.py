@@ -1,16 +1,16 @@
-"""What a report says about emulated speeds (accelerators.py): which, and whether real work kept up with them."""
+"""The section of a report on emulated speeds (accelerators.py): the speeds and the overrun of real work."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipelinerl_core.run.records import Commit
 
-# A wait of the trainer ends this late at most.
+# A wait of the trainer ends at most this much late.
 _LATE_SECONDS = 0.002
 
 
 def emulation(config: Mapping[str, Any], commits: Sequence[Commit]) -> dict[str, Any] | None:
-    """The `emulation` key of report.json; None for a run at real speed. `note` is the same for people."""
+    """The `emulation` key of report.json; None for a run at real speed. `note` is a sentence for people."""
     section = config.get("emulation", {})
     accelerators = section.get("accelerators", 0)
     if not accelerators:
@@ -22,7 +22,7 @@ def emulation(config: Mapping[str, Any], commits: Sequence[Commit]) -> dict[str,
         "generators": generators,
         "trainers": accelerators if takes_turns else accelerators - generators,
     }
-    # None of these times is real where it was longer than what it stands for.
+    # Times of the run are longer than emulated by these sums.
     facts["decode_overrun_seconds"] = _decode_overrun(commits)
     facts["train_overrun_seconds"] = _train_overrun(commits, facts["train_token_seconds"] / facts["trainers"])
     facts["note"] = _note(facts, takes_turns)
@@ -30,7 +30,7 @@ def emulation(config: Mapping[str, Any], commits: Sequence[Commit]) -> dict[str,
 
 
 def _decode_overrun(commits: Sequence[Commit]) -> float:
-    """Summed over actors; each counts from the start of its epoch."""
+    """Seconds over all actors; an actor counts from the start of its epoch."""
     newest: dict[str, float] = {}
     for commit in commits:
         for key, sample in commit.actors.items():

@@ -1,4 +1,4 @@
-"""Small stand-ins with the full behaviour of the interface they stand in for."""
+"""In-memory implementations of interfaces, with the full behaviour of the interface."""
 
 import threading
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ class MemoryStore:
     """An ObjectStore in a dictionary; children share the dictionary of their parent. Safe between threads."""
 
     def __init__(self, url: str = "memory://test") -> None:
-        """`url` is a label only."""
+        """`url` only appears in errors."""
         self.url = url
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class MemoryStore:
             self._objects[path] = bytes(data)
 
     def get(self, key: str) -> bytes:
-        """The whole object; MissingObject if there is none."""
+        """The whole object. Raises MissingObject."""
         path = self._path(key)
         with self._lock:
             if path not in self._objects:
@@ -33,7 +33,7 @@ class MemoryStore:
             return self._objects[path]
 
     def exists(self, key: str) -> bool:
-        """Whether the key is there."""
+        """Whether an object has this key."""
         with self._lock:
             return self._path(key) in self._objects
 
@@ -44,7 +44,7 @@ class MemoryStore:
             return sorted(path[len(self._prefix) :] for path in self._objects if path.startswith(start))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; missing ones are no error."""
+        """Remove objects; a missing object is no error."""
         paths = [self._path(key) for key in keys]
         with self._lock:
             for path in paths:

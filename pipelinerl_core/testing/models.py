@@ -1,4 +1,4 @@
-"""Small random decoders, and the reference that engines are compared with: the plain forward, token by token."""
+"""Small random decoders, and reference log-probabilities for engines: plain forward passes, token by token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def tiny_model(
 ) -> Any:
     """A random two-layer decoder in evaluation mode; equal arguments give equal weights.
 
-    scale: factor on its matrices, which makes the distributions as uneven as those of a trained model.
+    scale: factor on all matrices; with the default, distributions are as uneven as in a trained model.
     """
     config_class, model_class = _FAMILIES[family]
     values = {
@@ -56,8 +56,8 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 def forcing_weights(model: Any, token: int) -> dict[str, Tensor]:
     """Weights for an untied model under which `token` has probability 1 after any prefix.
 
-    Every embedding is a vector of ones and no layer adds to it, so the last hidden state is ones too (its root mean
-    square is 1), and the head maps that to 10 * hidden_size for the token and to 0 for all others.
+    Every embedding is a vector of ones and every layer adds zero. So the last hidden state is a vector of ones (the
+    root mean square is 1), and the logits are 10 * hidden_size for `token` and 0 for all other tokens.
     """
     weights = weights_of(model)
     for name, tensor in weights.items():
@@ -81,8 +81,8 @@ def reference_logprobs(
 ) -> Float32Array:
     """Log-probabilities [C] of a completion by plain forward passes with transformers' own cache.
 
-    models: weight version -> model with those weights. Each token is fed, and its keys and values stored, by the
-    version that sampled the next one; with recompute, the cache is built again where the version changes.
+    models: weight version -> model with these weights. The version that sampled a token also computes the keys and
+    values of the token before. recompute: build the cache again at every change of version.
     """
     versions = [span.version for span in completion.weight_spans for _ in range(span.start, span.end)]
     sequence = [*map(int, prompt), *map(int, completion.token_ids)]

@@ -21,7 +21,7 @@ def build_rollout(
     num_versions: int = 1,
     reward: float | None = 1.0,
 ) -> Rollout:
-    """A valid rollout of `num_tokens` random tokens, cut into up to `num_versions` spans of growing versions."""
+    """A valid rollout of `num_tokens` random tokens, cut into up to `num_versions` spans of increasing versions."""
     cuts = sorted({0, num_tokens, *(num_tokens * part // num_versions for part in range(num_versions))})
     spans = tuple(
         WeightSpan(first_version + number, start, end) for number, (start, end) in enumerate(itertools.pairwise(cuts))
@@ -74,7 +74,7 @@ def build_group(
 
 
 def group_ref(rollouts: list[Rollout], *, actor_epoch: int = 0) -> GroupRef:
-    """The name of a group of rollouts."""
+    """The GroupRef of a group of rollouts."""
     first = rollouts[0]
     return GroupRef(
         group_id=first.group_id,

@@ -1,20 +1,20 @@
-"""A whole run against a manual clock: the real ledger and its schedule, engines and a trainer that follow a script.
+"""A whole run on a manual clock: the real ledger and schedule, and engines and a trainer that follow a script.
 
-Time goes by in whole units; the ledger's clock counts them as seconds. In every unit, in this order:
+Time has whole units, which are seconds of the ledger's clock. In every unit, in this order:
 
-    1. leases of silent actors run out
-    2. computed steps are committed and announced, when their time has come
+    1. leases of silent actors expire
+    2. computed steps whose commit is due are committed and announced
     3. finished groups arrive
-    4. the trainer asks for its next step, if it is free
-    5. actors sync, by name: they stop leases, pause or go on, take leases and swap; after a swap they sync once more
-    6. engines that are not paused sample for one unit: one token of every rollout of the groups in their slots
+    4. if the trainer is free, the trainer requests the next step
+    5. actors sync in order of names: stop leases, pause or continue, take leases and swap; after a swap, sync again
+    6. engines that are not paused sample for one unit: one token for every rollout in a slot
 
-`ScriptedRun.log` tells it in short lines, for example
+`ScriptedRun.log` has one line per event, for example
 
-    t=3 lease 4,5 -> a v1        a, whose engine has version 1, works on groups 4 and 5
-    t=5 swap a v2 (1 running)    in the middle of one group
+    t=3 lease 4,5 -> a v1        actor a, whose engine has version 1, receives groups 4 and 5
+    t=5 swap a v2 (1 running)    one group is unfinished
     t=6 step 2 trains 1,3
-    t=8 commit 2 v2              and version 2 is announced; without "v2" it is not
+    t=8 commit 2 v2              version 2 is announced; without "v2" the commit has no version
 """
 
 from collections.abc import Callable, Iterable
@@ -27,62 +27,62 @@ from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.messages import FateRecord, Reserved, Sync
 from pipelinerl_core.types import GroupRef, WeightManifest
 
-# As in roles/trainer/committer.py: one step in the making, one being committed.
+# As in roles/trainer/committer.py: while one step is committed, the next step is computed.
 _MAX_UNCOMMITTED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """How long everything takes, in units, and what comes out."""
+    """Durations in units, and rewards."""
 
     group_units: Callable[[int], int]
-    """group_id -> engine time of a group, at least 1."""
+    """group_id -> units of sampling, at least 1."""
     step_units: Callable[[int], int] = lambda step: 1
-    """step -> time of the trainer's computation, at least 1."""
+    """step -> units of computation, at least 1."""
     commit_units: Callable[[int], int] = lambda step: 0
-    """step -> time from the end of the computation to the commit; the trainer goes on meanwhile."""
+    """step -> units from the end of the computation to the commit; the trainer computes the next step meanwhile."""
     swap_units: Callable[[str, int], int] = lambda actor, version: 0
-    """Actor, version -> time from hearing of a version to its swap."""
+    """Actor, version -> units from the announcement of a version to the swap."""
     send_units: Callable[[int], int] = lambda group_id: 0
-    """group_id -> time from the end of a group to its arrival."""
+    """group_id -> units from the end of sampling to the arrival at the hub."""
     rewards: Callable[[int], tuple[float, ...]] = lambda group_id: (0.0, 1.0)
-    """group_id -> rewards of the scored rollouts: equal ones are filtered, fewer than two have failed."""
+    """group_id -> rewards of the scored rollouts. Equal rewards: filtered; fewer than two: failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A lease that an actor works on."""
+    """A lease in progress."""
 
     grant: Grant
     units_left: int
     arrives_at: int | None = None
-    """Once it is finished."""
+    """None until sampling has finished."""
     units_by_version: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class ScriptedActor:
-    """One epoch of an actor; its engine holds `slots` whole groups, the others wait."""
+    """One epoch of an actor; the engine samples `slots` whole groups, other groups wait."""
 
     key: ActorKey
     slots: int
     version: int = 0
     is_paused: bool = False
     silent_until: int = 0
-    """It neither syncs nor sends before, but goes on sampling."""
+    """Until this time the actor samples, but neither syncs nor sends."""
     num_tokens: int = 0
     works: dict[str, Work] = field(default_factory=dict)
-    heard: tuple[int, int] | None = None
-    """A version that is being fetched, and when it is swapped in."""
+    fetching: tuple[int, int] | None = None
+    """(version in transfer, time of its swap)."""
 
     @property
     def unfinished(self) -> list[Work]:
-        """In order of arrival."""
+        """Leases that need more sampling, in order of arrival."""
         return [work for work in self.works.values() if work.units_left]
 
     @property
     def running(self) -> list[Work]:
-        """Those in slots."""
+        """Leases in slots."""
         return self.unfinished[: self.slots]
 
 
@@ -97,24 +97,24 @@ class ScriptedRun:
         schedule: Schedule | None = None,
         on_change: Callable[["ScriptedRun"], None] | None = None,
     ) -> None:
-        """`on_change` is called after every call of the ledger. Actors `join`; the initial weights are announced."""
+        """`on_change` is called after every call of the ledger. The run has initial weights and no actor."""
         self.now = 0
         self.log: list[str] = []
         self.actors: dict[str, ScriptedActor] = {}
         self.fates: list[tuple[int, str]] = []
         """(group_id, fate) in order, as the hub decided them."""
-        self.told: list[FateRecord] = []
-        """What the commits say."""
+        self.recorded_fates: list[FateRecord] = []
+        """The fates of all commits."""
         self.trained: list[tuple[int, GroupSummary]] = []
         """(step, group) of every committed step."""
         self.ready_since: dict[int, int] = {}
-        """Groups that arrived ready and have no fate -> the first step that could have taken them."""
+        """Ready groups without a fate: group_id -> the first step that could take the group."""
         self._config = config
         self._script = script
         self._on_change = on_change
         self._summaries: dict[tuple[int, int], GroupSummary] = {}
-        self._computing: tuple[Reserved, int] | None = None  # its groups, when it is done
-        self._computed: list[tuple[Reserved, int]] = []  # their groups, when they are committed
+        self._computing: tuple[Reserved, int] | None = None  # (groups of the step, time of the end)
+        self._computed: list[tuple[Reserved, int]] = []  # (groups of a step, time of the commit)
         self._epochs: dict[str, int] = {}  # of actors
         self._trainer_epoch = 1
         self._reason = ""
@@ -123,18 +123,18 @@ class ScriptedRun:
 
     @property
     def next_step(self) -> int:
-        """The step that the trainer asks for next."""
+        """The step that the trainer requests next."""
         return self.ledger.committed_step + 1 + len(self._computed) + (self._computing is not None)
 
     def run(self, max_units: int) -> bool:
-        """Until the last step is committed, or for so long; whether it is."""
+        """Run until the last step is committed, `max_units` at most; returns whether the last step is committed."""
         until = self.now + max_units
         while self.now < until and not self.ledger.is_done:
             self.tick()
         return self.ledger.is_done
 
     def tick(self) -> None:
-        """One unit of time; it ends early with the last commit."""
+        """One unit of time; the last commit ends the unit early."""
         expired = self.ledger.expire()
         if expired:
             self._note(f"expired {_names(expired)}")
@@ -143,17 +143,17 @@ class ScriptedRun:
             return
         for actor in self._present():
             self._send_finished(actor)
-        self._ask_for_step()
+        self._request_step()
         for actor in self._present():
             self._sync(actor)
         for actor in self.actors.values():
             self._sample(actor)
         self.now += 1
 
-    # ---- who comes and goes ----------------------------------------------------------------------------------
+    # ---- start and end of processes ------------------------------------------------------------------------------
 
     def join(self, name: str) -> None:
-        """A new epoch of an actor, with the weights that every run starts from."""
+        """Start a new epoch of an actor with the initial weights."""
         self._epochs[name] = self._epochs.get(name, 0) + 1
         slots = self._config.engine.concurrency // self._config.rollouts.group_size
         self.actors[name] = ScriptedActor(ActorKey(name, self._epochs[name]), slots)
@@ -161,20 +161,20 @@ class ScriptedRun:
         self._changed()
 
     def leave(self, name: str) -> None:
-        """It says goodbye; what it has not sent is lost."""
+        """End an actor with a Bye; unsent groups are lost."""
         self.ledger.bye(self.actors.pop(name).key)
         self._changed()
 
     def die(self, name: str) -> None:
-        """Without a word; its leases run out."""
+        """End an actor without a message; the leases expire."""
         del self.actors[name]
 
     def silence(self, name: str, units: int) -> None:
-        """An actor is cut off for a while."""
+        """Disconnect an actor for some units."""
         self.actors[name].silent_until = self.now + units
 
     def restart_trainer(self) -> None:
-        """Everything that is not committed is lost, and done again by the next epoch."""
+        """Start the next epoch of the trainer, which computes all uncommitted steps again."""
         self._trainer_epoch += 1
         self._computing, self._computed = None, []
         self.ledger.register_trainer(self._trainer_epoch)
@@ -204,11 +204,11 @@ class ScriptedRun:
             self.ready_since.pop(key[0])
             self.fates.append((key[0], "trained"))
             self.trained.append((step, self._summaries[key]))
-        self.told.extend(answer.fates)
+        self.recorded_fates.extend(answer.fates)
         masked = self.ledger.tokens()["masked_stale"] - masked
         self._note(f"commit {step}{version}" + (f", {masked} tokens masked" if masked else ""))
 
-    def _ask_for_step(self) -> None:
+    def _request_step(self) -> None:
         step = self.next_step
         is_free = self._computing is None and len(self._computed) < _MAX_UNCOMMITTED
         if not is_free or step > self._config.trainer.steps:
@@ -263,13 +263,13 @@ class ScriptedRun:
         return GroupSummary(ref=ref, rewards=rewards, tokens_by_version=scored)
 
     def _sync(self, actor: ScriptedActor) -> None:
-        self._talk(actor)
-        if actor.heard is not None and actor.heard[1] <= self.now:
-            actor.version, actor.heard = actor.heard[0], None
+        self._exchange(actor)
+        if actor.fetching is not None and actor.fetching[1] <= self.now:
+            actor.version, actor.fetching = actor.fetching[0], None
             self._note(f"swap {actor.key.name} v{actor.version} ({len(actor.running)} running)")
-            self._talk(actor)
+            self._exchange(actor)
 
-    def _talk(self, actor: ScriptedActor) -> None:
+    def _exchange(self, actor: ScriptedActor) -> None:
         name, group_size = actor.key.name, self._config.rollouts.group_size
         unfinished, running = len(actor.unfinished), len(actor.running)
         message = Sync(
@@ -285,8 +285,8 @@ class ScriptedRun:
         )
         result = self.ledger.sync(actor.key, message)
         newest = self.ledger.newest_version
-        if newest > actor.version and actor.heard is None:
-            actor.heard = (newest, self.now + self._script.swap_units(name, newest))
+        if newest > actor.version and actor.fetching is None:
+            actor.fetching = (newest, self.now + self._script.swap_units(name, newest))
         for lease_id in result.stop_leases:
             self._note(f"stop {actor.works.pop(lease_id).grant.group_id} at {name}")
         self._set_paused(actor, self.ledger.must_pause(actor.version))
@@ -311,7 +311,7 @@ class ScriptedRun:
             if not work.units_left:
                 work.arrives_at = self.now + 1 + self._script.send_units(work.grant.group_id)
 
-    # ---- what is told ----------------------------------------------------------------------------------------
+    # ---- log ----------------------------------------------------------------------------------------
 
     def _note(self, text: str) -> None:
         self.log.append(f"t={self.now} {text}")
@@ -331,5 +331,5 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _grant_names(grants: Iterable[Grant]) -> str:
-    """Later attempts as group.attempt."""
+    """group_id, or group_id.attempt for attempts after the first."""
     return _names(f"{g.group_id}.{g.attempt}" if g.attempt else g.group_id for g in grants)

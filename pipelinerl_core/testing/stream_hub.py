@@ -1,7 +1,7 @@
-"""A small hub for tests of the channel: a queue with credit, no ledger. Also runs as a process of its own.
+"""A small hub for tests of the channel: a queue with credit, no ledger. The hub can also run as a separate process.
 
-`python -m pipelinerl_core.testing.stream_hub` takes its token from PIPELINERL_TOKEN, prints its URL, and leaves when
-its standard input says something or ends.
+`python -m pipelinerl_core.testing.stream_hub` reads the token from PIPELINERL_TOKEN, prints the URL, and ends at the
+first line or the end of standard input.
 """
 
 import os
@@ -33,7 +33,7 @@ from pipelinerl_core.types import GroupKey, GroupRef
 
 
 class QueueHub:
-    """A HubService that keeps groups in order of arrival and gives credit back when their rows are taken."""
+    """A HubService that stores groups in order of arrival and returns credit when the rows are first fetched."""
 
     def __init__(self, *, credit: int = 4, groups_per_step: int = 1) -> None:
         self.rows: dict[GroupKey, pa.RecordBatch] = {}
@@ -51,13 +51,13 @@ class QueueHub:
         self._condition = threading.Condition()
 
     def connected(self, peer: str, credit_sink: CreditSink) -> None:
-        """Remember how to return credit."""
+        """Store the sink through which credit returns to the peer."""
         with self._condition:
             self.connections.append(peer)
             self._sinks[peer] = credit_sink
 
     def disconnected(self, peer: str) -> None:
-        """Forget the peer."""
+        """Remove the peer's sink."""
         with self._condition:
             self.disconnections.append(peer)
             self._sinks.pop(peer, None)
@@ -66,7 +66,7 @@ class QueueHub:
     def handle(
         self, peer: str, request: Request, rows: pa.RecordBatch | None
     ) -> Iterator[tuple[Answer, pa.RecordBatch | None]]:
-        """One answer each, one per group for rows."""
+        """One answer per request; for Rows, one per group."""
         with self._condition:
             self.received.append(request)
         if isinstance(request, Rows):
@@ -86,7 +86,7 @@ class QueueHub:
             yield Ack(re=request.id), None
 
     def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
-        """One answer to each."""
+        """One answer per group."""
         parts = rows_of_groups([group.ref for group in groups], rows)
         with self._condition:
             self.received.extend(groups)
@@ -95,7 +95,7 @@ class QueueHub:
         ]
 
     def wait_for(self, disconnections: int, seconds: float) -> bool:
-        """Whether that many peers have gone within the time."""
+        """Wait until that many peers have disconnected; returns whether they did within `seconds`."""
         with self._condition:
             return self._condition.wait_for(lambda: len(self.disconnections) >= disconnections, seconds)
 
@@ -147,7 +147,7 @@ class QueueHub:
 
 
 def main() -> None:
-    """Serve until standard input says stop or ends."""
+    """Serve until the first line or the end of standard input."""
     groups_per_step = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     service = QueueHub(credit=4 * groups_per_step, groups_per_step=groups_per_step)
     server = HubServer(service, host="127.0.0.1", port=0, token=os.environ["PIPELINERL_TOKEN"])

@@ -1,7 +1,7 @@
-"""A small plausible finished run, written object by object: for tests of the report, the follower and the status.
+"""Writes a small finished run, object by object, for tests of the report, the follower and the status.
 
-A model learns running sums ("3+4+8=" -> "7+8=15"): early completions are guesses, late ones work in steps. The
-timeline is exact: step n is reserved at START + n * STEP_SECONDS, computed 0.6 s and committed 0.7 s later.
+The model learns running sums ("3+4+8=" -> "7+8=15"): early completions are guesses, late completions compute in
+steps. The times are exact: step n is reserved at START + n * STEP_SECONDS, computed 0.6 s and committed 0.7 s later.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from pipelinerl_core.types import (
 )
 
 ALPHABET = "0123456789+=\n"
-"""Token id -> text; the id after the last is the end token."""
+"""Token id -> text. The end token has the next id."""
 END_TOKEN = len(ALPHABET)
 START = 1_750_000_000.0
 STEP_SECONDS = 0.8
@@ -82,7 +82,7 @@ def make_rollout(
     prompt: str = "3+4=",
     completion: str = "",
 ) -> Rollout:
-    """A rollout whose completion is `completion` and an end token, or sevens as far as the spans reach."""
+    """A rollout whose completion is `completion` and an end token, or as many tokens 7 as the spans cover."""
     num = spans[-1][2]
     tokens = [*encode(completion), END_TOKEN] if completion else [7] * num
     return Rollout(
@@ -154,7 +154,7 @@ def put_record(store: ObjectStore, key: str, record: Record) -> None:
 
 
 def put_batch(store: ObjectStore, step: int, epoch: int, rows: Sequence[TrainingRow]) -> tuple[FileEntry, ...]:
-    """Write the batch of a step and return what its commit says of it."""
+    """Write the batch of a step; returns the file entries of the commit."""
     data = batch_bytes("synthetic", step, rows)
     key = batch_key(step, epoch, 0)
     store.put(key, data)
@@ -162,7 +162,7 @@ def put_batch(store: ObjectStore, step: int, epoch: int, rows: Sequence[Training
 
 
 def make_commit(step: int, *, epoch: int = TRAINER_EPOCH, reserved_at: float | None = None) -> Commit:
-    """A commit on the timeline, without batch, actors or metrics."""
+    """A commit at the times above, without batch, actors or metrics."""
     reserved = START + step * STEP_SECONDS if reserved_at is None else reserved_at
     return Commit(
         run_id="synthetic",
@@ -187,8 +187,8 @@ def make_commit(step: int, *, epoch: int = TRAINER_EPOCH, reserved_at: float | N
 
 
 def write_run(store: ObjectStore, shape: Shape = Shape(), *, seed: int = 0, crash_at: int | None = None) -> RunRecord:
-    """Write a finished run. With `crash_at`, trainer epoch 2 dies after an orphaned commit of that step, and epoch 3
-    adopts what came before."""
+    """Write a finished run. `crash_at`: trainer epoch 2 ends after an orphaned commit of this step, and epoch 3
+    adopts the steps before."""
     rng = np.random.default_rng(seed)
     config = RunConfig.model_validate(
         {
@@ -233,7 +233,7 @@ def _put_epoch(store: ObjectStore, epoch: int, role: str, adopted_through: int) 
 
 
 def _problem(rng: np.random.Generator, skill: float) -> tuple[str, str, float]:
-    """(prompt, completion, reward): with `skill` the sum is worked out step by step, else guessed."""
+    """(prompt, completion, reward): computed step by step with probability `skill`, else guessed."""
     digits = rng.integers(1, 10, size=int(rng.integers(2, 6)))
     prompt = "+".join(map(str, digits)) + "="
     if rng.random() < skill:
@@ -266,7 +266,7 @@ def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow
 
 
 def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict[str, int]) -> Commit:
-    """The commit of a step, with the ledger, swaps, actors and metrics that go with its rows."""
+    """The commit of a step with tokens, swaps, actors and metrics for the rows of the step."""
     step = commit.step
     trained = sum(int(row.loss_mask.sum()) for row in rows)
     masked = sum(row.rollout.num_tokens for row in rows) - trained
@@ -321,7 +321,7 @@ def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict
 
 
 def _lengths(mask: np.ndarray) -> LengthTotals:
-    """Of the tokens where a mask [C] over a completion is True."""
+    """Totals of the tokens where a mask [C] over a completion is True."""
     num, third = len(mask), (len(mask) + 1) // 3
     return LengthTotals(
         num_tokens=int(mask.sum()),

@@ -70,4 +70,4 @@ def test_without_a_gpu_it_says_so():
         cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.strip() == "bench gpu: torch finds no GPU here; --device cpu tries the benchmark itself"
+    assert done.stderr.strip() == "bench gpu: torch finds no GPU; set --device cpu to try the benchmark without one"

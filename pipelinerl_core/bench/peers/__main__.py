@@ -1,18 +1,18 @@
-"""Run a peer, alone on this machine, in the environment in which it is fastest (measured on two cores)."""
+"""Run a reference trainer, alone on this machine, in the fastest environment (measured on two cores)."""
 
 import os
 import sys
 from pathlib import Path
 
 _MODULES = {"trl": "trl_grpo", "sequential": "sequential", "evaluate": "evaluate"}
-# `make bench-peers` puts here what only peers need, so that it is no part of our own environment.
+# `make bench-peers` installs here the packages that only benchmarks need.
 _PACKAGES = Path(__file__).parents[3] / ".bench-packages"
-# Ours for roles that share cores. A peer has them to itself, and its threads wait for each other in a busy loop.
+# Set for roles that share cores. A reference trainer has all cores, so its threads may wait in a busy loop.
 _SHARED_CORES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def main() -> int:
-    """Replaces this process; returns only for a name that is none."""
+    """Replace this process by the reference trainer; returns 2 for an unknown name."""
     name, *arguments = sys.argv[1:] or [""]
     if name not in _MODULES:
         print(f"usage: python -m {__package__} {'|'.join(_MODULES)} --out DIR ... (or --help)", file=sys.stderr)  # noqa: T201
@@ -25,7 +25,7 @@ def main() -> int:
         **inherited,
         "OMP_NUM_THREADS": str(cores // processes),
         "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_PACKAGES)))),
-        # Models are local, and nobody is told of the measurement.
+        # Models are local, and no telemetry is sent.
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }

@@ -1,4 +1,4 @@
-"""Held-out accuracy of a peer's saved weights, by our evaluator, into its points.json.
+"""Add the held-out accuracy of a reference trainer's weights to points.json, with the evaluator of runs.
 
 python -m pipelinerl_core.bench.peers evaluate --out DIR [--prompts 1000]
 """
@@ -57,7 +57,7 @@ def _update(out: Path, step: int) -> WeightUpdate:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of the peer")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the reference trainer")
     parser.add_argument("--prompts", type=int, default=RunConfig().eval.num_prompts)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""The clock of a peer, the weights of every k-th step, and points.json: {name, seed, settings, config, points}.
+"""Records a reference trainer: weights of every k-th step, and points.json {name, seed, settings, config, points}.
 
-Time of saving does not count. accuracy is added by `evaluate`, from the saved weights.
+The seconds of a point do not include the time of saving. `evaluate` adds the accuracy from the saved weights.
 """
 
 import json
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 POINTS_FILE = "points.json"
 MARGIN = 0.07
-"""A peer stops when its training reward is past the target by this much."""
+"""A reference trainer stops when the training reward exceeds the target by this margin."""
 
 
 class Recorder:
-    """Follows one peer with one seed."""
+    """Records one reference trainer with one seed."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Recorder:
         out.mkdir(parents=True, exist_ok=True)
 
     def start(self, model: Any) -> None:
-        """Keep the initial weights and start the clock."""
+        """Store the initial weights and start the clock."""
         self._add_point(model, reward=None)
         self._resumed_at = time.perf_counter()
 
     def after_step(self, model: Any, reward: float) -> bool:
-        """A step is done; `reward` is the mean of its rollouts. Returns whether the peer should stop."""
+        """Record a step; `reward` is the mean over its rollouts. Returns whether the trainer should stop."""
         now = time.perf_counter()
         self._step_seconds.append(now - self._resumed_at)
         self._seconds += now - self._resumed_at
@@ -87,18 +87,18 @@ class Recorder:
 
 
 def weights_file(step: int) -> str:
-    """Name of the weights after a step."""
+    """Name of the file with the weights after a step."""
     return f"{step:06}.safetensors"
 
 
 def read_points(out: Path) -> dict[str, Any]:
-    """What a peer has come to."""
+    """The points.json of a directory."""
     document: dict[str, Any] = json.loads((out / POINTS_FILE).read_text())
     return document
 
 
 def write_points(out: Path, document: Mapping[str, Any]) -> None:
-    """Replace points.json as a whole."""
+    """Replace points.json atomically."""
     new = out / f".{POINTS_FILE}"
     new.write_text(json.dumps(document, indent=1))
     new.replace(out / POINTS_FILE)

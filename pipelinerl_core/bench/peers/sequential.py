@@ -1,9 +1,9 @@
-"""The plainest way: generate a batch with transformers' `generate`, take one optimizer step on it, and again.
+"""The simplest trainer: generate a batch with transformers' `generate`, then take one optimizer step, in turn.
 
     python -m pipelinerl_core.bench.peers sequential --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
 
-What one writes first, on all cores, at a constant learning rate after warm-up: REINFORCE with the leave-one-out
-baseline of the group, normalised by tokens. One padded batch is generated, and trained in one forward pass.
+REINFORCE with the leave-one-out baseline of the group, normalised by tokens, on all cores, at a constant learning
+rate after warm-up. A batch is padded, generated at once, and trained in one forward pass.
 
 Shapes: B = rollouts, P = longest prompt, C = longest completion.
 """
@@ -21,7 +21,7 @@ from pipelinerl_core.roles.runtime.process import configure_logging
 from pipelinerl_core.types import Prompt
 
 LEARNING_RATE = 1e-4
-"""At which this recipe learns; at 3e-4 it does not."""
+"""With this rate the model learns; with 3e-4 the model does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class Batch:
     token_ids_BS: Tensor
     attention_BS: Tensor
     sampled_BC: Tensor
-    """Whether a place holds a sampled token, the end token included."""
+    """True at sampled tokens, the end token included; False at padding."""
     rewards_B: Tensor
 
 
 def train(task: PeerTask) -> None:
-    """Until the recorder says stop."""
+    """Train until the recorder ends the run."""
     config = task.config
     recorder = task.recorder("sequential", {"lr": LEARNING_RATE, "schedule": "constant after warm-up"})
     betas = (0.9, config.learner.beta2)
@@ -59,7 +59,7 @@ def train(task: PeerTask) -> None:
 
 @torch.no_grad()
 def generate(task: PeerTask, prompts: list[Prompt]) -> Batch:
-    """group_size completions of each prompt, with their rewards."""
+    """group_size completions of each prompt, with rewards."""
     rollouts = task.config.rollouts
     repeated = [prompt for prompt in prompts for _ in range(rollouts.group_size)]
     task.tokenizer.padding_side = "left"

@@ -1,4 +1,4 @@
-"""What a peer trains on: the model, prompts, reward and numbers of a configuration, and the common command line."""
+"""Task of a reference trainer: model, prompts, reward and numbers of a configuration; and the common command line."""
 
 import argparse
 import importlib
@@ -24,15 +24,15 @@ from pipelinerl_core.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerTask:
-    """One peer with one seed."""
+    """The task of one reference trainer with one seed."""
 
     config: RunConfig
     model: Any
     tokenizer: Any
     prompt: Callable[[int], Prompt]
-    """The prompt at a position of the training sequence, as in our runs."""
+    """The prompt at a position of the training sequence, as in runs of PipelineRL."""
     verify: Callable[[str, Mapping[str, Any]], float]
-    """(text of a completion, task of its prompt) -> reward; in this process, so that the peer pays for no pipe."""
+    """(text of a completion, task of its prompt) -> reward; in this process, without the cost of a worker."""
     out: Path
     every: int
     target: float
@@ -40,7 +40,7 @@ class PeerTask:
     threads: int
 
     def adamw(self) -> torch.optim.AdamW:
-        """The optimizer of our learner, over the model's parameters."""
+        """The optimizer of TorchLearner over the model's parameters."""
         learner = self.config.learner
         return torch.optim.AdamW(
             self.model.parameters(),
@@ -51,7 +51,7 @@ class PeerTask:
         )
 
     def recorder(self, name: str, settings: Mapping[str, Any]) -> Recorder:
-        """Writes what the peer comes to."""
+        """A recorder that writes to `out`."""
         return Recorder(
             name,
             self.config,
@@ -64,15 +64,15 @@ class PeerTask:
 
 
 def peer_parser(description: str) -> argparse.ArgumentParser:
-    """Arguments that every peer takes."""
+    """The arguments of every reference trainer."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--preset", default="quickstart", help="preset or TOML file of the runs it is compared with")
+    parser.add_argument("--preset", default="quickstart", help="preset or TOML file of the compared runs")
     parser.add_argument("--model", help="model directory or builtin:..., default that of the preset")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="optimizer steps, default those of the preset")
-    parser.add_argument("--every", type=int, default=5, help="keep the weights of every k-th step")
+    parser.add_argument("--every", type=int, default=5, help="store the weights of every k-th step")
     parser.add_argument("--out", type=Path, required=True, help="directory for weights and points.json")
-    parser.add_argument("--target", type=float, default=0.5, help="accuracy in question")
+    parser.add_argument("--target", type=float, default=0.5, help="target accuracy of the comparison")
     parser.add_argument("--max-seconds", type=float, default=600.0)
     cores_each = len(os.sched_getaffinity(0)) // int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument("--threads", type=int, default=max(1, cores_each), help="of each process, default all cores")
@@ -81,7 +81,7 @@ def peer_parser(description: str) -> argparse.ArgumentParser:
 
 
 def open_task(arguments: argparse.Namespace) -> PeerTask:
-    """Load configuration and model; raises ConfigError."""
+    """Load configuration and model. Raises ConfigError."""
     overrides = [*arguments.overrides, f"seed={arguments.seed}"]
     overrides += [f"model.path={arguments.model}"] if arguments.model else []
     overrides += [f"trainer.steps={arguments.steps}"] if arguments.steps else []
@@ -95,7 +95,8 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     if evaluated := evaluating(scored_tasks(config)):
         raise ConfigError(
-            f"prompts.tasks={', '.join(evaluated)}: peers score in their own process, which is not isolated"
+            f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
+            "Set prompts.tasks without these tasks"
         )
     module, _, function = VERIFIERS[verifier_name(config)][0].partition(":")
     return PeerTask(

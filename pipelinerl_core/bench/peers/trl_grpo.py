@@ -3,10 +3,10 @@
     make bench-peers
     python -m pipelinerl_core.bench.peers trl --out DIR [--seed S] [--model DIR] [KEY=VALUE ...]
 
-Its options can express our objective: loss_type=cispo is REINFORCE with a truncated importance ratio, normalised by
-the tokens of the batch; epsilon_high is our loss.ratio_max; and a reward weight of G / (G - 1) turns its baseline,
-the group's mean, into the mean of the others. No KL term, no scaling by the standard deviation; AdamW, learning rate,
-warm-up, decay and clipping are those of the configuration.
+The options of TRL can express PipelineRL's objective: loss_type=cispo is REINFORCE with a truncated importance ratio,
+normalised by the tokens of the batch; epsilon_high is loss.ratio_max; and a reward weight of G / (G - 1) turns TRL's
+baseline, the mean of the group, into the mean of the other rollouts. There is no KL term and no scaling by the
+standard deviation. AdamW, learning rate, warm-up, decay and clipping follow the configuration.
 """
 
 import logging
@@ -35,9 +35,9 @@ try:
 except ModuleNotFoundError:
     sys.exit("trl is not installed: run `make bench-peers`")
 
-# Sequences of continuous batching at once.
+# Concurrent sequences of continuous batching.
 _CONCURRENCY = 256
-# Options of TRL that decide what is computed and how fast.
+# Options of TRL that determine the objective and the speed; part of points.json.
 _REPORTED = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -53,9 +53,9 @@ _REPORTED = (
 
 
 class Rewards:
-    """TRL's reward function; remembers the mean of the batch."""
+    """TRL's reward function; stores the mean of the last batch."""
 
-    __name__ = "verifier"  # TRL asks for it
+    __name__ = "verifier"  # read by TRL
 
     def __init__(self, task: PeerTask) -> None:
         self._task = task
@@ -70,21 +70,21 @@ class Rewards:
 
 
 class Record(TrainerCallback):
-    """Tells the recorder of every optimizer step, and stops all processes when it says so."""
+    """Reports every optimizer step to the recorder, and stops all processes when the recorder ends the run."""
 
     def __init__(self, recorder: Recorder | None, task: PeerTask, rewards: Rewards) -> None:
-        """`recorder` in the first process only."""
+        """`recorder`: None in all processes but the first."""
         self._recorder = recorder
         self._task = task
         self._rewards = rewards
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock starts when everything is built."""
+        """Start the clock, after model and trainer are built."""
         if self._recorder is not None:
             self._recorder.start(self._task.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the optimizer."""
+        """Record the step after the optimizer."""
         reward = torch.tensor(self._rewards.mean)
         should_stop = torch.tensor(0)
         if dist.is_initialized():
@@ -102,9 +102,9 @@ def trainer_settings(
 ) -> Any:
     """TRL's options. `rows` of a batch go through one forward pass; gradients are accumulated.
 
-    The defaults are the fastest of these, two processes of one thread on two cores, 512 rollouts: 4.3 s a step; with
-    32 rows in one pass 4.7 s, with plain `generate` 6.0 s. One process of two threads takes 5.8 s, with plain
-    `generate` 7.4 s. Two steps per generation take 1.2 times the CPU time of one: each rollout is scored again.
+    The defaults are the fastest. 512 rollouts on two cores, two processes of one thread: 4.3 s per step; with 32 rows
+    in one pass 4.7 s, with plain `generate` 6.0 s. One process of two threads: 5.8 s, with plain `generate` 7.4 s.
+    Two steps per generation take 1.2 times the CPU time of one step, because TRL scores each rollout again.
     """
     config = task.config
     batch = config.trainer.groups_per_step * config.rollouts.group_size
@@ -144,7 +144,7 @@ def trainer_settings(
 
 
 def _cache_settings(config: RunConfig, num_sequences: int) -> dict[str, Any]:
-    """A KV cache for so many sequences; the default takes all free memory, and seconds to set up, at every step."""
+    """A KV cache for `num_sequences`; by default each step allocates all free memory, which takes seconds."""
     page_size = 16
     num_pages = -(-(config.rollouts.max_prompt_tokens + config.rollouts.max_tokens) // page_size) + 1
     return {
@@ -157,7 +157,7 @@ def _cache_settings(config: RunConfig, num_sequences: int) -> dict[str, Any]:
 
 
 def train(task: PeerTask, settings: Any) -> None:
-    """Until the recorder says stop."""
+    """Train until the recorder ends the run."""
     config = task.config
     optimizer = task.adamw()
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -165,7 +165,7 @@ def test_overrun_is_logged_once_a_minute_with_its_share(monkeypatch, caplog):
             now[0] += 1.0
             overrun.add(late_seconds=0.1, emulated_seconds=0.4)
         assert [record.getMessage() for record in caplog.records] == [
-            "emulation: real decoding took 25 % longer than what it emulates"
+            "emulation: real decoding took 25 % longer than emulated"
         ] * 2
         caplog.clear()
         for _ in range(130):

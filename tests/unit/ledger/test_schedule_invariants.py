@@ -195,7 +195,7 @@ def check_fates(run: ScriptedRun) -> None:
     assert len(fates) == len(run.fates)
     for group_id in range(run.ledger.next_group_id):
         assert (group_id in fates) != run.ledger.is_open(group_id), group_id
-    told = [(record.group_id, record.fate) for record in run.told]
+    told = [(record.group_id, record.fate) for record in run.recorded_fates]
     trained = [(group_id, "trained") for group_id, fate in run.fates if fate == "trained"]
     assert len(told) == len(set(told))
     assert set(told + trained) <= set(run.fates)

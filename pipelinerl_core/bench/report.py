@@ -1,0 +1,38 @@
+"""Output that all benchmarks share: the machine, Markdown tables, and one JSON document or one table on stdout.
+
+Standard library only: `bench gpu` also runs where only torch and transformers are installed.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """Number of cores, load average over the last minute and processor architecture of this machine."""
+    return {
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "machine": platform.machine(),
+    }
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """The values of `machine` in a result, as text."""
+    return f"load average {result['load_average']} on {result['cores']} cores, {result['machine']}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], *, num_text_columns: int = 1) -> list[str]:
+    """The lines of a Markdown table; the first `num_text_columns` columns are aligned to the left."""
+    rule = ["---" if index < num_text_columns else "--:" for index in range(len(header))]
+    return [f"| {' | '.join(map(str, header))} |", f"|{'|'.join(rule)}|"] + [
+        f"| {' | '.join(map(str, row))} |" for row in rows
+    ]
+
+
+def write(result: dict[str, Any], table: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
+    """Print a result: as one JSON document, or as `table(result)`."""
+    sys.stdout.write(json.dumps(result) + "\n" if as_json else table(result))
