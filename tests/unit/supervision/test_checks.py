@@ -122,7 +122,7 @@ def test_a_reference_that_is_missing_unread_or_of_another_vocabulary_is_one_line
         checks.check_model(config(*given, f"loss.ref_model={other}"))
     with pytest.raises(ConfigError, match="no Hugging Face model there"):
         checks.check_model(config(*given, f"loss.ref_model={tmp_path}"))
-    with pytest.raises(ConfigError, match=r"is not read with loss\.kl_coefficient=0"):
+    with pytest.raises(ConfigError, match=r"is not used with loss\.kl_coefficient=0"):
         config(f"loss.ref_model={model}")
 
 
