@@ -23,7 +23,7 @@ from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, 
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
 from pipelinerl_core.roles.trainer.rendezvous import announce_meeting, hold_meeting, own_address
-from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
@@ -104,7 +104,7 @@ class Learners:
         host = None if self._spread is None else own_address(config)
         store, where = hold_meeting(ranks.size, seconds, directory=self._directory, host=host)
         if self._spread is not None:
-            record = MeetingRecord(
+            record = RendezvousRecord(
                 epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
                 device=device.type, seconds=seconds,
             )  # fmt: skip

@@ -19,7 +19,7 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.hub_status import read_hub
-from pipelinerl_core.run.records import MeetingRecord
+from pipelinerl_core.run.records import RendezvousRecord
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class _HubWatch:
 
 
 def take_part(
-    context: RunContext, meeting: MeetingRecord, node: int, stop: threading.Event, monitor: RoleMonitor
+    context: RunContext, meeting: RendezvousRecord, node: int, stop: threading.Event, monitor: RoleMonitor
 ) -> bool:
     """The ranks of this node in one start of the trainer; returns when they have ended or a newer start is there.
 

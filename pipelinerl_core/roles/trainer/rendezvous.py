@@ -14,7 +14,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import MEETINGS_PREFIX, MeetingRecord, meeting_key
+from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
 _FILE, _TCP = "file:", "tcp:"
 
@@ -43,14 +43,14 @@ def own_address(config: RunConfig) -> str:
     return config.placement.trainer_host or socket.gethostname()
 
 
-def announce_meeting(store: ObjectStore, record: MeetingRecord) -> None:
+def announce_meeting(store: ObjectStore, record: RendezvousRecord) -> None:
     """Rank 0: tell the other hosts of a trainer, through the run's store."""
-    store.put(meeting_key(record.epoch), record.model_dump_json().encode())
+    store.put(rendezvous_key(record.epoch), record.model_dump_json().encode())
 
 
-def newest_meeting(store: ObjectStore) -> MeetingRecord | None:
+def newest_meeting(store: ObjectStore) -> RendezvousRecord | None:
     """The meeting of the newest start of the trainer, if there was any."""
-    keys = store.list(MEETINGS_PREFIX)
+    keys = store.list(RENDEZVOUS_PREFIX)
     if not keys:
         return None
-    return read_record(store, keys[-1], MeetingRecord)
+    return read_record(store, keys[-1], RendezvousRecord)

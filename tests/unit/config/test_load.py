@@ -62,7 +62,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
         ("learner.lora_alpha=16", "Set learner.lora_rank too"),
         ('learner.lora_targets=["q_proj"]', "Set learner.lora_rank too"),
-        ("weights.content=adapters", "with learner.lora_rank=0 there are none. Set learner.lora_rank too"),
+        ("weights.content=adapters", "but learner.lora_rank=0 trains no adapters. Set learner.lora_rank too"),
         ("trainer.ranks=0", "greater than or equal to 1"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),

@@ -25,8 +25,8 @@ from pipelinerl_core.run.records import (
     EpochRecord,
     EvalRecord,
     HubRecord,
-    MeetingRecord,
     Record,
+    RendezvousRecord,
     ResumeRecord,
     RoleRecord,
     RunRecord,
@@ -35,7 +35,7 @@ from pipelinerl_core.run.records import (
     commit_key,
     epoch_key,
     eval_key,
-    meeting_key,
+    rendezvous_key,
     role_key,
 )
 from pipelinerl_core.storage.object_store import open_store
@@ -46,7 +46,7 @@ HUB = HubRecord(url="grpc://h:1", boot_id="b", host="h", pid=1, process_started_
 ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)
 EPOCH = EpochRecord(epoch=1, role="hub", parent=None, adopted_through=-1, started_at=1.0, host="h", pid=1)
 EVALUATION = EvalRecord(version=0, num_prompts=1, accuracy=0.5, mean_tokens=1.0, errors=0, seconds=1.0)
-MEETING = MeetingRecord(epoch=1, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
+MEETING = RendezvousRecord(epoch=1, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
 MANIFEST_KEY = f"{checkpoint_prefix(1, 1)}/manifest.json"
 
 # Key -> a record that is right, one of its numbers, and what reads the record.
@@ -65,7 +65,7 @@ RECORDS = {
         lambda store: load_checkpoint(store, 1, 1),
     ),
     eval_key(0): (EVALUATION, "accuracy", lambda store: RunFollower(store).refresh()),
-    meeting_key(1): (MEETING, "size", newest_meeting),
+    rendezvous_key(1): (MEETING, "size", newest_meeting),
     RESUME_KEY: (ResumeRecord(overrides=(), at=1.0), "at", resume_overrides),
     STARTS_KEY: (
         StartsRecord(flow_run_id="f", run_count=1, step=-1),

@@ -11,7 +11,7 @@ from pipelinerl_core.roles.trainer import node
 from pipelinerl_core.roles.trainer.node import run_node
 from pipelinerl_core.roles.trainer.rendezvous import announce_meeting
 from pipelinerl_core.run.drain import ask_to_drain
-from pipelinerl_core.run.records import HUB_KEY, HubRecord, MeetingRecord, commit_key
+from pipelinerl_core.run.records import HUB_KEY, HubRecord, RendezvousRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 
 STEPS = 3
@@ -57,7 +57,7 @@ class World:
         """Rank 0 starts; `lets_go` is its life."""
         self.lets_go[epoch] = lets_go
         announce_meeting(
-            self.store, MeetingRecord(epoch=epoch, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
+            self.store, RendezvousRecord(epoch=epoch, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
         )
 
     def drain(self):
