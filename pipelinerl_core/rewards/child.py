@@ -335,6 +335,6 @@ def _result(answer: dict[str, Any]) -> float | str:
         case {"id": int(), "reward": float() as reward, **others} if math.isfinite(reward):
             if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
                 return reward
-        case {"id": int(), "error": str() as words, **others} if not others and len(words) <= REPLY_BYTES:
-            return "".join(letter for letter in words if letter.isprintable())
+        case {"id": int(), "error": str() as text, **others} if not others and len(text) <= REPLY_BYTES:
+            return "".join(letter for letter in text if letter.isprintable())
     raise BadReply("a line that is not an answer")

@@ -149,8 +149,8 @@ def _validated(line: bytes) -> dict[str, Any]:
     match reply:
         case {"reward": float() | int() as reward} if not isinstance(reward, bool):
             return {"reward": reward}
-        case {"error": str() as words}:
-            return {"error": "".join(letter for letter in words if letter.isprintable())}
+        case {"error": str() as text}:
+            return {"error": "".join(letter for letter in text if letter.isprintable())}
     raise Lost(DIED)
 
 

@@ -107,21 +107,21 @@ def _is_literal(node: ast.AST) -> bool:
 
 def _is_arithmetic(answer: str, entry: Mapping[str, Any]) -> bool:
     """Decimal integers only: scorers count numbers with a pattern that misses 0x18, 2_4 and comments."""
-    return _ARITHMETIC_TEXT.fullmatch(answer) is not None and _is_light(answer, _Words())
+    return _ARITHMETIC_TEXT.fullmatch(answer) is not None and _is_light(answer, _Allowed())
 
 
 def _is_formula(answer: str, entry: Mapping[str, Any]) -> bool:
     """A formula may use the symbols of the entry, and Integral only if the reference answer uses Integral."""
     known = set(_WORD.findall(f"{entry['answer']} {entry['metadata'].get('variable', '')}"))
     functions = FUNCTIONS | (known & UNSOLVED)
-    words = _Words(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)
-    return _FORMULA_TEXT.fullmatch(answer) is not None and _is_light(answer, words)
+    allowed = _Allowed(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)
+    return _FORMULA_TEXT.fullmatch(answer) is not None and _is_light(answer, allowed)
 
 
-def _is_light(answer: str, words: "_Words") -> bool:
+def _is_light(answer: str, allowed: "_Allowed") -> bool:
     tree = _tree(answer, MAX_FORMULA_CHARACTERS)
     try:
-        return tree is not None and _weight(tree.body, words) <= MAX_WEIGHT
+        return tree is not None and _weight(tree.body, allowed) <= MAX_WEIGHT
     except (_Refused, RecursionError):
         return False
 
@@ -151,7 +151,7 @@ def _depth(answer: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class _Allowed:
     """Names and operations that a formula may use besides numbers and the four operations."""
 
     symbols: frozenset[str] | set[str] = frozenset()
@@ -159,25 +159,25 @@ class _Words:
     has_powers: bool = False
 
 
-def _weight(node: ast.expr, words: _Words) -> float:
+def _weight(node: ast.expr, allowed: _Allowed) -> float:
     """An upper bound of the bits and of the degree of a value; raises _Refused for nodes outside of the
     allow-list."""
     match node:
         case ast.Constant():
             return max(1.0, math.log2(_number(node) + 1))
-        case ast.Name() if node.id in words.symbols:
+        case ast.Name() if node.id in allowed.symbols:
             return 1.0
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
-            return _weight(node.operand, words)
+            return _weight(node.operand, allowed)
         case ast.BinOp(op=ast.Add() | ast.Sub()):
-            return max(_weight(node.left, words), _weight(node.right, words))
+            return max(_weight(node.left, allowed), _weight(node.right, allowed))
         case ast.BinOp(op=ast.Mult() | ast.Div()):
-            return _weight(node.left, words) + _weight(node.right, words)
-        case ast.BinOp(op=ast.Pow()) if words.has_powers:
-            _weight(node.right, words)
-            return _weight(node.left, words) * max(1.0, _bounded(_size(node.right)))
-        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]) if name in words.functions:
-            weight = sum(_weight(argument, words) for argument in node.args)
+            return _weight(node.left, allowed) + _weight(node.right, allowed)
+        case ast.BinOp(op=ast.Pow()) if allowed.has_powers:
+            _weight(node.right, allowed)
+            return _weight(node.left, allowed) * max(1.0, _bounded(_size(node.right)))
+        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]) if name in allowed.functions:
+            weight = sum(_weight(argument, allowed) for argument in node.args)
             # sympy simplifies exp(n*log(9)) to 9**n.
             return weight * (max(1.0, _bounded(_size(first, calls=1.0))) if name == "exp" else 1.0)
     raise _Refused

@@ -50,12 +50,12 @@ class RoleLog:
         self.path = path
         self.digest = LogDigest()
         self._half_bytes = max(1, max_bytes // 2)
-        self._counted = self._life_start = path.stat().st_size if path.exists() else 0
+        self._counted = self._process_start = path.stat().st_size if path.exists() else 0
 
     def open(self) -> BinaryIO:
         """Open the log for the next process of the role; `last_lines` starts here."""
         stream = self.path.open("ab")
-        self._life_start = stream.tell()
+        self._process_start = stream.tell()
         return stream
 
     def rotate_if_large(self) -> None:
@@ -69,7 +69,7 @@ class RoleLog:
                 copy.write(chunk)
             os.truncate(self.path, 0)
         making.replace(older)
-        self._counted = self._life_start = 0
+        self._counted = self._process_start = 0
 
     def count(self) -> LogDigest:
         """The digest, including the lines written since the previous call."""
@@ -82,7 +82,7 @@ class RoleLog:
 
     def last_lines(self, number: int) -> list[str]:
         """The last lines that the role's current process has written, without secrets."""
-        return [redact_text(line) for line in tail(self.path, number, self._life_start)]
+        return [redact_text(line) for line in tail(self.path, number, self._process_start)]
 
 
 def tail(path: Path, number: int, start: int = 0) -> list[str]:

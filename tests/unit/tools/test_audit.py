@@ -161,7 +161,7 @@ def lose_a_group(store):
 FAULTS = {
     "a commit is gone": (lambda s: s.delete([commit_key(2, EPOCH)]), "commits \\[2\\] are missing below 3"),
     "a commit is torn": (lambda s: s.put(commit_key(2, EPOCH), b"{"), "commits/00000002.2.json: cannot be read"),
-    "an epoch is gone": (lambda s: s.delete([epoch_key(EPOCH)]), "its epoch has no record"),
+    "an epoch is gone": (lambda s: s.delete([epoch_key(EPOCH)]), "no record of epoch 2"),
     "a group has no fate": (lose_a_group, r"1 groups have no fate and are not open: \[3\]"),
     "a group is trained twice": (
         lambda s: change(s, 3, fates=(*fates(3), fates(2)[0])),
@@ -169,7 +169,7 @@ FAULTS = {
     ),
     "an open group was decided": (lambda s: change(s, 3, open_groups=(5, 6)), "group 5 is open at the end, but was"),
     "rows of another attempt": (lambda s: change(s, 2, fates=fates(2, attempt=1)), r"group \(2, 1\) is trained, but"),
-    "rows that nobody decided": (lambda s: change(s, 2, fates=fates(2)[:1]), r"holds rows of group \(3, 0\)"),
+    "rows that nobody decided": (lambda s: change(s, 2, fates=fates(2)[:1]), r"has rows of group \(3, 0\)"),
     "tokens that do not add up": (
         lambda s: change(s, 3, tokens={**ledger(3), "in_flight": 9}),
         "77 tokens generated, 81 accounted for",
