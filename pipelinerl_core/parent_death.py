@@ -1,9 +1,9 @@
-"""A process that ends with the process that started it, even by kill -9. As a script, it becomes any command:
+"""Ends a process when its parent ends, even by SIGKILL. As a script, applies this to any command:
 
     python -I -S parent_death.py PARENT_PID COMMAND...
 
-The parent-death signal survives exec, so the command itself needs to know nothing of it. Standard library only: this
-file starts before every role and must cost milliseconds.
+The parent-death signal survives exec, so the command needs no change. Standard library only, because the script runs
+before every role and must start within milliseconds.
 """
 
 import ctypes
@@ -16,20 +16,20 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """End this process with its parent; at once if `parent_pid` is not its parent any more. None: whoever it is.
+    """End this process when its parent ends; at once if the parent is no longer `parent_pid` (None: any parent).
 
-    Call it first in main, on the main thread. The kernel (Linux) sends SIGKILL when the thread that started this
-    process ends: a supervisor starts a role from the thread that watches it. Elsewhere only a parent that is gone
-    already is noticed. Raises OSError when the kernel refuses.
+    Call this function first in main, on the main thread. The kernel (Linux) sends SIGKILL when the thread that
+    started this process ends; therefore a supervisor starts a role from the thread that watches the role. On other
+    systems, only the check of `parent_pid` happens. Raises OSError if the kernel refuses.
     """
     if sys.platform == "linux" and _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if parent_pid is not None and os.getppid() != parent_pid:  # it died before the signal was asked for
+    if parent_pid is not None and os.getppid() != parent_pid:  # the parent ended before the call to prctl
         os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
-    """End with the parent from here on, then become the command."""
+    """Set the parent-death signal, then replace this process by the command."""
     parent_pid, command = int(arguments[0]), arguments[1:]
     die_with_parent(parent_pid)
     os.execvp(command[0], command)

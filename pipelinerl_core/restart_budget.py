@@ -1,21 +1,21 @@
-"""How often something that ends may be started again: the count, what resets the count, and the words for both."""
+"""Limit of a process's restarts: the count, the conditions that reset the count, and both as text."""
 
 from collections.abc import Callable
 from math import inf
 
 
 def restart_text(count: int, limit: int) -> str:
-    """Part of a log line: which restart in a row this is."""
+    """Part of a log line: the number of this restart in a row."""
     return f"restart {count} of {limit}"
 
 
 def spent_text(count: int, rule: str) -> str:
-    """Part of an error message: how many restarts were in vain, and the rule that allows no more."""
+    """Part of an error message: the number of restarts, and the rule that allows no further restart."""
     return f"after {count} restarts ({rule})"
 
 
 class RestartBudget:
-    """Counts the restarts of one process, from its first start, which is now. Not safe between threads."""
+    """Counts the restarts of one process, whose first start is now. Not thread-safe."""
 
     def __init__(
         self,
@@ -23,18 +23,18 @@ class RestartBudget:
         rule: str,
         *,
         clock: Callable[[], float],
-        settled_seconds: float = inf,
+        stable_seconds: float = inf,
         window_seconds: float = inf,
     ) -> None:
         """At most `limit` restarts in a row; `rule` names the limit in messages, such as a key and its value.
 
-        settled_seconds: a life of this length resets the count, because the process was started well.
+        stable_seconds: after running for this long, the process is stable and the count is 0.
         window_seconds: a restart counts for this long.
         """
         self._limit = limit
         self._rule = rule
         self._clock = clock
-        self._settled_seconds = settled_seconds
+        self._stable_seconds = stable_seconds
         self._window_seconds = window_seconds
         self._started_at = clock()
         self._restarts: list[float] = []
@@ -43,7 +43,7 @@ class RestartBudget:
     def count(self) -> int:
         """Restarts that count now."""
         now = self._clock()
-        if now - self._started_at >= self._settled_seconds:
+        if now - self._started_at >= self._stable_seconds:
             return 0
         return sum(at >= now - self._window_seconds for at in self._restarts)
 
@@ -53,7 +53,7 @@ class RestartBudget:
         return self.count >= self._limit
 
     def take(self) -> bool:
-        """Count a restart, with which a new life begins; False, and nothing changes, if the budget is spent."""
+        """Count a restart, which happens now; returns False and changes nothing if the budget is spent."""
         count = self.count
         if count >= self._limit:
             return False
@@ -62,7 +62,7 @@ class RestartBudget:
         return True
 
     def reset(self) -> None:
-        """Count from 0 again."""
+        """Set the count to 0."""
         self._restarts = []
 
     @property
@@ -72,5 +72,5 @@ class RestartBudget:
 
     @property
     def spent_text(self) -> str:
-        """Why there is no further restart, for an error message."""
+        """The reason for no further restart, for an error message."""
         return spent_text(self.count, self._rule)

@@ -33,7 +33,7 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, Pipeli
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.supervision.run_roles import is_over
-from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed, restart_rule
+from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +112,13 @@ class DeployedMember:
     """
 
     def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
-        """`max_restarts`: in a row; a life of SETTLED_SECONDS starts the count again."""
+        """`max_restarts`: in a row; a life of STABLE_SECONDS starts the count again."""
         self._deployment = deployment
         self._tag = f"pipelinerl.run:{parameters['run_url'].rstrip('/').rpartition('/')[2]}"
         self._parameters = parameters
         self._name = name
         self._budget = RestartBudget(
-            max_restarts, restart_rule(max_restarts), clock=time.monotonic, settled_seconds=SETTLED_SECONDS
+            max_restarts, restart_rule(max_restarts), clock=time.monotonic, stable_seconds=STABLE_SECONDS
         )
         self._is_stopping = False
         self._follow(self._left_by_earlier_start() or self._start())

@@ -10,7 +10,7 @@ from pipelinerl.tasks.automations import was_resumed
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.restart_budget import restart_text, spent_text
-from pipelinerl_core.run.drain import forget_wishes, wants_drain
+from pipelinerl_core.run.drain import clear_drain_request, wants_drain
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import STARTS_KEY, StartsRecord
@@ -53,7 +53,7 @@ def forget_drain(store: ObjectStore, flow_run_id: str) -> None:
     if wants_drain(store) and _was_resumed(flow_run_id):
         logger.info("asked to drain before the crash: no further step is taken")
     else:
-        forget_wishes(store)
+        clear_drain_request(store)
 
 
 def _was_resumed(flow_run_id: str) -> bool:

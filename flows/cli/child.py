@@ -10,10 +10,10 @@ from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 
 def run_module(module: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
     """Run `python -m pipelinerl_core.MODULE` as a child that writes to our stdout; its exit code becomes ours."""
-    from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
+    from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
     from pipelinerl_core.supervision.temporary_directories import own_temporary
 
-    command = guarded([*module_command(f"pipelinerl_core.{module}", arguments), *flags])
+    command = ending_with_parent([*module_command(f"pipelinerl_core.{module}", arguments), *flags])
     with own_temporary(role_environment(1, "")) as environment:
         code = subprocess.run(command, env=environment, check=False).returncode
     raise take_over(code)

@@ -19,7 +19,7 @@ from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_root
-from pipelinerl_core.supervision.role_commands import guarded, role_environment
+from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
 
 PACKAGES = ("torch", "transformers", "pyarrow", "prefect", "mlflow", "s3fs", "datasets", "vllm", "deepspeed")
 OPTIONAL = frozenset({"vllm", "deepspeed"})
@@ -111,7 +111,7 @@ def _memory(found: Examination) -> None:
 
 
 def _torch(found: Examination) -> None:
-    command = guarded([sys.executable, "-c", _TORCH_PROGRAM])
+    command = ending_with_parent([sys.executable, "-c", _TORCH_PROGRAM])
     try:
         ended = subprocess.run(
             command, env=role_environment(1, ""), capture_output=True, text=True, timeout=TORCH_SECONDS, check=True

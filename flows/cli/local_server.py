@@ -18,8 +18,8 @@ from urllib.request import urlopen
 
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
 from pipelinerl_core.run.locate import local_directory
-from pipelinerl_core.supervision.role_commands import guarded
-from pipelinerl_core.supervision.temporary_directories import scratch_directory
+from pipelinerl_core.supervision.role_commands import ending_with_parent
+from pipelinerl_core.supervision.temporary_directories import temporary_directory
 
 START_SECONDS = 120.0
 """Deadline of the start; it takes seconds, more on a busy machine."""
@@ -58,7 +58,7 @@ def local_server(root: str) -> Iterator[str]:
         with log_path.open("wb") as log:
             command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
             process = subprocess.Popen(
-                guarded(command),
+                ending_with_parent(command),
                 env=_environment(home, port),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,7 +91,7 @@ def _home(root: str) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            home = stack.enter_context(scratch_directory())
+            home = stack.enter_context(temporary_directory())
         yield home
 
 

@@ -19,7 +19,7 @@ from pipelinerl_core.config.model_path import seeded_path
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.run.locate import local_directory, root_url
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.supervision.role_commands import guarded
+from pipelinerl_core.supervision.role_commands import ending_with_parent
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def _run_peer(run: PlannedRun, overrides: Sequence[str], wanted: Wanted, out: Pa
 
 def _run(name: str, arguments: Sequence[str]) -> None:
     logger.info("%s: %s", name, " ".join(arguments))
-    command = guarded([sys.executable, "-m", _MODULE, *arguments])
+    command = ending_with_parent([sys.executable, "-m", _MODULE, *arguments])
     try:
         with own_temporary(os.environ) as own:
             code = subprocess.run(command, env=own, check=False, timeout=MAX_SECONDS + _START_SECONDS).returncode

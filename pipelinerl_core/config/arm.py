@@ -1,4 +1,4 @@
-"""One arm of a comparison, a name and the settings that make it differ, and where arms are written down.
+"""One arm of a comparison (a name and overrides), read from the command line or from a TOML file.
 
 On the command line: "conventional-4: schedule.kind=conventional schedule.steps_per_phase=4". In a TOML file a table:
 
@@ -25,15 +25,15 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Its runs are named after it."""
+    """An arm of a comparison; its runs carry its name."""
 
     name: str
     overrides: tuple[str, ...]
-    """Each "section.key=value", applied after those that all arms share."""
+    """Each "section.key=value", applied after the overrides that all arms share."""
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm as it is written on the command line; values with spaces are quoted. Raises ConfigError."""
+    """Parse an arm of the command line; values with spaces are quoted. Raises ConfigError."""
     name, separator, settings = text.partition(":")
     if not separator:
         raise ConfigError(f'--arm {text}: not an arm. Write "name: section.key=value section.key=value"')
@@ -45,7 +45,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def read_arms(path: str) -> list[Arm]:
-    """The arms of a TOML file, in its order; raises ConfigError."""
+    """The arms of a TOML file, in the order of the file; raises ConfigError."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--arms {path}: no such file")
@@ -53,7 +53,7 @@ def read_arms(path: str) -> list[Arm]:
 
 
 def shipped_arms(name: str) -> list[Arm]:
-    """The tables of one of the shipped files."""
+    """The arms of a shipped file, by name without suffix."""
     return _parse_tables(name, (SHIPPED / f"{name}.toml").read_text(encoding="utf-8"))
 
 
@@ -62,7 +62,7 @@ def distinct(arms: Iterable[Arm]) -> tuple[Arm, ...]:
     known: dict[str, Arm] = {}
     for arm in arms:
         if arm.name in known:
-            raise ConfigError(f"two arms are named {arm.name}. Give each its own name")
+            raise ConfigError(f"two arms are named {arm.name}. Rename one of them")
         known[arm.name] = arm
     if len(known) < 2:
         raise ConfigError(
@@ -78,12 +78,12 @@ def _parse_tables(source: str, text: str) -> list[Arm]:
         raise ConfigError(f"--arms {source}: not valid TOML: {error}") from None
     for name, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"--arms {source}: {name} is no table. Write [{name}] and its settings below")
+            raise ConfigError(f"--arms {source}: {name} is not a table. Write [{name}] and its settings below")
     return [Arm(_checked_name(name), tuple(_overrides(table))) for name, table in tables.items()]
 
 
 def _overrides(table: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
-    """Nested tables as overrides; the JSON of a plain TOML value is TOML."""
+    """Nested tables as overrides; the JSON text of a plain TOML value is valid TOML."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _overrides(value, f"{prefix}{key}.")

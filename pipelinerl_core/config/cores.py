@@ -1,7 +1,6 @@
-"""placement.cores=own: which cores of this host belong to which role, as if each had an accelerator of its own.
+"""placement.cores=own: assignment of this host's cores to trainer and actors.
 
-The trainer has the first placement.threads cores, actor-0 the next, and so on; everything else runs where the system
-puts it.
+The trainer gets the first placement.threads cores, actor-0 the next, and so on; other processes use any core.
 """
 
 import os
@@ -12,15 +11,15 @@ from pipelinerl_core.errors import ConfigError
 
 
 def own_cores(config: RunConfig, role: str) -> list[int] | None:
-    """Numbers of the cores of `trainer` or `actor-<i>`; None where the cores are shared.
+    """Numbers of the cores of `trainer` or `actor-<i>`; None with placement.cores=shared.
 
-    Raises ConfigError when this host does not have enough for all roles, or cannot give cores to processes.
+    Raises ConfigError if this host has too few cores for all roles, or cannot pin processes to cores.
     """
     if config.placement.cores == "shared":
         return None
     if not hasattr(os, "sched_getaffinity"):
         raise ConfigError(
-            "placement.cores=own: this system does not let a process keep to cores, only Linux does. "
+            "placement.cores=own: this system cannot pin a process to cores, only Linux can. "
             "Set placement.cores=shared"
         )
     actors, threads = config.placement.actors, config.placement.threads
@@ -32,11 +31,11 @@ def own_cores(config: RunConfig, role: str) -> list[int] | None:
             f"cores, but this process may use {len(available)}. Lower placement.actors or placement.threads, or set "
             "placement.cores=shared"
         )
-    first = _place(role, actors) * threads
+    first = _role_index(role, actors) * threads
     return available[first : first + threads]
 
 
-def _place(role: str, actors: int) -> int:
+def _role_index(role: str, actors: int) -> int:
     """0 for the trainer, 1 + i for actor-i."""
     if role == "trainer":
         return 0
@@ -44,6 +43,6 @@ def _place(role: str, actors: int) -> int:
     if match is None or int(match[1]) >= actors:
         raise ConfigError(
             f"placement.cores=own: no cores for {role!r}, only for trainer and actor-0 to actor-{actors - 1} "
-            f"(placement.actors={actors}). Name it so, or set placement.cores=shared"
+            f"(placement.actors={actors}). Use one of these names, or set placement.cores=shared"
         )
     return 1 + int(match[1])

@@ -1,4 +1,4 @@
-"""Keys that are gone: a stored run of an earlier version may have them, and they are ignored; nothing else may."""
+"""Dropped keys: ignored in the stored configuration of an earlier version, refused in a new configuration."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 DROPPED = {
     "placement.hub_local": "dropped after 0.1.0: roles on the hub's host use Arrow Flight like all others",
 }
-"""Dotted key -> since when and what is so now, for the one line that refuses the key in a new configuration."""
+"""Dotted key -> since which version it is dropped and what replaces it, for the error of a new configuration."""
 
 
 def without_dropped(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration without the keys that are gone."""
+    """A stored configuration without dropped keys."""
     kept = dict(values)
     for key in DROPPED:
         section, _, name = key.partition(".")
@@ -20,5 +20,5 @@ def without_dropped(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overrides_without_dropped(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Stored `section.key=value` overrides without those of keys that are gone."""
+    """Stored `section.key=value` overrides without overrides of dropped keys."""
     return tuple(override for override in overrides if override.partition("=")[0] not in DROPPED)

@@ -1,6 +1,6 @@
-"""How every task of reasoning-gym 0.1.25 is scored: by comparing the answer, or by evaluating what the answer says.
+"""How every task of reasoning-gym 0.1.25 is scored: by comparing the answer, or by evaluating the answer as code.
 
-Found by reading `score_answer` of every task. A task outside of the table is refused: its scorer was never reviewed.
+The table is a manual review of `score_answer` of every task. Tasks outside of the table are refused.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ _GATED: dict[str, Gate] = {
     "intermediate_integration": "formula",
     "polynomial_multiplication": "formula",
     "simple_integration": "formula",
-    # These compare, but some answers take minutes, gigabytes, or are paid for being no number.
+    # These scorers compare, but some answers take minutes or gigabytes, or get a reward although not a number.
     "boxnet": "short",
     "codeio": "short",
     "propositional_logic": "short",
@@ -51,7 +51,7 @@ _GATED: dict[str, Gate] = {
 }
 
 COMPOSITE = "composite"
-"""An entry of this task names the task that made it, as `source_dataset` of its metadata; that task's gate counts."""
+"""An entry of this task names its source task as `source_dataset` of the metadata; the source task's gate applies."""
 
 GATES: MappingProxyType[str, Gate] = MappingProxyType({**dict.fromkeys(_COMPARED.split(), "none"), **_GATED})
 """Task -> its gate."""
@@ -61,11 +61,11 @@ def check_task(task: str) -> None:
     """Raise ConfigError for a task whose scorer is not in the table."""
     if task not in GATES and task != COMPOSITE:
         raise ConfigError(
-            f"prompts.tasks={task}: nobody has looked at how reasoning-gym scores it, and a scorer may run what a "
-            "model writes. Leave it out, or add it to config/gym_tasks.py"
+            f"prompts.tasks={task}: the scorer of this reasoning-gym task was not reviewed and may execute a model's "
+            "text. Remove the task, or review its scorer and add the task to config/gym_tasks.py"
         )
 
 
 def evaluating(tasks: Iterable[str]) -> list[str]:
-    """Those whose scorers evaluate; composite may hold such a task."""
+    """The tasks whose scorers evaluate; composite counts, because it may contain such a task."""
     return [task for task in tasks if task == COMPOSITE or GATES[task] in EVALUATING]

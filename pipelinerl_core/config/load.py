@@ -16,7 +16,7 @@ from pipelinerl_core.config.dropped import DROPPED, without_dropped
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 
-# Sections with other keys for every kind.
+# Sections whose keys depend on their `kind`.
 _UNIONS = ("prompts", "loss")
 RESUMABLE = (
     "trainer.ranks",
@@ -31,7 +31,7 @@ RESUMABLE = (
     "model.device",
     "placement.",
 )
-"""Beginnings of the keys that a resume may change: they say on what a run is computed, not what it is."""
+"""Prefixes of the keys that a resume may change: they choose the hardware of a run, not its result."""
 PRESETS = resources.files("pipelinerl_core.config") / "presets"
 
 
@@ -59,16 +59,12 @@ def override_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunCo
 
 
 def resume_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConfig:
-    """The configuration of a run that goes on: what it runs on may change, what it is may not.
-
-    Raises ConfigError for any other key.
-    """
+    """The configuration of a resumed run, with overrides of RESUMABLE keys; ConfigError for any other key."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(RESUMABLE):
             raise ConfigError(
-                f"{override}: a resume goes on with the same run; it can change {', '.join(RESUMABLE)}. "
-                "Start a new run for anything else"
+                f"{override}: a resume can change only {', '.join(RESUMABLE)}. Start a new run to change other keys"
             )
     return override_config(config, overrides)
 
@@ -82,7 +78,7 @@ def build_config(values: dict[str, Any]) -> RunConfig:
 
 
 def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run.json, also of an earlier version: keys that are gone are ignored."""
+    """The configuration of a run.json, also of an earlier version: dropped keys are ignored."""
     return build_config(without_dropped(values))
 
 
@@ -121,7 +117,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{override}: {part} is a value, not a section")
     if path and path[0] in _UNIONS and last == "kind" and table.get("kind") not in (None, value):
-        table.clear()  # another variant: keys of the old one would not be known to it
+        table.clear()  # the new kind does not accept keys of the old kind
     table[last] = value
 
 
@@ -140,7 +136,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
-    """A key on one line, whatever somebody put into it."""
+    """A key as one printable line; other characters are escaped."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 

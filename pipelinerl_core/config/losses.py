@@ -1,6 +1,6 @@
 """The objectives: one section per `loss.kind`, with the options that this loss reads and its paper's defaults.
 
-An option of another loss is no key of the section, and so refused. docs/algorithms.md has the formulas.
+A section accepts the options of its own loss only. docs/algorithms.md has the formulas.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,26 +14,29 @@ AdvantageKind = Literal["leave_one_out", "group_mean", "standardized", "turn", "
 
 
 class _Loss(Section):
-    """What all losses have."""
+    """Options that all losses share."""
 
     normalization: Normalization = "token"
-    """What a token's weight is divided by: tokens of the step, of its rollout, of its group, or a constant. Default
-    by loss.kind."""
+    """Divisor of a token's weight. token: tokens of the step; sequence: rollouts * tokens of the rollout; prompt:
+    groups * tokens of the group; constant: rollouts * rollouts.max_tokens. The default depends on loss.kind."""
     advantage: AdvantageKind = "leave_one_out"
-    """Baseline of a reward: the mean of its siblings' rewards; the mean of its group; the same, divided by the
-    group's standard deviation; turn: at each turn the mean of the siblings that got that far; value: what a value
-    head expects at each token. Default by loss.kind."""
+    """Advantage of a rollout: its reward minus a baseline. leave_one_out: mean reward of the other rollouts of the
+    group; group_mean: mean of the group; standardized: group_mean, divided by the group's standard deviation; turn:
+    per turn, mean of the other rollouts that reached the turn; value: per token, the estimate of a value head. The
+    default depends on loss.kind."""
     value_coefficient: float = Field(0.1, gt=0)
-    """loss.advantage=value: weight of the value head's squared error."""
+    """loss.advantage=value: weight of the value head's squared error in the loss."""
     entropy_bonus: float = Field(0.0, ge=0)
-    """Weight of the mean entropy of the trainer's distribution, which is added to the objective."""
+    """Weight of the mean token entropy, which is added to the objective; 0: none. Raise if the entropy collapses."""
     sequence_ratio_max: float = Field(0.0, ge=0)
-    """Leave out rollouts whose ratio, the geometric mean over their tokens, is above this or below its inverse; 0:
-    none."""
+    """Leave out rollouts whose importance ratio (geometric mean over the tokens) is above this value or below its
+    inverse; 0: keep all rollouts. Set (slightly above 1) if the engine's and the trainer's probabilities differ."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the mean divergence from a reference model, which is taken from the objective; 0: there is none."""
+    """Weight of the mean KL divergence from a reference model, which is subtracted from the objective; 0: no
+    reference model. Raise if the policy drifts too far from the starting model."""
     ref_model: str = ""
-    """Directory of the reference model, with the vocabulary of the one that learns; empty: what that began with."""
+    """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
+    weights of the run."""
 
 
 class ReinforceLoss(_Loss):
@@ -42,7 +45,8 @@ class ReinforceLoss(_Loss):
     kind: Literal["reinforce"] = "reinforce"
     """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop or decoupled_ppo."""
     ratio_max: float = Field(5.0, gt=0)
-    """Ceiling of the importance ratio."""
+    """Upper limit of a token's importance ratio (larger ratios are truncated; kind=icepop: leaves the token out).
+    Lower to reduce variance, raise to reduce bias."""
 
 
 class CispoLoss(_Loss):
@@ -51,9 +55,10 @@ class CispoLoss(_Loss):
     kind: Literal["cispo"] = "cispo"
     advantage: AdvantageKind = "standardized"
     clip_low: float = Field(1.0, gt=0, le=1)
-    """The ratio is at least 1 - clip_low; 1 sets no floor. Default by loss.kind."""
+    """Lower clip bound of the importance ratio is 1 - clip_low; 1: no lower bound. The default depends on
+    loss.kind."""
     clip_high: float = Field(4.0, gt=0)
-    """The ratio is at most 1 + clip_high. Default by loss.kind."""
+    """Upper clip bound of the importance ratio is 1 + clip_high. The default depends on loss.kind."""
 
 
 class _ClippedLoss(_Loss):
@@ -70,7 +75,7 @@ class PpoLoss(_ClippedLoss):
 
 
 class GrpoLoss(_ClippedLoss):
-    """GRPO: standardised advantages, every rollout weighs the same."""
+    """GRPO: standardized advantages, every rollout has the same weight."""
 
     kind: Literal["grpo"] = "grpo"
     normalization: Normalization = "sequence"
@@ -78,7 +83,7 @@ class GrpoLoss(_ClippedLoss):
 
 
 class DrGrpoLoss(_ClippedLoss):
-    """Dr. GRPO: neither the standard deviation nor the length divides."""
+    """Dr. GRPO: no division by the standard deviation or by the length."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     normalization: Normalization = "constant"
@@ -86,7 +91,7 @@ class DrGrpoLoss(_ClippedLoss):
 
 
 class DapoLoss(_ClippedLoss):
-    """DAPO: more room above than below, every token weighs the same."""
+    """DAPO: a higher upper than lower clip bound, every token has the same weight."""
 
     kind: Literal["dapo"] = "dapo"
     advantage: AdvantageKind = "standardized"
@@ -94,7 +99,7 @@ class DapoLoss(_ClippedLoss):
 
 
 class GspoLoss(_ClippedLoss):
-    """GSPO: the ratio of a whole rollout, the geometric mean over its tokens."""
+    """GSPO: one importance ratio per rollout, the geometric mean over the tokens."""
 
     kind: Literal["gspo"] = "gspo"
     normalization: Normalization = "sequence"
@@ -104,20 +109,20 @@ class GspoLoss(_ClippedLoss):
 
 
 class IcepopLoss(_Loss):
-    """REINFORCE without the tokens whose ratio is outside of bounds (IcePop)."""
+    """REINFORCE that leaves out tokens whose importance ratio is out of bounds (IcePop)."""
 
     kind: Literal["icepop"] = "icepop"
     ratio_min: float = Field(0.5, gt=0, le=1)
-    """Tokens of a smaller ratio are left out."""
+    """Lower limit of a token's importance ratio: tokens with a smaller ratio are left out."""
     ratio_max: float = Field(5.0, ge=1)
 
 
 class DecoupledPpoLoss(_ClippedLoss):
-    """PPO clip around a proximal policy between the weights that sampled and those being trained (AReaL, A-3PO)."""
+    """PPO clip around a proximal policy, interpolated between the sampling and the current policy (AReaL, A-3PO)."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     ratio_max: float = Field(5.0, ge=1)
-    """Ceiling of the ratio of proximal to rollout probability, which weighs a token."""
+    """Upper limit of the ratio of proximal to sampling probability, the weight of a token."""
 
 
 def _kind(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Where the files of a model are, and everything that defines the models which `pipelinerl prepare` builds.
+"""Directories of models, and the recipes of the built-in models that `pipelinerl prepare` builds.
 
-Nothing here imports torch: a flow can ask whether a model is there without loading it.
+This module must not import torch, so that a flow can check cheaply whether a model exists.
 """
 
 import difflib
@@ -19,10 +19,11 @@ BUILTIN_PREFIX = "builtin:"
 
 
 class SumsModel(Section):
-    """A small Qwen2 model that has read people's answers to sums: some worked out, most of them hasty guesses."""
+    """Recipe of a small Qwen2 model, pretrained on synthetic answers to sums: some with running sums, most
+    guessed."""
 
     revision: int = 1
-    """Raised when the code of the demonstrations or of the training changes what is built."""
+    """Raise when a change of the code of demonstrations or training changes the built model."""
     seed: int = 0
     """Seed of the initial weights and of the demonstrations."""
     alphabet: str = "0123456789+=,. "
@@ -34,13 +35,13 @@ class SumsModel(Section):
     num_kv_heads: int = 2
     max_positions: int = 256
     initializer_range: float = 0.06
-    """Standard deviation of the initial weights; at the usual 0.02 so narrow a model learns more slowly."""
+    """Standard deviation of the initial weights; with the usual 0.02 a model of this width learns more slowly."""
     lengths: tuple[int, ...] = SumsPrompts().lengths
     """Numbers of summands of the demonstrations."""
     worked_out_share: float = 0.35
-    """Share of demonstrations in running sums; the others guess near the sum."""
+    """Share of demonstrations that write running sums; the others write a guess near the sum."""
     early_worked_out_share: float = 0.8
-    """The same share in the early steps, which teach to add; the later ones teach how often people guess."""
+    """The share in the early steps, which teach addition; the later steps set how often the model guesses."""
     early_steps: int = 240
     guess_error: int = 6
     """Largest distance of a guess from the sum."""
@@ -61,19 +62,19 @@ def cache_directory() -> Path:
 
 
 def digest(recipe: SumsModel) -> str:
-    """16 hex digits over all that defines the weights: the recipe and the libraries that compute them."""
+    """16 hex digits, a hash of the recipe and of the versions of the libraries that compute the weights."""
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     text = json.dumps([recipe.model_dump(mode="json"), libraries], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def model_directory(recipe: SumsModel) -> Path:
-    """The directory of a built model; it exists only when it is whole."""
+    """The directory of a built model; the directory exists only if the model is complete."""
     return cache_directory() / "models" / digest(recipe)
 
 
 def builtin_recipe(path: str) -> SumsModel | None:
-    """What a `builtin:` name stands for, None for any other path; raises ConfigError for an unknown name.
+    """The recipe of a `builtin:` name, None for any other path; raises ConfigError for an unknown name.
 
     Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations.
     """
@@ -91,12 +92,12 @@ def builtin_recipe(path: str) -> SumsModel | None:
 
 
 def seeded_path(path: str, seed: int) -> str:
-    """The path of a built-in model with a seed of its own, unless it names one; any other path as it is."""
+    """The path of a built-in model with `seed`, unless the path has a seed; any other path unchanged."""
     return path if builtin_recipe(path) is None or "?" in path else f"{path}?seed={seed}"
 
 
 def resolve_model_path(path: str) -> Path | None:
-    """The directory that holds the model and its tokenizer now, or None when there is none (yet).
+    """The directory of the model and its tokenizer, or None if the directory does not exist (yet).
 
     Raises ConfigError for an unknown `builtin:` name.
     """

@@ -16,18 +16,18 @@ def groups_in_flight(config: "RunConfig") -> int:
 
 
 def lag_of_full_engines(config: "RunConfig", spread: float = 1.0) -> int:
-    """Smallest schedule.max_lag at which no slot stands empty: 1 + ceil(actors * concurrency * spread / (G * N)).
+    """Smallest schedule.max_lag at which no slot stays empty: 1 + ceil(actors * concurrency * spread / (G * N)).
 
-    spread: longest over mean length of the rollouts of a group. A group holds its place until its longest rollout
-    has ended, while the slots of the others go on to new groups, which need places too. The 1 is the step being
-    trained.
+    spread: longest over mean length of the rollouts of a group. A group counts against the window until its longest
+    rollout has ended, while the slots of its other rollouts already generate new groups, which count too. The 1 is
+    the step being trained.
     """
     sequences = config.engine.concurrency * config.placement.actors
     return 1 + math.ceil(sequences * spread / (config.rollouts.group_size * config.trainer.groups_per_step))
 
 
 def explain_schedule(config: "RunConfig") -> list[str]:
-    """What the schedule admits, in lines for people."""
+    """The admission window of the schedule, as lines of text."""
     schedule, num = config.schedule, config.trainer.groups_per_step
     window = f"window W = (max_lag + 1) * groups_per_step = ({schedule.max_lag} + 1) * {num} = {config.window_groups}"
     full = f"{groups_in_flight(config)} groups fill the slots"
@@ -45,7 +45,7 @@ def explain_schedule(config: "RunConfig") -> list[str]:
 
 
 def first_problem(config: "RunConfig") -> str | None:
-    """The first rule that a configuration breaks: what, why, what to set; None when it breaks none."""
+    """The message (what, why, what to set) of the first broken rule; None if the configuration breaks no rule."""
     return (
         _window_problem(config)
         or _schedule_problem(config)
@@ -65,10 +65,10 @@ def _engine_problem(config: "RunConfig") -> str | None:
             "engine.deterministic=true fixes tensor shapes, which engine.kind=vllm cannot. Set engine.kind=embedded"
         )
     if engine.kind == "vllm" and config.emulation.accelerators:
-        return "emulation.accelerators emulates with the embedded engine. Set engine.kind=embedded"
+        return "emulation.accelerators requires the embedded engine. Set engine.kind=embedded"
     if engine.kind == "embedded" and config.weights.transport == "nccl":
         return (
-            "weights.transport=nccl broadcasts to vLLM's workers, engine.kind=embedded has none. "
+            "weights.transport=nccl broadcasts to vLLM's workers, but engine.kind=embedded has no workers. "
             "Set weights.transport=shm, or engine.kind=vllm"
         )
     if engine.kind == "embedded" and engine.tensor_parallel * engine.data_parallel > 1:
@@ -86,7 +86,7 @@ def _window_problem(config: "RunConfig") -> str | None:
         return (
             f"engine.concurrency={config.engine.concurrency} x placement.actors={config.placement.actors} / "
             f"rollouts.group_size={config.rollouts.group_size} = {needed} groups in flight, but schedule.max_lag="
-            f"{max_lag} admits ({max_lag} + 1) * trainer.groups_per_step={num} = {window}: slots would always stand "
+            f"{max_lag} admits ({max_lag} + 1) * trainer.groups_per_step={num} = {window}: slots would always stay "
             f"empty. Set schedule.max_lag to at least {-(-needed // num) - 1}, or engine.concurrency to at most "
             f"{max(1, window * config.rollouts.group_size // config.placement.actors)}"
         )
@@ -121,17 +121,17 @@ def _schedule_problem(config: "RunConfig") -> str | None:
         )
     if kind == "april" and schedule.stale == "wait":
         return (
-            "schedule.stale=wait waits for unfinished groups, schedule.kind=april is there not to wait for them. "
+            "schedule.stale=wait waits for unfinished groups, but schedule.kind=april never waits for them. "
             "Set schedule.stale=mask or drop"
         )
     if kind == "april" and config.engine.kv == "drain":
         return (
-            "engine.kv=drain finishes the running sequences before a swap, schedule.kind=april swaps while they are "
-            "paused. Set engine.kv=keep or recompute"
+            "engine.kv=drain finishes the running sequences before a swap, but schedule.kind=april swaps while "
+            "sequences are paused. Set engine.kv=keep or recompute"
         )
     if config.takes_turns and config.weights.publish_every > 1:
         return (
-            f"weights.publish_every={config.weights.publish_every}: schedule.kind={kind} decides itself when weights "
+            f"weights.publish_every={config.weights.publish_every}: schedule.kind={kind} sets when weights "
             "are published. Set weights.publish_every=1"
         )
     emulation = config.emulation
@@ -147,18 +147,18 @@ def _placement_problem(config: "RunConfig") -> str | None:
     nodes = config.placement.trainer_nodes
     if nodes > 1 and config.placement.kind == "local":
         return (
-            f"placement.trainer_nodes={nodes} shares the trainer out among hosts, placement.kind=local uses one. "
+            f"placement.trainer_nodes={nodes} needs several hosts, but placement.kind=local uses one. "
             "Set placement.kind=work_pools"
         )
     if config.trainer.ranks % nodes:
         return (
-            f"trainer.ranks={config.trainer.ranks} on placement.trainer_nodes={nodes}: every host has equally many. "
+            f"trainer.ranks={config.trainer.ranks}: placement.trainer_nodes={nodes} hosts need equally many ranks. "
             f"Set trainer.ranks to a multiple of {nodes}"
         )
     if config.placement.cores == "own" and config.placement.kind != "local":
         return (
-            f"placement.cores=own shares out the cores of one host, placement.kind={config.placement.kind} uses "
-            "several. Set placement.cores=shared"
+            f"placement.cores=own assigns the cores of one host, but placement.kind={config.placement.kind} uses "
+            "several hosts. Set placement.cores=shared"
         )
     return None
 
@@ -166,24 +166,24 @@ def _placement_problem(config: "RunConfig") -> str | None:
 def _loss_problem(config: "RunConfig") -> str | None:
     if 0 < config.loss.sequence_ratio_max <= 1:
         return (
-            f"loss.sequence_ratio_max={config.loss.sequence_ratio_max:g} would leave out every rollout: on policy "
-            "their ratio is 1. Set it above 1, or to 0"
+            f"loss.sequence_ratio_max={config.loss.sequence_ratio_max:g} would leave out every rollout: on policy, "
+            "the ratio of a rollout is 1. Set loss.sequence_ratio_max above 1, or to 0"
         )
     if config.loss.ref_model and not config.loss.kl_coefficient:
         return (
-            f"loss.ref_model={config.loss.ref_model} is not read with loss.kl_coefficient=0. Set loss.kl_coefficient "
-            "too, or leave it out"
+            f"loss.ref_model={config.loss.ref_model} is not used with loss.kl_coefficient=0. Set loss.kl_coefficient "
+            "too, or remove loss.ref_model"
         )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
     if config.loss.advantage != "value" and not is_default:
         return (
-            f"loss.value_coefficient={config.loss.value_coefficient:g} is not read with loss.advantage="
-            f"{config.loss.advantage}. Set loss.advantage=value, or leave it out"
+            f"loss.value_coefficient={config.loss.value_coefficient:g} is not used with loss.advantage="
+            f"{config.loss.advantage}. Set loss.advantage=value, or remove loss.value_coefficient"
         )
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
-            f"{config.rollouts.max_tokens}: every completion would be overlong. Set it lower"
+            f"{config.rollouts.max_tokens}: every completion would be overlong. Set reward.overlong_tokens lower"
         )
     return None
 
@@ -193,11 +193,11 @@ def _learner_problem(config: "RunConfig") -> str | None:
     if learner.kind == "torch" and (learner.zero_stage or learner.offload != "none"):
         return (
             f"learner.zero_stage={learner.zero_stage}, learner.offload={learner.offload} are for "
-            "learner.kind=deepspeed. Set learner.kind=deepspeed, or leave them out"
+            "learner.kind=deepspeed. Set learner.kind=deepspeed, or remove both"
         )
     if learner.kind == "deepspeed" and not learner.zero_stage and config.model.dtype == "bfloat16":
         return (
-            "model.dtype=bfloat16 needs float32 masters, which learner.zero_stage=0 does not keep. "
+            "model.dtype=bfloat16 needs float32 master weights, which learner.zero_stage=0 does not keep. "
             "Set learner.zero_stage to at least 1"
         )
     if learner.offload == "optimizer" and not learner.zero_stage:
@@ -206,18 +206,18 @@ def _learner_problem(config: "RunConfig") -> str | None:
         return "learner.offload=parameters needs learner.zero_stage=3. Set learner.zero_stage=3"
     if learner.attention == "varlen" and config.model.dtype == "float32":
         return (
-            "learner.attention=varlen is flash attention, which has no float32, but model.dtype=float32. "
+            "learner.attention=varlen is flash attention, which does not support float32, but model.dtype=float32. "
             "Set learner.attention=auto or flex, or model.dtype=bfloat16"
         )
     if learner.attention in ("varlen", "flex") and config.stays_on_cpu:
         return (
             f"learner.attention={learner.attention} needs a GPU, but model.device={config.model.device} with "
-            f"engine.kind={config.engine.kind} is the CPU. Set learner.attention=auto, or model.device=cuda"
+            f"engine.kind={config.engine.kind} computes on the CPU. Set learner.attention=auto, or model.device=cuda"
         )
     if not learner.lora_rank and (learner.lora_alpha or learner.lora_targets):
         return (
             f"learner.lora_alpha={learner.lora_alpha:g}, learner.lora_targets={list(learner.lora_targets)} are not "
-            "read with learner.lora_rank=0. Set learner.lora_rank too, or leave them out"
+            "used with learner.lora_rank=0. Set learner.lora_rank too, or remove both"
         )
     return None
 
@@ -227,13 +227,13 @@ def _weights_problem(config: "RunConfig") -> str | None:
         return None
     if not config.learner.lora_rank:
         return (
-            "weights.content=adapters publishes adapters alone, with learner.lora_rank=0 there are none. "
+            "weights.content=adapters publishes adapters only, but learner.lora_rank=0 trains no adapters. "
             "Set learner.lora_rank too, or weights.content=merged"
         )
     if config.weights.transport == "nccl":
         return (
-            "weights.transport=nccl broadcasts weights that vLLM's workers load as they come, "
-            "weights.content=adapters are to be merged first. Set weights.transport=shm or object_store, "
+            "weights.transport=nccl broadcasts weights that vLLM's workers load directly, but "
+            "weights.content=adapters must be merged first. Set weights.transport=shm or object_store, "
             "or weights.content=merged"
         )
     return None

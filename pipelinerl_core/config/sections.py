@@ -14,18 +14,18 @@ MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"
 
 
 class ModelConfig(Section):
-    """The model that learns."""
+    """The model to train."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums (built by `pipelinerl prepare`);
-    builtin:sums?seed=1 is the same with other initial weights."""
+    """Directory of a Hugging Face model and tokenizer, or builtin:sums, a small model that `pipelinerl prepare`
+    builds; builtin:sums?seed=1 has other initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in engine and trainer; the head is computed in float32 on both sides."""
+    """Data type of the weights in engine and trainer; both compute the logits in float32. Set bfloat16 on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the learner and the embedded engine compute; auto: on a GPU if engine.kind=vllm and there is one. vLLM
-    itself takes what it was built for."""
+    """Device of the learner and of the embedded engine; auto: a GPU if engine.kind=vllm and the host has one, else
+    the CPU. vLLM uses the device that it was built for."""
     chat_template: bool = False
-    """Wrap each prompt as a user message with the tokenizer's chat template."""
+    """Wrap each prompt as a user message with the tokenizer's chat template. Set for instruction-tuned models."""
 
 
 class SumsPrompts(Section):
@@ -33,7 +33,8 @@ class SumsPrompts(Section):
 
     kind: Literal["sums"] = "sums"
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
-    """Numbers of summands, drawn uniformly; repeat one to make it likelier. The rare long ones are the tail."""
+    """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make
+    the long tail of the rollout lengths."""
 
 
 class ReasoningGymPrompts(Section):
@@ -41,15 +42,16 @@ class ReasoningGymPrompts(Section):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
-    """Task names, see `reasoning_gym.factory`; drawn uniformly."""
+    """Names of reasoning-gym tasks (see `reasoning_gym.factory`), drawn uniformly."""
 
 
 class FilePrompts(Section):
-    """Rows of a JSON-lines or Parquet file."""
+    """Rows of a JSON Lines or Parquet file."""
 
     kind: Literal["file"] = "file"
     path: str
-    """A .jsonl or .parquet file."""
+    """kind=file: a .jsonl or .parquet file; kind=huggingface: name on the hub, a directory written by `save_to_disk`,
+    or a directory of data files."""
     prompt_column: str = "prompt"
     """Column with the text shown to the model."""
     answer_column: str = "answer"
@@ -63,7 +65,7 @@ class HuggingFacePrompts(Section):
     path: str
     """Name on the hub, or a directory written by `save_to_disk`, or a directory of data files."""
     split: str = "train"
-    """Split to read."""
+    """Split of the data set to train on."""
     prompt_column: str = "prompt"
     """Column with the text shown to the model."""
     answer_column: str = "answer"
@@ -79,174 +81,204 @@ class RewardConfig(Section):
     """How completions are scored: in child processes, with hard limits."""
 
     kind: Literal["auto", "exact_match", "sums", "reasoning_gym"] = "auto"
-    """Verifier; auto takes the one that belongs to the prompts (exact_match for files and data sets)."""
+    """Verifier that scores completions; auto: the verifier of prompts.kind (exact_match for files and data sets)."""
     workers: int = Field(1, ge=1)
-    """Child processes per actor."""
+    """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)
-    """Limit of one scoring; beyond it the process is killed, and the completion counts as a wrong answer."""
+    """Seconds that scoring one completion may take; then the scoring process is killed and the completion counts as a
+    wrong answer. Raise for slow verifiers."""
     isolation: Literal["auto", "none"] = "auto"
-    """auto: scoring processes give up files, network and other processes, as far as the host can (Landlock, seccomp);
-    tasks whose scorers evaluate what a model writes need all of it. none: limits of time and memory alone."""
+    """auto: scoring processes drop access to files, network and other processes as far as the kernel allows
+    (Landlock, seccomp); tasks whose scorers evaluate a model's text require all restrictions. none: limits of time
+    and memory only; set if the host supports no isolation."""
     overlong_tokens: int = Field(0, ge=0)
-    """Soft overlong penalty: a completion that comes within so many tokens of rollouts.max_tokens loses up to 1 of
-    its reward, before the advantage is computed; 0: none."""
+    """Soft overlong penalty (DAPO): a completion in the last overlong_tokens tokens below rollouts.max_tokens loses
+    up to 1 of its reward, before the advantage is computed; 0: no penalty. Set if completions grow to the limit."""
 
 
 class RolloutsConfig(Section):
-    """What is sampled."""
+    """How rollouts are sampled."""
 
     group_size: int = Field(8, ge=2)
-    """Rollouts of one prompt; the others are the baseline of each."""
+    """Rollouts per prompt; the rewards of a group form the baseline. Raise for less noisy advantages."""
     max_tokens: int = Field(64, ge=1)
-    """Limit of a completion."""
+    """Tokens of a completion at most; sampling stops there. Raise if many completions are truncated."""
     max_prompt_tokens: int = Field(256, ge=1)
-    """Longest prompt an engine makes room for; a longer one is a rollout with outcome error."""
+    """Tokens of a prompt at most, for which engines reserve memory; a longer prompt gives rollouts with outcome
+    error. Raise for longer prompts."""
     temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; the trainer divides its logits by the same."""
+    """Sampling temperature; the trainer divides its logits by the same value. Lower for less exploration."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus; must stay 1 for training, because truncation breaks the importance ratio."""
+    """Nucleus sampling: probability mass to sample from. Must be 1, because truncation breaks the importance
+    ratio."""
     filter_zero_variance: bool = False
-    """Leave out groups whose rewards are all equal (they carry no gradient) and refill their places."""
+    """Replace groups whose rewards are all equal, which have no gradient, by new groups. Set if many prompts are
+    always or never solved."""
 
 
 class EngineConfig(Section):
     """The engine inside each actor."""
 
     kind: Literal["embedded", "vllm"] = "embedded"
-    """embedded: ours, CPU, any decoder of transformers with full attention; vllm: vLLM, on GPUs or a CPU."""
+    """embedded: this project's engine, CPU, any transformers decoder with full attention; vllm: vLLM, GPUs or CPU."""
     concurrency: int = Field(64, ge=1)
-    """Sequences in flight per actor at all times."""
+    """Sequences that an actor generates at once (its slots). Raise for throughput; more sequences raise the lag."""
     kv: Literal["keep", "recompute", "drain"] = "keep"
-    """KV cache of running sequences at a swap: keep it, recompute it under the new weights, or finish them first."""
+    """KV cache of running sequences when new weights arrive. keep: keep the cache, shortest pause; recompute: compute
+    the cache with the new weights; drain: finish the running sequences first."""
     pace: bool = True
-    """embedded: slow down while more than a step's worth of groups waits for the trainer: full slots, less lag."""
+    """embedded: slow the engine down while more than groups_per_step finished groups wait for the trainer, which
+    lowers the lag at full slots. Unset to measure the engine's full speed."""
     deterministic: bool = False
-    """Fix every tensor shape so that tokens do not depend on what else is in the batch (slower; float32 only)."""
+    """embedded: fix all tensor shapes, so that a sequence's tokens do not depend on the other sequences in the batch.
+    Set for reproducible rollouts (slower; float32 only)."""
     tensor_parallel: int = Field(1, ge=1)
-    """vllm: accelerators that share one copy of the model."""
+    """vllm: accelerators over which one copy of the model is sharded. Raise if the model does not fit one GPU."""
     data_parallel: int = Field(1, ge=1)
-    """vllm: copies of the model behind one actor."""
+    """vllm: copies of the model in one actor. Raise to use more GPUs per actor."""
     kv_gigabytes: float = Field(0, ge=0)
-    """vllm: memory of the KV cache in GiB; 0: what vLLM finds free on a GPU, 1 on a CPU."""
+    """vllm: size of the KV cache in GiB; 0: the memory that vLLM finds free on a GPU, 1 GiB on a CPU. Set if trainer
+    and engine share a GPU, or if a CPU engine preempts sequences."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """vllm: compile the model and capture CUDA graphs, which takes minutes at the start; auto: not on a CPU."""
+    """vllm: compile the model and capture CUDA graphs, faster decoding for minutes of start time; auto: only on GPUs.
+    Set never for short tests."""
     stream_interval: int = Field(16, ge=1)
-    """vllm: tokens of a sequence between two of its outputs: what a crash of the engine core can cost it."""
+    """vllm: tokens between two outputs of a sequence, which are lost if the engine core crashes. Lower to lose less,
+    raise for less overhead."""
 
 
 class ScheduleConfig(Section):
-    """When groups are leased, trained and given up (docs/scheduling.md)."""
+    """When groups are leased, trained and dropped (docs/scheduling.md)."""
 
     kind: Literal["pipeline", "conventional", "april"] = "pipeline"
-    """pipeline: generation and training never wait for each other; conventional: they take turns, steps_per_phase
-    steps at a time; april: they take turns, more groups are in flight than a step needs, and the rest goes on."""
+    """pipeline: generation and training run at the same time; conventional: they alternate, steps_per_phase optimizer
+    steps at a time; april: they alternate, with more groups in flight than a step needs; unfinished groups continue
+    after the step."""
     max_lag: int = Field(4, ge=0)
-    """Oldest token that is trained, in optimizer steps; 0 is synchronous training."""
+    """Largest lag of a trained token: optimizer steps between its weights and the weights being trained; 0:
+    synchronous training. Raise for throughput, lower for more on-policy data."""
     stale: Literal["mask", "drop", "wait"] = "mask"
-    """Tokens beyond max_lag: mask them out of the loss, drop their whole group, or let the trainer wait for groups
-    that would grow stale (for wait_seconds at most, then mask)."""
+    """Tokens beyond max_lag. mask: mask the tokens out of the loss; drop: drop the whole group; wait: the trainer
+    waits for groups that would become stale, at most wait_seconds per step, then masks."""
     wait_seconds: float = Field(5.0, gt=0)
-    """stale=wait: how long one step waits at most."""
+    """stale=wait: seconds that one optimizer step waits at most."""
     alpha: float = Field(1.5, ge=1)
-    """april: groups in flight or ready after each step, as a multiple of groups_per_step; at most max_lag + 1."""
+    """april: groups in flight or ready after each step, as a multiple of groups_per_step; at most max_lag + 1. Raise
+    if engines run out of sequences before a step's groups are complete."""
     steps_per_phase: int = Field(1, ge=1)
-    """conventional: optimizer steps per phase of generation; at most max_lag + 1."""
+    """conventional: optimizer steps per generation phase; at most max_lag + 1. Raise for fewer phases, at more
+    lag."""
 
 
 class WeightsConfig(Section):
     """How weight versions reach the actors."""
 
     transport: Literal["shm", "object_store", "nccl"] = "shm"
-    """shm: shared memory of one host; object_store: through the run's store, any number of hosts; nccl: from the
-    trainer's memory to the workers of vLLM in one broadcast (over gloo where there is no GPU)."""
+    """shm: shared memory, for one host; object_store: the run's object store, any number of hosts; nccl: one
+    broadcast from the trainer's memory to vLLM's workers (over gloo on hosts without a GPU)."""
     broadcast_seconds: float = Field(60.0, gt=0)
-    """nccl: longest wait for the members of a broadcast; beyond it the version goes through the store."""
+    """nccl: seconds to wait for the receivers of a broadcast; then the version goes through the object store. Raise
+    for large models."""
     broadcast_host: str = ""
-    """nccl: address at which actors reach the trainer; empty: loopback, or the host's name with work pools."""
+    """nccl: address at which actors reach the trainer; empty: loopback, or the host's name with
+    placement.kind=work_pools. Set if other hosts cannot resolve the name."""
     content: Literal["merged", "adapters"] = "merged"
-    """What a version holds with learner.lora_rank: merged: all weights of the model; adapters: those alone, which
-    whoever takes the version merges into the model in model.path, the same on every host."""
+    """Content of a published version with learner.lora_rank. merged: all weights; adapters: the LoRA adapters only,
+    which each reader merges into model.path (the same model on every host). Set adapters to send fewer bytes."""
     publish_every: int = Field(1, ge=1)
-    """Publish every k-th version; versions keep their step numbers."""
+    """Publish the weights of every k-th step; versions keep their step numbers. Raise if swaps cost too much time;
+    raises the lag."""
     durable_every: int = Field(1, ge=1)
-    """Keep every k-th version in the object store too, or the next one published; replay rebuilds the others."""
+    """Keep every k-th version (or the next published version) in the object store; `pipelinerl replay` can compute
+    the others again. Raise to save storage."""
 
 
 class CheckpointConfig(Section):
-    """How much is trained again after a crash."""
+    """When the trainer writes checkpoints."""
 
     every_seconds: float = Field(15.0, gt=0)
-    """Time between checkpoints of model and optimizer, which bounds what is trained again after a crash; longer where
-    more than a twentieth of it would go into making them."""
+    """Seconds between checkpoints of model and optimizer, which bounds the work that is repeated after a crash. The
+    trainer lengthens the interval if checkpoints would take more than 5% of the time."""
 
 
 class EvalConfig(Section):
     """Held-out accuracy: mean reward of one sample per prompt at temperature 1."""
 
     num_prompts: int = Field(1000, ge=0)
-    """Held-out prompts; 0 switches evaluation off."""
+    """Number of held-out prompts; 0: no evaluation. Raise for a smaller standard error of the accuracy."""
 
 
 class PlacementConfig(Section):
-    """Where the roles run."""
+    """Where the roles run, and how they are supervised."""
 
     kind: Literal["local", "work_pools"] = "local"
-    """local: children of the flow on this host; work_pools: actor and trainer are deployments on their own pools."""
+    """local: child processes of the flow on one host; work_pools: actors and trainer are Prefect deployments, each on
+    its own work pool. Set work_pools for several hosts."""
     actors: int = Field(1, ge=1)
-    """Number of actors."""
+    """Number of actors, each with one engine. Raise to use more hosts or GPUs for generation."""
     threads: int = Field(1, ge=1)
-    """Compute threads of each role; more than its share of the cores slows every role down."""
+    """Compute threads of each role. Raise up to cores / (actors + 1); more threads than cores slow all roles down."""
     cores: Literal["shared", "own"] = "shared"
-    """shared: the system places the roles, and engines that stand still hand their threads to the trainer; own:
-    trainer and actors keep to cores of their own, as on accelerators of their own (Linux)."""
+    """shared: the operating system schedules the roles, and engines that the schedule stops leave their threads to
+    the trainer; own: trainer and actors are pinned to separate cores (Linux). Set own to measure without
+    interference."""
     trainer_nodes: int = Field(1, ge=1)
-    """work_pools: hosts among which the trainer's ranks are shared out, each a flow run on the pool of trainers."""
+    """work_pools: number of hosts for the trainer's ranks; each host is a flow run on the trainer's work pool."""
     trainer_host: str = ""
-    """Address at which ranks on other hosts reach rank 0; empty: the name of its host."""
+    """Address at which ranks on other hosts reach rank 0; empty: the name of rank 0's host. Set if other hosts cannot
+    resolve the name."""
     hub_host: str = "127.0.0.1"
-    """Address the hub binds to; loopback unless actors live on other hosts."""
+    """Address that the hub binds to. Set an address of the hub's host if actors or trainer run on other hosts."""
     hub_port: int = Field(0, ge=0, le=65535)
-    """Port of the hub, 0 for any free one."""
+    """Port of the hub; 0: any free port. Set if a firewall opens a fixed port."""
     hub_tls: bool = False
-    """Encrypt the channel; the hub makes its certificate itself, and the roles find it in hub.json."""
+    """Encrypt the channel with TLS; the hub creates its certificate and publishes the certificate in hub.json. Set if
+    the hub listens beyond loopback."""
     hub_bytes: int = Field(1 << 30, ge=1 << 20)
-    """Rows that the hub keeps in memory; beyond it sealed ones are read back from their segments, others wait."""
+    """Bytes of rows that the hub keeps in memory; beyond the limit, the hub reads sealed rows back from their
+    segments, and rows that are not sealed wait. Lower on a host with little memory."""
     lease_seconds: float = Field(10.0, gt=0)
-    """Time after which the leases of a silent actor go to another."""
+    """Seconds after which the leases of an actor that sends no requests go to another actor. Raise on slow
+    networks."""
     metrics_host: str = "127.0.0.1"
-    """Address at which each role serves /healthz, /readyz and /metrics, without a password; empty: it does not."""
+    """Address at which each role serves /healthz, /readyz and /metrics, without authentication; empty: roles do not
+    serve. Set an address of the host for monitoring from outside."""
     metrics_port: int = Field(0, ge=0, le=65535)
-    """Port of that: the first free one from here on, 0 for any; roles/*.json and /targets.json say which."""
+    """First port to try for /healthz, /readyz and /metrics; a role takes the next free port, which roles/*.json and
+    /targets.json name; 0: any free port."""
     healthy_seconds: float = Field(300.0, gt=0)
-    """A role whose main loop has not turned for so long is unhealthy; longer than the longest optimizer step."""
+    """Seconds without an iteration of a role's main loop after which /healthz reports the role as unhealthy. Must
+    exceed the longest optimizer step."""
     max_restarts: int = Field(5, ge=0)
-    """Restarts of each role in a row before the run fails; a life of ten minutes (trainer: half an hour) starts the
-    count again."""
+    """Restarts of a role in a row before the run fails; a process that runs for ten minutes (trainer: half an hour)
+    resets the count. Raise on unreliable hosts."""
     max_resumes: int = Field(5, ge=0)
-    """Times in a row that one Prefect flow run may be started again without a new commit, before it fails."""
+    """Restarts of one Prefect flow run in a row without a new commit before the flow run fails. Raise on preemptible
+    hosts."""
 
 
 class TrackingConfig(Section):
     """Where runs are recorded."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty means $MLFLOW_TRACKING_URI, or else a SQLite file under the root; `none` switches
-    MLflow off."""
+    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root; `none`: no MLflow."""
     experiment: str = "pipelinerl"
-    """MLflow experiment."""
+    """Name of the MLflow experiment that lists the runs. Set to separate studies."""
     log_format: Literal["text", "json"] = "text"
-    """Lines of the roles' logs: text for people, or one JSON object each, with run, role, name, version and step."""
+    """Format of the roles' logs. text: lines for human readers; json: one JSON object per line, with run, role, name,
+    version and step. Set json for log collectors."""
     log_bytes: int = Field(64 << 20, ge=1 << 16)
-    """Largest size of the log of one role; its older half is in a file .1 beside it."""
+    """Bytes of one role's log at most, in two files: the older half has the suffix .1. Raise to keep more history."""
     traces: Literal["none", "file", "otlp"] = "none"
-    """OpenTelemetry spans from lease to optimizer step: file: JSON lines beside the logs; otlp: to the collector that
-    the variables OTEL_EXPORTER_OTLP_* name."""
+    """OpenTelemetry spans from lease to optimizer step. file: JSON lines next to the logs; otlp: to the collector in
+    the variables OTEL_EXPORTER_OTLP_*; none: no spans."""
     trace_share: float = Field(0.01, ge=0, le=1)
-    """Share of the groups that is traced, the same ones in every role; steps are traced all."""
+    """Share of the groups that are traced, the same groups in every role; all steps are traced. Lower if traces grow
+    too large."""
 
     @property
     def chosen_uri(self) -> str:
-        """mlflow_uri, or what the environment says; may be empty."""
+        """mlflow_uri, or else $MLFLOW_TRACKING_URI; may be empty."""
         return self.mlflow_uri or os.environ.get(MLFLOW_VARIABLE, "")
 
 
@@ -254,44 +286,49 @@ class StoreConfig(Section):
     """The object store of a run."""
 
     segment_seconds: float = Field(1.0, gt=0)
-    """Longest time finished groups wait before they are sealed as a segment."""
+    """Seconds that finished groups wait at most before an actor seals them as a segment. Raise for fewer, larger
+    objects; groups then reach the trainer later."""
     segment_bytes: int = Field(16_000_000, gt=0)
-    """Size at which waiting groups are sealed at once."""
+    """Bytes of waiting groups at which an actor seals a segment at once. Raise for fewer, larger objects."""
     partial_log: bool = True
-    """Log the tokens of unfinished groups, so that another actor can take them over."""
+    """Log the tokens of unfinished groups, so that another actor can continue the groups. Unset to write less."""
     partial_seconds: float = Field(0, ge=0)
-    """Time between two writes of that log: what a dead actor can cost; 0: 1 on a local disk, 5 on object storage."""
+    """Seconds between two writes of the log of unfinished groups: the work that a crash of an actor can lose; 0: 1 s
+    on a local disk, 5 s on object storage."""
 
     def log_seconds(self, url: str) -> float:
-        """Time between two writes of the log of open groups in the store at a URL; 0: there is none."""
+        """Seconds between two writes of the log of open groups in the store at a URL; 0: no log."""
         if not self.partial_log:
             return 0.0
         return self.partial_seconds or (5.0 if url.startswith("s3:") else 1.0)
 
 
 class EmulationConfig(Section):
-    """Accelerators that are not there: a decode step and an optimizer step last at least as long as theirs would.
+    """Emulated accelerators: decode and optimizer steps on the CPU last at least as long as on the emulated hardware.
 
-    For studies of schedules only; real work on the CPU must be faster than what it emulates (docs/scheduling.md).
+    For studies of schedules only; the CPU must be faster than the emulated hardware (docs/scheduling.md).
     """
 
     accelerators: int = Field(0, ge=0)
-    """Emulated accelerators in all; 0 switches emulation off."""
+    """Total number of emulated accelerators; 0: no emulation. Set for studies of schedules only."""
     generators: int = Field(1, ge=1)
-    """schedule.kind=pipeline: those that generate, the others train; other schedules use all for both, in turn."""
+    """schedule.kind=pipeline: number of emulated accelerators that generate; the others train. Other schedules use
+    all accelerators for both, in turn."""
     token_seconds: float = Field(4.5e-4, gt=0)
-    """Time of one sampled token on one fully used accelerator: a decode step of h sequences takes this * h / U(h)."""
+    """Seconds per sampled token on one fully used accelerator: a decode step of h sequences takes
+    token_seconds * h / U(h) (see saturation)."""
     saturation: int = Field(200, ge=1)
-    """Sequences on one accelerator from which it is fully used: U(h) = min(1, h / saturation)."""
+    """Sequences that use one accelerator fully; the utilization with h sequences is U(h) = min(1, h / saturation)."""
     train_token_seconds: float = Field(2e-4, gt=0)
-    """Time of one token, prompt tokens included, in an optimizer step on one accelerator."""
+    """Seconds per token (prompt tokens included) of an optimizer step on one accelerator."""
 
 
 class RunConfig(Section):
-    """Everything that defines a run."""
+    """All settings of a run."""
 
     seed: int = 0
-    """Seed of prompts, sampling and everything else that draws numbers."""
+    """Seed of all random numbers: prompts, sampling, initial weights. Change to repeat an experiment
+    independently."""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = SumsPrompts()
     reward: RewardConfig = RewardConfig()
@@ -316,17 +353,17 @@ class RunConfig(Section):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines stand still while the trainer steps."""
+        """Whether the engines pause while the trainer steps."""
         return self.schedule.kind != "pipeline"
 
     @property
     def paces_engines(self) -> bool:
-        """Whether engines slow down for the trainer; vLLM cannot."""
+        """Whether engines slow down for the trainer; vLLM has no such control."""
         return self.engine.pace and self.engine.kind == "embedded" and not self.takes_turns
 
     @property
     def trainer_threads(self) -> int:
-        """Packs that the trainer computes at once; with the engines' threads where these stand still meanwhile."""
+        """Packs that the trainer computes at once; includes the engines' threads if the engines pause meanwhile."""
         if self.trainer.threads:
             return self.trainer.threads
         hands_over = self.takes_turns and self.placement.cores == "shared"
@@ -339,10 +376,11 @@ class RunConfig(Section):
 
     @property
     def arithmetic(self) -> dict[str, str | int]:
-        """What the trainer's rounding depends on, beside its machine: equal ones train again to the last bit."""
+        """Settings on which the trainer's rounding depends: with equal settings, one machine repeats steps bit by
+        bit."""
         learner, trainer = self.learner, self.trainer
         is_padded = learner.attention == "padded" or (learner.attention == "auto" and self.stays_on_cpu)
-        # Old runs, which were padded, do not say so, and are to train again to the last bit.
+        # Stored runs from before learner.attention were padded and have no such entry; the comparison must hold.
         attention = {} if is_padded else {"attention": learner.attention}
         return {
             "kind": learner.kind,
@@ -356,7 +394,7 @@ class RunConfig(Section):
         }
 
     def phase_end(self, step: int) -> int:
-        """Last step of the phase of `step` (1, 2, ...): actors hear of the version that it makes, and of no other."""
+        """Last step of the phase of `step` (1, 2, ...); a phase publishes only the version of its last step."""
         every = self.weights.publish_every
         if self.schedule.kind == "conventional":
             every = self.schedule.steps_per_phase
@@ -367,7 +405,8 @@ class RunConfig(Section):
         return step == 0 or self.phase_end(step) == step
 
     def keeps(self, step: int) -> bool:
-        """Whether a published version is durable: the last, and the first at or after each durable_every-th."""
+        """Whether a published version is durable: the first, the last, and the first at or after each
+        durable_every-th."""
         if step in (0, self.trainer.steps):
             return True
         before = next(earlier for earlier in range(step - 1, -1, -1) if self.publishes(earlier))

@@ -11,56 +11,63 @@ class TrainerConfig(Section):
     """The optimizer steps."""
 
     steps: int = Field(100, ge=1)
-    """Optimizer steps of the run."""
+    """Optimizer steps in the run. Raise for a longer training."""
     ranks: int = Field(1, ge=1)
-    """Trainer processes, each with a share of the packs, and a GPU of its own where there are some."""
+    """Trainer processes (data parallel): each computes a share of the packs; on GPUs each has its own GPU. Raise to
+    the number of GPUs for training."""
     collective_seconds: float = Field(600.0, gt=0)
-    """Longest time that ranks wait for one another, in a step or for a model to be loaded; beyond it the trainer is
-    started again."""
+    """Seconds that a rank waits for the other ranks, in a step or while a model loads; then the supervisor restarts
+    the trainer. Raise if one step or one model load takes longer."""
     groups_per_step: int = Field(16, ge=1)
-    """Groups of one optimizer step."""
+    """Groups in one optimizer step (batch size in prompts). Raise for less noisy gradients, lower for more frequent
+    steps."""
     pack_tokens: int = Field(2048, ge=16)
-    """Token budget of one forward pass."""
+    """Token budget of one forward pass. Lower if the trainer runs out of memory, raise for throughput on GPUs."""
     packing: Literal["sorted", "filled"] = "sorted"
-    """sorted: sequences of similar length share a pass, least padding in attention; filled: passes are then filled up
-    with shorter ones, fewer passes for more padding. Runs from before this setting were sorted."""
+    """How sequences share forward passes. sorted: by similar length, least padding; filled: remaining space in a pass
+    takes shorter sequences, fewer passes but more padding. Set filled if attention has no padding (varlen, flex)."""
     threads: int = Field(0, ge=0)
-    """Packs computed at once on a CPU, one per core; 0: placement.threads, and those of engines that stand still."""
+    """Packs computed at once on a CPU, one core each. 0: placement.threads, plus the engines' threads if the schedule
+    stops the engines during a step. Set to limit the trainer's cores."""
 
 
 class LearnerConfig(Section):
     """Optimizer and its schedule."""
 
     kind: Literal["torch", "deepspeed"] = "torch"
-    """torch: plain PyTorch, all weights on every rank; deepspeed: ZeRO."""
+    """torch: plain PyTorch, all weights on every rank; deepspeed: DeepSpeed ZeRO, for models too large for that."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """deepspeed: what is shared out among ranks: 1 moments and masters, 2 gradients too, 3 weights too."""
+    """deepspeed: state sharded over the ranks. 1: optimizer moments and float32 master weights; 2: gradients too; 3:
+    weights too. Raise if a rank runs out of memory."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """deepspeed: what is kept in the memory of the host: moments and masters (from stage 1 on), weights too (3)."""
+    """deepspeed: state kept in host memory. optimizer: moments and master weights (zero_stage of at least 1);
+    parameters: weights too (zero_stage 3). Set if GPU memory does not suffice; steps become slower."""
     activation_checkpointing: bool = False
-    """Compute the activations of each layer a second time in the backward pass instead of keeping them."""
+    """Recompute the activations of each layer in the backward pass instead of storing them: less memory, slower
+    steps. Set for long sequences."""
     attention: Literal["auto", "padded", "varlen", "flex"] = "auto"
-    """Attention over packed sequences. padded: a row for each, as long as the longest of the pack; varlen: torch's
-    flash attention (GPU, bfloat16); flex: torch's flex attention (GPU). auto: padded on a CPU; on a GPU varlen in
-    bfloat16, flex in float32, padded where these do not work. Runs from before this setting were padded."""
+    """Attention over packed sequences. padded: one row per sequence, padded to the longest of the pack; varlen:
+    torch's flash attention (GPU, bfloat16); flex: torch's flex attention (GPU); auto: padded on a CPU, on a GPU
+    varlen for bfloat16 and flex for float32, padded if neither works. Change only to compare kernels."""
     lora_rank: int = Field(0, ge=0)
-    """Train low-rank adapters of this rank beside frozen weights (LoRA); 0: all weights."""
+    """Rank of LoRA adapters, which are trained instead of the weights; 0: train all weights. Set (8 to 64) to save
+    optimizer memory."""
     lora_alpha: float = Field(0.0, ge=0)
-    """Adapters count lora_alpha / lora_rank times; 0: 2 * lora_rank, so twice."""
+    """LoRA scale: adapters are multiplied by lora_alpha / lora_rank; 0: 2 * lora_rank, a factor of 2."""
     lora_targets: tuple[str, ...] = ()
-    """Linear layers of the decoder blocks that have adapters, by name, as q_proj; none named: all of them."""
+    """Names of the decoder's linear layers that get LoRA adapters, such as q_proj; empty: all linear layers."""
     lr: float = Field(1e-4, gt=0)
-    """Peak learning rate (AdamW)."""
+    """Peak learning rate of AdamW. Lower if the loss or the KL divergence grows; LoRA takes about 10 times more."""
     warmup_steps: int = Field(10, ge=0)
-    """Steps of linear warm-up."""
+    """Steps over which the learning rate rises linearly to its peak."""
     final_lr_share: float = Field(1.0, ge=0, le=1)
-    """Learning rate of the last step as a share of the peak; the decay is linear, 1 keeps it constant."""
+    """Learning rate of the last step as a share of the peak, reached by linear decay; 1: constant learning rate."""
     beta2: float = Field(0.95, gt=0, lt=1)
-    """AdamW's second-moment decay."""
+    """Decay rate of AdamW's second moment. Lower to adapt faster to changing gradients."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of AdamW, a factor of the learning rate; 0: none."""
     clip_norm: float = Field(0.3, gt=0)
-    """Largest global gradient norm."""
+    """Global L2 norm to which larger gradients are scaled down. Lower if single steps disturb the training."""
 
     @property
     def lora_scale(self) -> float:

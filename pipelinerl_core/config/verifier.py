@@ -1,4 +1,4 @@
-"""Which verifier scores which prompts: one rule, used by the prompt sources and by the scorer."""
+"""Choice of the verifier for the run's prompts, used by the prompt sources and by the scorer."""
 
 from pipelinerl_core.config.gym_tasks import check_task, evaluating
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
@@ -13,22 +13,22 @@ AUTOMATIC = {
 
 
 def verifier_name(config: RunConfig) -> str:
-    """Name of the run's verifier, `auto` resolved; raises ConfigError where it cannot score these prompts."""
+    """Name of the run's verifier, `auto` resolved; raises ConfigError if the verifier cannot score these prompts."""
     prompts, reward = config.prompts.kind, config.reward.kind
     if reward == "auto":
         return AUTOMATIC[prompts]
     if reward == "reasoning_gym" and prompts != "reasoning_gym":
         raise ConfigError(
-            f"reward.kind=reasoning_gym scores only its own tasks, but prompts.kind={prompts}. "
+            f"reward.kind=reasoning_gym scores only reasoning-gym tasks, but prompts.kind={prompts}. "
             f"Set reward.kind=auto (here {AUTOMATIC[prompts]}) or prompts.kind=reasoning_gym"
         )
     return reward
 
 
 def scored_tasks(config: RunConfig) -> list[str]:
-    """Tasks that the scorers of reasoning-gym score; none with another verifier.
+    """Tasks that the scorers of reasoning-gym score; empty with another verifier.
 
-    Raises ConfigError for one whose scorer is not known, or evaluates although reward.isolation=none.
+    Raises ConfigError for a task whose scorer was not reviewed, or evaluates text although reward.isolation=none.
     """
     if verifier_name(config) != "reasoning_gym":
         return []
@@ -38,7 +38,7 @@ def scored_tasks(config: RunConfig) -> list[str]:
         check_task(task)
     if config.reward.isolation == "none" and (evaluated := evaluating(tasks)):
         raise ConfigError(
-            f"prompts.tasks={', '.join(evaluated)}: the scorer evaluates what a model writes, but "
-            "reward.isolation=none. Set reward.isolation=auto or leave the tasks out"
+            f"prompts.tasks={', '.join(evaluated)}: the scorer evaluates a model's text, but "
+            "reward.isolation=none. Set reward.isolation=auto or remove the tasks"
         )
     return tasks

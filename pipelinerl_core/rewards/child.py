@@ -1,4 +1,4 @@
-"""One child process that scores, kept alive: its queue, its deadline, its restarts."""
+"""A scoring child process: its request queue, its deadlines, its restarts."""
 
 import asyncio
 import itertools
@@ -19,56 +19,56 @@ from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
-"""Limit of starting a child: reasoning-gym takes seconds to import on a busy host."""
+"""Deadline of a child's start; importing reasoning-gym takes seconds on a busy host."""
 CLOSE_SECONDS = 1.0
-"""Grace between closing a child's input and killing it."""
+"""Between closing a child's input and SIGKILL."""
 MAX_RETRIES = 2
-"""Further attempts at a scoring after the child died of something else than the deadline."""
+"""Further attempts of a request after the child died, except because of the deadline."""
 MAX_RESTARTS = 2
-"""After failed starts, in a row; then everything in the queue fails."""
+"""Restarts after failed starts, in a row; then all requests in the queue fail."""
 BACKOFF_SECONDS = 0.2
 """Pause after a failed start."""
 CONFIRM_SECONDS = 0.05
-"""Pause between seeing a deadline pass and believing it: after the loop itself stood still, answers come first."""
+"""Pause before a second check of an exceeded deadline: if the event loop was blocked, answers may wait to be read."""
 EVALUATION_GRACE_SECONDS = 2.0
-"""How much later than its own deadline of an evaluation a child has to answer."""
+"""Time for a child to answer after the child's own deadline of an evaluation."""
 READY = b'{"ready":true}\n'
 READ_BYTES = 1 << 16
 REPLY_BYTES = 2048
-"""Longest line of a child: the words of an error are cut there."""
+"""Maximum length of a child's line."""
 
 PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
-"""Of the actor's environment: where libraries keep caches while they are loaded, and the seed of Python's hashes. A
-verifier works on what a model wrote and gets no tokens and no credentials."""
+"""Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
+hashes. A verifier processes a model's text and must not get tokens or credentials."""
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class BadReply(Exception):
-    """A child said something that is no answer to the request that it works on."""
+    """A line of the child is not a valid answer to its current request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildSpec:
-    """What a child runs and what it may use."""
+    """Verifier and limits of a child."""
 
     name: str
     """Name of the verifier, for messages."""
     function: str
     """module:function of the verifier."""
     timeout_seconds: float
-    """Limit of one scoring, from when the child starts it."""
+    """Limit of one scoring, from the time when the child starts the scoring."""
     memory_bytes: int
     """Limit of the child's address space."""
     prepare: Any = None
-    """JSON, for the function `prepare` of the verifier's module; None: it has none."""
+    """JSON argument of the function `prepare` in the verifier's module; None: do not call `prepare`."""
     is_sealed: bool = True
-    """Give up files, network and the rest before the first scoring, as far as the host can."""
+    """Drop access to files, network and processes before the first scoring, as far as the kernel allows."""
     forks: bool = False
-    """The verifier may evaluate, in forks of the child."""
+    """The verifier may return Evaluations, which run in forks of the child."""
 
     @property
     def answer_seconds(self) -> float:
-        """Limit of an answer: a child with a deadline of its own for evaluations is given time to report it."""
+        """Deadline of an answer; includes time for a child that evaluates to report its own deadline."""
         return self.timeout_seconds + (EVALUATION_GRACE_SECONDS if self.forks else 0.0)
 
 
@@ -80,27 +80,27 @@ class _Request:
 
 
 class ScoringChild:
-    """Answers requests in order of arrival. Lives on one event loop.
+    """Sends requests to a child process, which answers in order of arrival. Bound to one event loop.
 
-    The child handles one request at a time, so the oldest unanswered one is the one it works on, since the moment of
-    the answer before it. When the child dies that one is to blame; the others are sent again to the next child.
-    The loop's thread must outlive it: the kernel ends a child with the thread that started it.
+    The child handles one request at a time: the oldest unanswered request is the current request, since the previous
+    answer. If the child dies, the current request is the cause; the others are sent to the next child.
+    The loop's thread must run longer than the child, because the kernel kills the child when that thread ends.
     """
 
     def __init__(self, spec: ChildSpec, count_lost: Callable[[str], None]) -> None:
-        """Nothing is started before the first request. `count_lost` hears the cause of each lost scoring."""
+        """The first request starts the child. `count_lost` is called with the cause of each lost scoring."""
         self._spec = spec
         self._count_lost = count_lost
         self._ids = itertools.count()
-        self._pending: dict[int, _Request] = {}  # in the order in which the child works on them
+        self._pending: dict[int, _Request] = {}  # in the child's order
         self._outbox: list[bytes] = []
         self._input: asyncio.StreamWriter | None = None  # of a child that is ready
         self._process: asyncio.subprocess.Process | None = None
         self._wanted = asyncio.Event()
         self._head_started = 0.0
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._suspect: int | None = None  # seen over its deadline once
-        self._overdue: int | None = None  # the request whose deadline ended the child
+        self._suspect: int | None = None  # the first check found this request over its deadline
+        self._overdue: int | None = None  # the request whose deadline led to killing the child
         self._restarts = RestartBudget(MAX_RESTARTS, f"at most {MAX_RESTARTS} in a row", clock=time.monotonic)
         self._num_lost = 0
         self._task: asyncio.Task[None] | None = None
@@ -111,7 +111,7 @@ class ScoringChild:
         return len(self._pending)
 
     def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[float]:
-        """The future reward, 0 when there was none within the deadline; RewardError when there is none otherwise."""
+        """The future reward: 0 if the deadline passed; RewardError if the scoring failed otherwise."""
         loop = asyncio.get_running_loop()
         identity = next(self._ids)
         line = json.dumps({"id": identity, "text": text, "task": task}).encode() + b"\n"
@@ -130,13 +130,13 @@ class ScoringChild:
         return request.future
 
     async def close(self) -> None:
-        """End the child; requests without an answer fail. Returns when the process is gone."""
+        """End the child; unanswered requests fail. Returns when the process has ended."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait({self._task})  # bounded: it ends within CLOSE_SECONDS
+            await asyncio.wait({self._task})  # bounded: the task ends within CLOSE_SECONDS
         self._fail_all("the scorer was closed")
 
-    # ---- life of the child ---------------------------------------------------------------------------------------
+    # ---- start and end of the child ------------------------------------------------------------------------------
 
     async def _keep_alive(self) -> None:
         while True:
@@ -151,7 +151,7 @@ class ScoringChild:
                 await self._end(process)
             if started:
                 self._restarts.reset()
-                self._blame(process.returncode)
+                self._handle_death(process.returncode)
             else:
                 await self._start_failed(process.returncode)
 
@@ -168,7 +168,7 @@ class ScoringChild:
         )
 
     async def _serve(self, process: asyncio.subprocess.Process) -> bool:
-        """Send what is pending and take in answers until the child's output ends; False if it never got ready."""
+        """Send requests and read answers until the child's output ends; False if the child was never ready."""
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -176,7 +176,7 @@ class ScoringChild:
         except TimeoutError:
             logger.error("verifier %s: the child was not ready within %s s", self._spec.name, START_SECONDS)
             return False
-        except ValueError:  # a line without end
+        except ValueError:  # the line exceeds the reader's limit
             return False
         if ready != READY:
             return False
@@ -193,12 +193,12 @@ class ScoringChild:
                 if len(rest) > REPLY_BYTES:
                     raise BadReply(f"a line of more than {REPLY_BYTES} bytes")
         except BadReply as error:
-            logger.error("verifier %s: the child process is ended: %s", self._spec.name, error)
+            logger.error("verifier %s: killing the child process: %s", self._spec.name, error)
             process.kill()
         return True
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Whatever state the child is in: gone afterwards."""
+        """End the child from any state; returns when the process has ended."""
         self._input = None
         self._outbox = []
         if self._watch_timer is not None:
@@ -223,39 +223,39 @@ class ScoringChild:
         self._outbox = []
 
     def _answers(self, lines: bytes) -> None:
-        """Take in whole lines, in the order of the requests; raises BadReply at the first that is no answer."""
+        """Read complete lines, in the order of the requests; raises BadReply at the first invalid answer."""
         self._head_started = asyncio.get_running_loop().time()
         for answer in _parsed(lines):
             head = next(iter(self._pending), None)
             was_sent = len(self._pending) > len(self._outbox)
             if head is None or not was_sent or answer.get("id") != head:
-                raise BadReply("an answer to what was not asked")
+                raise BadReply("the answer does not belong to the current request")
             result = _result(answer)
             if (cause := answer.get("lost")) is not None:
                 self._note_lost(cause)
             future = self._pending.pop(head).future
             if future.done():
-                continue  # nobody waits for it any more
+                continue  # the caller has cancelled the request
             if isinstance(result, float):
                 future.set_result(result)
             else:
                 future.set_exception(RewardError(f"verifier {self._spec.name}: {result}"))
 
     def _note_lost(self, cause: str) -> None:
-        """A scoring without a result is a wrong answer: the text is to blame, not the task."""
+        """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""
         self._count_lost(cause)
         self._num_lost += 1
         if self._num_lost & (self._num_lost - 1) == 0:  # the 1st, 2nd, 4th, 8th
             logger.warning(
                 "verifier %s: %d scorings without a result so far, which count as wrong answers; the newest: %s",
                 self._spec.name, self._num_lost, f"none within reward.timeout_seconds={self._spec.timeout_seconds}"
-                if cause == TIMEOUT else "the process that evaluated it died",
+                if cause == TIMEOUT else "the evaluating process died",
             )  # fmt: skip
 
     def _watch(self) -> None:
-        """Kill the child when the request it works on is over its deadline; otherwise look again when it could be."""
+        """Kill the child if the current request exceeds its deadline; else schedule the next check."""
         if self._input is None or self._process is None:
-            return  # the next child starts a watch of its own
+            return  # the next child starts its own checks
         loop = asyncio.get_running_loop()
         limit = self._spec.answer_seconds
         head = next(iter(self._pending), None)
@@ -268,15 +268,15 @@ class ScoringChild:
         self._input = None
         self._process.kill()
 
-    def _blame(self, exit_code: int | None) -> None:
-        """After the death of a child: deal with the request it was working on."""
+    def _handle_death(self, exit_code: int | None) -> None:
+        """Decide the current request of a dead child: 0 after its deadline; else a retry or RewardError."""
         overdue, self._overdue = self._overdue, None
         if not self._pending:
             return
         head = next(iter(self._pending))
         request = self._pending[head]
         if overdue is not None:
-            if overdue == head:  # else its answer was on the way when the child was killed
+            if overdue == head:  # else its answer arrived while the child was killed
                 self._note_lost(TIMEOUT)
                 del self._pending[head]
                 if not request.future.done():
@@ -285,7 +285,7 @@ class ScoringChild:
         request.failures += 1
         logger.warning("verifier %s: child process died (exit code %s)", self._spec.name, exit_code)
         if request.failures > MAX_RETRIES or request.future.done():
-            self._fail(head, f"the child process died {request.failures} times over it (exit code {exit_code})")
+            self._fail(head, f"the child process died {request.failures} times on this text (exit code {exit_code})")
 
     async def _start_failed(self, exit_code: int | None) -> None:
         logger.error("verifier %s: child process did not start (exit code %s)", self._spec.name, exit_code)
@@ -300,7 +300,7 @@ class ScoringChild:
             future.set_exception(RewardError(f"verifier {self._spec.name}: {reason}"))
 
     def _supervision_ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits forever, whatever went wrong (no more processes, an answer that is none)."""
+        """If the supervising task failed (for example no process could start), fail all requests."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("verifier %s: %s", self._spec.name, error, exc_info=error)
@@ -312,7 +312,7 @@ class ScoringChild:
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to find and load the modules that the actor finds."""
+    """The child's environment: the actor's module path and the variables in PASSED_ON and SINGLE_THREADED."""
     modules = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     return {"PYTHONPATH": modules, **passed_on, **SINGLE_THREADED}
@@ -322,19 +322,19 @@ def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
     try:
         answers = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
     except (ValueError, RecursionError):
-        raise BadReply("a line that is no JSON") from None
+        raise BadReply("a line that is not JSON") from None
     for answer in answers:
         if not isinstance(answer, dict):
-            raise BadReply("a line that is no answer")
+            raise BadReply("a line that is not an answer")
         yield answer
 
 
 def _result(answer: dict[str, Any]) -> float | str:
-    """The reward, or the words of an error; raises BadReply for anything else."""
+    """The reward, or the text of an error; raises BadReply for anything else."""
     match answer:
         case {"id": int(), "reward": float() as reward, **others} if math.isfinite(reward):
             if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
                 return reward
-        case {"id": int(), "error": str() as words, **others} if not others and len(words) <= REPLY_BYTES:
-            return "".join(letter for letter in words if letter.isprintable())
-    raise BadReply("a line that is no answer")
+        case {"id": int(), "error": str() as text, **others} if not others and len(text) <= REPLY_BYTES:
+            return "".join(letter for letter in text if letter.isprintable())
+    raise BadReply("a line that is not an answer")

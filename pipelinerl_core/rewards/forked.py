@@ -1,10 +1,10 @@
-"""Scorings that evaluate text, each in a process that exists for it alone.
+"""Scorings that evaluate text, each in a forked process of its own.
 
-worker --fork--> limits, second filter, rehearsal, --request--> evaluation --one line--> worker --kill
+worker --fork--> limits, second filter, warm-up, --request--> evaluation --one line--> worker --kill
 
-The process is forked before its text is there, because a fork and what Python touches first take milliseconds.
-Whatever the evaluation does to its process ends with the process. Its line is read up to a bound and believed only as
-one number of the range that the verifier gives, or as the words of an error.
+The process is forked before the request arrives, because the fork and the warm-up take milliseconds. All side effects
+of an evaluation end with its process. The worker reads the reply up to a size limit and accepts only a number in the
+verifier's range, or the text of an error.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ from pipelinerl_core.rewards.isolation import limit_evaluation
 
 REPLY_BYTES = 512
 _REQUEST, _REPLY = 3, 4
-"""Descriptors of a fork; all others are closed or /dev/null."""
+"""Descriptors in a fork; all other descriptors are closed or /dev/null."""
 _MAX_DESCRIPTORS = 1 << 16
 
 
 class Lost(Exception):
-    """There is no result, because of what was evaluated; the message is the cause."""
+    """The evaluated text prevented a result; the message is the cause (see CAUSES)."""
 
 
 TIMEOUT, DIED = "timeout", "died"
@@ -37,14 +37,14 @@ CAUSES = (TIMEOUT, DIED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one evaluation, and the descriptor that takes what it prints."""
+    """Limits of one evaluation, and the descriptor for its standard streams."""
 
     seconds: float
     """Deadline."""
     memory_bytes: int
     """Address space of the fork."""
     null: int
-    """/dev/null, open for reading and writing: a sealed process cannot open it."""
+    """/dev/null, open for reading and writing, because a sealed process cannot open files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +58,20 @@ class Evaluator:
     """Evaluates in forks of this process, one after the other."""
 
     def __init__(
-        self, evaluate: Callable[[bytes], dict[str, Any]], rehearse: Callable[[], object], limits: Limits
+        self, evaluate: Callable[[bytes], dict[str, Any]], warm_up: Callable[[], object], limits: Limits
     ) -> None:
-        """`evaluate` turns a request into {"reward": number} or {"error": words}.
+        """`evaluate`: request -> {"reward": number} or {"error": text}, called in the fork.
 
-        It runs in the fork, after `rehearse`, which does what every evaluation begins with, on a text of our own.
+        warm_up: called in the fork before the request arrives; does the first part of an evaluation on a fixed text.
         """
         self._evaluate = evaluate
-        self._rehearse = rehearse
+        self._warm_up = warm_up
         self._limits = limits
         self._next: _Fork | None = None
         self._killed: int | None = None
 
     def start_next(self) -> None:
-        """Wait for the end of the fork before, and fork for the next request. Call it after the answer is sent."""
+        """Wait for the end of the previous fork, and fork for the next request. Call after sending the answer."""
         if self._killed is not None:
             os.waitpid(self._killed, 0)
             self._killed = None
@@ -79,14 +79,14 @@ class Evaluator:
             self._next = self._forked()
 
     def evaluated(self, request: bytes) -> dict[str, Any]:
-        """The result of a request, a line. Raises Lost when none comes in time. Its process is killed afterwards."""
+        """The result of a request (one line). Raises Lost if no valid result arrives in time. Kills the fork."""
         self.start_next()
         fork, self._next = self._next, None
         assert fork is not None
         deadline = time.monotonic() + self._limits.seconds
         try:
             write_all(fork.requests, request)
-            return _believed(_line(fork.replies, deadline))
+            return _validated(_line(fork.replies, deadline))
         except BrokenPipeError:
             raise Lost(DIED) from None
         finally:
@@ -104,12 +104,12 @@ class Evaluator:
                 die_with_parent(worker)
                 _keep_only(request_reader, reply_writer, self._limits.null)
                 limit_evaluation(math.ceil(self._limits.seconds) + 1, self._limits.memory_bytes)
-                self._rehearse()
+                self._warm_up()
                 with open(_REQUEST, "rb") as stream:
                     request = stream.readline()
                 os.write(_REPLY, json.dumps(self._evaluate(request)).encode() + b"\n")
             finally:
-                os._exit(0)  # nothing of the worker's own end: no traceback, no buffers
+                os._exit(0)  # skips the worker's exit handlers: no traceback, no flushed buffers
         os.close(request_reader)
         os.close(reply_writer)
         return _Fork(process, requests, replies)
@@ -125,7 +125,7 @@ def _keep_only(request_reader: int, reply_writer: int, null: int) -> None:
 
 
 def _line(reading: int, deadline: float) -> bytes:
-    """What comes until a line or the pipe ends; at most a few bytes more than REPLY_BYTES."""
+    """Read until the end of a line or of the pipe; at most 2 * REPLY_BYTES. Raises Lost."""
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     received = b""
@@ -140,7 +140,8 @@ def _line(reading: int, deadline: float) -> bytes:
     return received
 
 
-def _believed(line: bytes) -> dict[str, Any]:
+def _validated(line: bytes) -> dict[str, Any]:
+    """Parse a reply; raises Lost for anything but a reward or an error."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -148,12 +149,12 @@ def _believed(line: bytes) -> dict[str, Any]:
     match reply:
         case {"reward": float() | int() as reward} if not isinstance(reward, bool):
             return {"reward": reward}
-        case {"error": str() as words}:
-            return {"error": "".join(letter for letter in words if letter.isprintable())}
+        case {"error": str() as text}:
+            return {"error": "".join(letter for letter in text if letter.isprintable())}
     raise Lost(DIED)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write however often it takes."""
+    """Write all bytes, also if the kernel accepts fewer bytes per call."""
     while data:
         data = data[os.write(descriptor, data) :]

@@ -1,9 +1,8 @@
-"""What an answer must be before a scorer of reasoning-gym sees it. What does not pass is a wrong answer.
+"""Allow-lists for answers before a scorer of reasoning-gym gets them. A refused answer counts as wrong.
 
-Scorers that evaluate take the answer as Python (`eval`) or give it to sympy's parser, which ends in `eval` too. The
-gate lets through what is known to be harmless and nothing else: first by length, letters and depth of brackets, then
-by the syntax tree, in which every node, name, number and exponent is looked at. Python's parser builds that tree
-without evaluating anything.
+Some scorers evaluate the answer as Python (`eval`) or with sympy's parser, which calls `eval`. A gate admits only
+answers known to be harmless: it checks length, characters and depth of brackets, then every node, name, number and
+exponent of the syntax tree. Python's parser builds the tree without evaluating.
 
     list         [[0, 1], [1, 0]]: literals
     arithmetic   (3 + 5) * 2: whole numbers, four operations
@@ -26,7 +25,7 @@ MAX_DEPTH = 32
 MAX_NUMBER = 10**9
 MAX_EXPONENT = 64
 MAX_WEIGHT = 512
-"""About the bits of a value, or the degree of a polynomial, that a formula may come to."""
+"""Approximate limit of the bits of a formula's value, or of the degree of its polynomial."""
 
 FUNCTIONS = frozenset(
     [
@@ -55,7 +54,7 @@ FUNCTIONS = frozenset(
 )
 CONSTANTS = frozenset({"pi", "E"})
 UNSOLVED = frozenset({"Integral"})
-"""Its derivative is the integrand, so it counts as a solution only where the reference has none better."""
+"""Unsolved integrals have the right derivative, so they are admitted only if the reference answer has one."""
 _ARITHMETIC_TEXT = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 _FORMULA_TEXT = re.compile(r"[0-9A-Za-z+\-*/().,\s]*", re.ASCII)
 _FRACTION_TEXT = re.compile(r"[0-9+\-./,_ ]{1,64}(e[+-]?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
@@ -65,36 +64,37 @@ _WORD = re.compile(r"[A-Za-z]+")
 
 
 class _Refused(Exception):
-    """The text holds something that is not on the list."""
+    """The text contains something that is not on the allow-list."""
 
 
 def passes(gate: Gate, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the scorer of a task with this gate may see the answer to an entry."""
+    """Whether the scorer of a task with this gate may get the answer to an entry."""
     return _GATES[gate](answer, entry)
 
 
 def _is_short(answer: str, entry: Mapping[str, Any]) -> bool:
-    """The time that the scorer takes grows with the square of the length, or faster."""
+    """Limited length, because the scorer's time grows at least quadratically."""
     return len(answer) <= max(MAX_CHARACTERS, 2 * len(entry["answer"] or ""))
 
 
 def _is_moves(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Each number is a count of steps that the scorer takes one by one."""
+    """Numbers of at most two digits, because the scorer executes a number of moves one by one."""
     return len(answer) <= MAX_CHARACTERS and not _LONG_NUMBER.search(answer)
 
 
 def _is_fraction(answer: str, entry: Mapping[str, Any]) -> bool:
-    """1e999999999 as a fraction is an integer with a billion digits."""
+    """A limited exponent, because 1e999999999 as a fraction is an integer with a billion digits."""
     return _FRACTION_TEXT.fullmatch(answer) is not None
 
 
 def _is_number(answer: str, entry: Mapping[str, Any]) -> bool:
-    """A distance to nan, limited by min(1.0, nan), is full reward."""
+    """No letters that spell nan: the scorer's min(1.0, nan) would give the full reward."""
     return _NUMBER_TEXT.fullmatch(answer) is not None
 
 
 def _is_list(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Lists and tuples of strings and numbers. No name: `eval` sees the scorer's own, the right answer among them."""
+    """Lists and tuples of strings and numbers. No names: `eval` resolves the scorer's names, also the right
+    answer."""
     tree = _tree(answer, MAX_CHARACTERS)
     return tree is not None and all(_is_literal(node) for node in ast.walk(tree))
 
@@ -106,28 +106,28 @@ def _is_literal(node: ast.AST) -> bool:
 
 
 def _is_arithmetic(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whole decimal numbers only: scorers count the numbers by a pattern that misses 0x18, 2_4 and comments."""
-    return _ARITHMETIC_TEXT.fullmatch(answer) is not None and _is_light(answer, _Words())
+    """Decimal integers only: scorers count numbers with a pattern that misses 0x18, 2_4 and comments."""
+    return _ARITHMETIC_TEXT.fullmatch(answer) is not None and _is_light(answer, _Allowed())
 
 
 def _is_formula(answer: str, entry: Mapping[str, Any]) -> bool:
     """A formula may use the symbols of the entry, and Integral only if the reference answer uses Integral."""
     known = set(_WORD.findall(f"{entry['answer']} {entry['metadata'].get('variable', '')}"))
     functions = FUNCTIONS | (known & UNSOLVED)
-    words = _Words(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)
-    return _FORMULA_TEXT.fullmatch(answer) is not None and _is_light(answer, words)
+    allowed = _Allowed(symbols=(known - functions) | CONSTANTS | {"C"}, functions=functions, has_powers=True)
+    return _FORMULA_TEXT.fullmatch(answer) is not None and _is_light(answer, allowed)
 
 
-def _is_light(answer: str, words: "_Words") -> bool:
+def _is_light(answer: str, allowed: "_Allowed") -> bool:
     tree = _tree(answer, MAX_FORMULA_CHARACTERS)
     try:
-        return tree is not None and _weight(tree.body, words) <= MAX_WEIGHT
+        return tree is not None and _weight(tree.body, allowed) <= MAX_WEIGHT
     except (_Refused, RecursionError):
         return False
 
 
 def _tree(answer: str, max_characters: int) -> ast.Expression | None:
-    """The syntax tree; None for what is too long, nested too deeply, or no expression."""
+    """The syntax tree; None if the answer is too long, nested too deeply, or not an expression."""
     if len(answer) > max_characters or _depth(answer) > MAX_DEPTH:
         return None
     try:
@@ -139,7 +139,7 @@ def _tree(answer: str, max_characters: int) -> ast.Expression | None:
 
 
 def _depth(answer: str) -> int:
-    """Brackets that are open at the same time, those in strings included."""
+    """Largest number of brackets open at the same time, including brackets in strings."""
     depth = deepest = 0
     for letter in answer:
         depth += (letter in "([{") - (letter in ")]}")
@@ -151,39 +151,40 @@ def _depth(answer: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """What may stand in a formula besides numbers and the four operations."""
+class _Allowed:
+    """Names and operations that a formula may use besides numbers and the four operations."""
 
     symbols: frozenset[str] | set[str] = frozenset()
     functions: frozenset[str] | set[str] = frozenset()
     has_powers: bool = False
 
 
-def _weight(node: ast.expr, words: _Words) -> float:
-    """A bound of the bits and of the degree of a value; raises _Refused for what is not on the list."""
+def _weight(node: ast.expr, allowed: _Allowed) -> float:
+    """An upper bound of the bits and of the degree of a value; raises _Refused for nodes outside of the
+    allow-list."""
     match node:
         case ast.Constant():
             return max(1.0, math.log2(_number(node) + 1))
-        case ast.Name() if node.id in words.symbols:
+        case ast.Name() if node.id in allowed.symbols:
             return 1.0
         case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
-            return _weight(node.operand, words)
+            return _weight(node.operand, allowed)
         case ast.BinOp(op=ast.Add() | ast.Sub()):
-            return max(_weight(node.left, words), _weight(node.right, words))
+            return max(_weight(node.left, allowed), _weight(node.right, allowed))
         case ast.BinOp(op=ast.Mult() | ast.Div()):
-            return _weight(node.left, words) + _weight(node.right, words)
-        case ast.BinOp(op=ast.Pow()) if words.has_powers:
-            _weight(node.right, words)
-            return _weight(node.left, words) * max(1.0, _bounded(_size(node.right)))
-        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]) if name in words.functions:
-            weight = sum(_weight(argument, words) for argument in node.args)
-            # sympy makes 9**n of exp(n*log(9)).
+            return _weight(node.left, allowed) + _weight(node.right, allowed)
+        case ast.BinOp(op=ast.Pow()) if allowed.has_powers:
+            _weight(node.right, allowed)
+            return _weight(node.left, allowed) * max(1.0, _bounded(_size(node.right)))
+        case ast.Call(func=ast.Name(id=name), args=[first, *_], keywords=[]) if name in allowed.functions:
+            weight = sum(_weight(argument, allowed) for argument in node.args)
+            # sympy simplifies exp(n*log(9)) to 9**n.
             return weight * (max(1.0, _bounded(_size(first, calls=1.0))) if name == "exp" else 1.0)
     raise _Refused
 
 
 def _size(node: ast.expr, calls: float = math.inf) -> float:
-    """A bound of the value of an exponent, symbols taken as 1, function values as `calls`."""
+    """An upper bound of the value of an exponent, with symbols as 1 and function values as `calls`."""
     match node:
         case ast.Constant():
             return _number(node)

@@ -1,4 +1,4 @@
-"""The verifiers of the reasoning-gym library. Importing it takes seconds, so only its workers do."""
+"""The verifiers of the reasoning-gym library. Importing the library takes seconds, so only scoring processes do."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -17,17 +17,16 @@ _OPENING, _CLOSING = "<answer>", "</answer>"
 
 NUM_WARM_UP = 10
 
-_PARSERS_OWN = {"Symbol", "Function", "Integer", "Float", "Rational"}
-_NAMES = {name: getattr(sympy, name) for name in _PARSERS_OWN | FUNCTIONS | CONSTANTS | UNSOLVED} | {
+_PARSER_NAMES = {"Symbol", "Function", "Integer", "Float", "Rational"}
+_NAMES = {name: getattr(sympy, name) for name in _PARSER_NAMES | FUNCTIONS | CONSTANTS | UNSOLVED} | {
     "__builtins__": {}
 }
 
 
 def prepare(tasks: Iterable[str]) -> Callable[[], object]:
-    """Build what the scorers of these tasks need; returns what every evaluation begins with.
+    """Build the data sets of these tasks, whose scorers are used; returns the warm-up function of a fork.
 
-    Those that evaluate score some answers of the library itself: sympy fills caches at its first use, which would be
-    lost with each fork.
+    Tasks that evaluate score some reference answers here, to fill sympy's caches before the process forks.
     """
     for module in (sympy, countdown, puzzle24):
         module.parse_expr = parse_formula
@@ -40,18 +39,18 @@ def prepare(tasks: Iterable[str]) -> Callable[[], object]:
 
 
 def parse_formula(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
-    """Sympy's parser with the few names that the gate knows, in place of all of sympy and Python's builtins.
+    """Sympy's parser with the gate's names only, instead of all names of sympy and of Python's builtins.
 
-    Collecting those anew for every text takes two thirds of the parser's time, and more in a fork, which copies every
-    page that it touches.
+    Collecting all names for each text takes two thirds of the parser's time, and more in a fork, which copies every
+    page that it writes.
     """
     return parse_expr(text, local_dict=None if local_dict is None else dict(local_dict), global_dict=dict(_NAMES))
 
 
 def reasoning_gym(text: str, task: Mapping[str, Any]) -> float | Evaluation:
-    """What the library's own `score_answer` gives for what the last <answer> tag holds, or for the whole text.
+    """The score of the library's `score_answer` for the content of the last <answer> tag, or for the whole text.
 
-    What the gate of the task refuses is 0. What a scorer evaluates is an Evaluation.
+    0 if the gate of the task refuses the answer; an Evaluation if the scorer evaluates the answer.
     """
     answer = tagged_answer(text)
     entry = {"answer": task["answer"], "metadata": _with_tuples(task["metadata"])}
@@ -67,7 +66,7 @@ def reasoning_gym(text: str, task: Mapping[str, Any]) -> float | Evaluation:
 
 
 def tagged_answer(text: str) -> str:
-    """What the last <answer> tag that is closed holds, without space around it; without a tag, the text.
+    """The stripped content of the last closed <answer> tag; without a tag, the stripped text.
 
     >>> tagged_answer("<answer>1</answer> or <answer> 2 </answer> <answer>3")
     '2'
@@ -86,23 +85,23 @@ def _is_known(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _score(name: str, answer: str, entry: dict[str, Any]) -> float:
-    """The library's score. An answer at which its scorer raises is wrong, unless the reference raises as well."""
+    """The library's score; 0 if the scorer raises, unless the scorer raises for the reference answer, too."""
     dataset = _dataset(name)
     try:
         return float(dataset.score_answer(answer, entry))
-    except Exception:  # noqa: BLE001  (scorers raise anything at an answer that they did not expect)
+    except Exception:  # noqa: BLE001  (scorers raise arbitrary exceptions for unexpected answers)
         dataset.score_answer(entry["answer"], entry)
         return 0.0
 
 
 @lru_cache(maxsize=128)
 def _dataset(name: str) -> Any:
-    """The library's data set, for its scoring only: the entry comes with the prompt."""
+    """The library's data set, used for its scorer only, because a prompt carries its entry."""
     return create_dataset(name, seed=0)
 
 
 def _with_tuples(value: Any) -> Any:
-    """Undo the tagging of tuples that brought the entry through JSON: {"__tuple__": [1, 2]} -> (1, 2)."""
+    """Restore the tuples of an entry that was stored as JSON: {"__tuple__": [1, 2]} -> (1, 2)."""
     if isinstance(value, list):
         return [_with_tuples(item) for item in value]
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""What a scoring process gives up before it sees a word of a model: files, network, other processes, memory.
+"""Isolation of a scoring process before it gets a model's text: from files, network, other processes and memory.
 
-It keeps the modules of its Python, to read; its open descriptors; and the system calls that computing needs. Its
-environment is what child.py gives it. The limits of a process that evaluates are in `limit_evaluation`.
+The process keeps read access to its Python's modules, its open descriptors, and the system calls needed to compute.
+child.py sets its environment. A process that evaluates has further limits (`limit_evaluation`).
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipelinerl_core.rewards import landlock, seccomp
 
 EVALUATION_BYTES = 1 << 30
-"""What a scoring that evaluates may allocate beyond what its process has."""
+"""Memory that an evaluation may allocate beyond the memory of its process."""
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
 _PR_SET_DUMPABLE = 4  # <linux/prctl.h>
@@ -26,30 +26,30 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a scoring process may do besides computing and reading the modules of its Python."""
+    """Permissions of a scoring process besides computing and reading its Python's modules."""
 
     forks: bool = False
-    """Start and end processes: each scoring that evaluates has one of its own, which may not."""
+    """Start and end processes: each evaluation runs in a fork, which has no such permission."""
 
 
 def missing() -> tuple[str, ...]:
-    """What this host cannot give of `seal`, in words. Changes nothing."""
+    """Names of the kernel features for `seal` that this host lacks, as text. Changes nothing."""
     lacks = []
     if sys.platform != "linux" or landlock.version() == 0:
-        lacks.append("Landlock (Linux 5.13 and newer, switched on), which keeps it from files")
+        lacks.append("Landlock (Linux 5.13 and newer, enabled), which restricts access to files")
     if sys.platform != "linux" or not seccomp.is_available():
-        lacks.append("seccomp on x86_64 or aarch64, which keeps it from the network and other processes")
+        lacks.append("seccomp on x86_64 or aarch64, which restricts access to the network and other processes")
     return tuple(lacks)
 
 
 def seal(policy: Policy) -> None:
-    """Give up what the policy does not name, as far as this host can. It cannot be taken back.
+    """Drop all permissions outside of the policy, as far as the kernel allows; irreversible.
 
-    Call it after the imports and before other threads start: they would keep everything. Raises OSError when the
-    kernel refuses what it has, RuntimeError when there are other threads.
+    Call after the imports and before other threads start, because running threads keep their permissions. Raises
+    OSError if the kernel refuses a supported call, RuntimeError if other threads run.
     """
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise RuntimeError(f"{threads - 1} threads besides the main thread run: they would not be sealed")
+        raise RuntimeError(f"{threads - 1} threads run besides the main thread; seal the process before they start")
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _drop_capabilities()
     if policy.forks:
@@ -58,24 +58,24 @@ def seal(policy: Policy) -> None:
         landlock.restrict(readable_paths())
     if seccomp.is_available():
         seccomp.install(forks=policy.forks)
-        seccomp.program(forks=False)  # ready for the forks
+        seccomp.program(forks=False)  # cached here, so that the forks need not build the program
 
 
 def readable_paths() -> list[str]:
-    """Interpreter, standard library, site-packages, shared libraries, and the packages that are loaded.
+    """Interpreter, standard library, site-packages, shared libraries, and loaded packages.
 
-    Other places of sys.path, such as a directory of somebody's work, stay shut: what is there is imported before.
+    Other directories of sys.path, such as a user's working directory, are not readable; import their modules before.
     """
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     site = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-    loaded = [place for name, module in list(sys.modules.items()) if "." not in name
-              for place in getattr(module, "__path__", ())]  # fmt: skip
+    loaded = [path for name, module in list(sys.modules.items()) if "." not in name
+              for path in getattr(module, "__path__", ())]  # fmt: skip
     own = [] if sys.base_prefix == "/usr" else [os.path.join(sys.base_prefix, "lib")]
     return sorted({*installed, *site, *loaded, *own, *_LIBRARIES})
 
 
 def limit_evaluation(cpu_seconds: int, memory_bytes: int) -> None:
-    """Call it in a fork that evaluates: limits of the fork, no process and no thread besides it."""
+    """Limit this process, a fork that evaluates: CPU time, memory, files; no new processes or threads."""
     for name, limit in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
@@ -88,23 +88,23 @@ def limit_evaluation(cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def address_space_bytes() -> int:
-    """Of this process. Needs /proc."""
+    """Size of this process's address space. Requires /proc."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
 def _drop_capabilities() -> None:
-    """For a process of root: without them it cannot lift a limit. no_new_privs keeps them away."""
+    """Drop root's capabilities, which would allow raising limits; no_new_privs prevents regaining them."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     if _LIBC.capset(header, (ctypes.c_uint32 * 6)()):
         raise OSError(ctypes.get_errno(), "capset failed")
 
 
 def _make_forks_cheap() -> None:
-    """A fork copies the table of all pages, and every page that it writes to.
+    """Reduce the cost of a fork, which copies the page table, and each page that the fork writes.
 
-    Huge pages make the table small; a fork takes half the time (MADV_COLLAPSE, Linux 6.1; older ones refuse). Objects
-    that a garbage collection need not look at again stay shared.
+    Huge pages shrink the page table and halve the time of a fork (MADV_COLLAPSE, Linux 6.1; older kernels refuse).
+    gc.freeze prevents later garbage collections from writing to, and thereby copying, pages of existing objects.
     """
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
-"""Landlock: a process gives up every file but some that it may read, for itself and what it starts. See landlock(7).
+"""Landlock: restrict a process and its children to reading some files. See landlock(7).
 
-A version of the ABI that knows more gives up more: TCP from 4, sockets and signals to processes outside from 6.
+Newer ABI versions restrict more: TCP from version 4, abstract sockets and signals to other processes from version 6.
 """
 
 import ctypes
@@ -21,22 +21,22 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def version() -> int:
-    """The ABI that the kernel has; 0: none."""
+    """The kernel's Landlock ABI version; 0: no Landlock."""
     found: int = ctypes.CDLL(None).syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     return max(0, found)
 
 
 def restrict(readable: Iterable[str]) -> None:
-    """From here on this thread, and what it starts, opens nothing but the files in or below `readable`, to read.
+    """Restrict this thread and its children to opening files in or below `readable`, for reading only; irreversible.
 
-    What is open stays open. Paths that do not exist are left out. Raises OSError when the kernel refuses.
+    Open descriptors stay open. Missing paths are skipped. Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     known = version()
     files = _FIRST_FILE_RIGHTS | sum(right for since, right in _MORE_FILE_RIGHTS.items() if known >= since)
     network = _TCP_BIND_AND_CONNECT if known >= 4 else 0
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if known >= 6 else 0
-    attributes = struct.pack("QQQ", files, network, scope)  # zeros beyond what a kernel knows are taken
+    attributes = struct.pack("QQQ", files, network, scope)  # older kernels accept zeros in fields of newer versions
     ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
     try:
         for path in readable:
@@ -49,16 +49,16 @@ def restrict(readable: Iterable[str]) -> None:
 
 def _allow_reading(libc: ctypes.CDLL, ruleset: int, path: str) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
-        is_directory = stat.S_ISDIR(os.fstat(place).st_mode)
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         rights = _READ_FILE | (_READ_DIRECTORY if is_directory else 0)
-        rule = struct.pack("=Qi", rights, place)
+        rule = struct.pack("=Qi", rights, descriptor)
         _checked(libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, 0))
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def _checked(result: int) -> int:

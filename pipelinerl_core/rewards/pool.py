@@ -1,4 +1,4 @@
-"""The scorer of a run: a few child processes behind one `score`."""
+"""The scorer of a run: a pool of scoring child processes."""
 
 import asyncio
 import logging
@@ -24,13 +24,13 @@ VERIFIERS = MappingProxyType(
         "reasoning_gym": ("pipelinerl_core.rewards.gym:reasoning_gym", 4 * GIBIBYTE),
     }
 )
-"""Verifier -> its function, and the address space its child may use."""
+"""Verifier -> (function, limit of the child's address space in bytes)."""
 
 
 def build_scorer(config: RunConfig, count_lost: Callable[[str], None] = lambda cause: None) -> "ProcessScorer":
-    """The scorer of a run; starts nothing. `count_lost` hears the cause of each lost scoring (forked.py).
+    """The scorer of a run; starts no process. `count_lost` is called with the cause of each lost scoring (forked.py).
 
-    Raises ConfigError where the verifier cannot score these prompts, or evaluates and this host cannot isolate it.
+    Raises ConfigError if the verifier cannot score these prompts, or evaluates text and this host lacks isolation.
     """
     name = verifier_name(config)
     function, memory_bytes = VERIFIERS[name]
@@ -54,30 +54,30 @@ def _check_host(spec: ChildSpec, evaluated_tasks: list[str]) -> None:
         return
     if spec.forks:
         raise ConfigError(
-            f"prompts.tasks={', '.join(evaluated_tasks)}: the scorer evaluates what a model writes, and this host "
-            f"has no {lacks}. Leave the tasks out, or run actors on hosts that have it"
+            f"prompts.tasks={', '.join(evaluated_tasks)}: the scorer evaluates a model's text, but this host "
+            f"has no {lacks}. Remove the tasks, or run actors on hosts that have it"
         )
-    logger.warning("verifier %s: scoring processes are isolated in part: this host has no %s", spec.name, lacks)
+    logger.warning("verifier %s: scoring processes are only partly isolated: this host has no %s", spec.name, lacks)
 
 
 class ProcessScorer:
-    """Scores in child processes, each request in the one with the shortest queue.
+    """Scores in child processes; each request goes to the child with the shortest queue.
 
-    Children start with the first requests. All methods run on one event loop, whose thread outlives the scorer.
+    Children start with the first requests. All methods run on one event loop, whose thread must outlive the scorer.
     """
 
     def __init__(
         self, spec: ChildSpec, num_workers: int, count_lost: Callable[[str], None] = lambda cause: None
     ) -> None:
-        """Starts nothing yet."""
+        """Start no process yet; `spec` applies to each of the `num_workers` children."""
         self._spec = spec
         self._children = [ScoringChild(spec, count_lost) for _ in range(num_workers)]
         self._is_closed = False
 
     async def score(self, prompt: Prompt, text: str) -> float:
-        """The reward of a completion. Raises RewardError, one line, when there is none.
+        """The reward of a completion. Raises RewardError (one line) if the scoring failed.
 
-        A scoring that exceeds its deadline is worth 0; one whose child dies otherwise is tried again, twice.
+        A scoring that exceeds its deadline has reward 0. If the child dies otherwise, two retries follow.
         """
         if self._is_closed:
             raise RewardError(f"verifier {self._spec.name}: the scorer was closed")
@@ -87,6 +87,6 @@ class ProcessScorer:
         return await child.submit(text, prompt.task)
 
     async def close(self) -> None:
-        """End the child processes; what has no reward yet fails with RewardError."""
+        """End the child processes; unanswered requests fail with RewardError."""
         self._is_closed = True
         await asyncio.gather(*(child.close() for child in self._children))

@@ -1,7 +1,7 @@
-"""A seccomp filter: the system calls of a process that computes and answers on a pipe; every other one fails.
+"""A seccomp filter that allows only the system calls of a process that computes and answers on a pipe.
 
-A list of what is allowed, because the kernel gains calls with every release. Python, numpy and sympy need nothing
-more to compute, to import a module and to read its files. See seccomp(2) and <linux/filter.h>.
+An allow-list, because new kernels add system calls. The list suffices for Python, numpy and sympy to compute, to
+import modules and to read files. See seccomp(2) and <linux/filter.h>.
 """
 
 import ctypes
@@ -36,19 +36,19 @@ getppid 110 173, gettid 186 178, getuid 102 174, geteuid 107 175, getgid 104 176
 getgroups 115 158, exit 60 93, exit_group 231 94
 """
 
-# What a process that forks needs besides: to set up the fork, to wait for it and to end it.
+# Further calls of a process that forks: to set up, wait for and end the fork.
 _FORKING_CALLS = "fork 57 -, wait4 61 260, kill 62 129, prctl 157 167"
 
-# The C library falls back to the older call, whose arguments a filter can see.
+# Reported as unknown calls: the C library then uses older calls, whose arguments a filter can read.
 _UNKNOWN_CALLS = "clone3 435 435, openat2 437 437"
 
-# Allowed with some values of one argument: name, numbers, place of the argument, values.
+# Allowed with some values of one argument: name, numbers, index of the argument, values.
 _CHOICES = (
     ("ioctl", (16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONREAD, FIO(N)CLEX
     ("fcntl", (72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # not F_SETOWN and F_SETSIG: they send signals to others
     ("prlimit64", (302, 261), 0, (0,)),  # of this process only
 )
-# Allowed while these bits of one argument are zero: name, numbers, place of the argument, bits.
+# Allowed if these bits of one argument are zero: name, numbers, index of the argument, bits.
 _WRITES = 0o3 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
 _MASKS = (("open", (2, None), 1, _WRITES), ("openat", (257, 56), 2, _WRITES))
 _NEW_NAMESPACES = 0x7E020080
@@ -67,14 +67,14 @@ class _Program(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether this kernel takes filters and this module knows its system calls. Changes nothing."""
+    """Whether this kernel supports filters and this module has the machine's system calls. Changes nothing."""
     return platform.machine() in _AUDIT_ARCHITECTURES and _libc().prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
 
 
 def install(*, forks: bool) -> None:
-    """Install the filter for this thread and what it starts, for good; further filters can only take away.
+    """Install the filter for this thread and its children; irreversible, later filters can only restrict further.
 
-    forks: whether the process may start, signal and wait for processes. Raises OSError when the kernel refuses.
+    forks: whether the process may start, signal and wait for processes. Raises OSError if the kernel refuses.
     """
     libc = _libc()
     instructions = program(forks)
@@ -82,12 +82,12 @@ def install(*, forks: bool) -> None:
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
         _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0
     ):
-        raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter")
+        raise OSError(ctypes.get_errno(), "the kernel refused the seccomp filter")
 
 
 @lru_cache
 def program(forks: bool) -> "ctypes.Array[ctypes.c_char]":
-    """The instructions of the filter; made once, before a fork that needs it at once."""
+    """The instructions of the filter; cached, so that a fork gets them from its parent."""
     instructions = b"".join(_instructions(platform.machine(), forks))
     return ctypes.create_string_buffer(instructions, len(instructions))
 
@@ -110,8 +110,8 @@ def _instructions(machine: str, forks: bool) -> Iterator[bytes]:
         yield from (_if(_EQUAL, number, 0, 1), _one(_RETURN, _ERRNO | errno.ENOSYS))
     for _, numbers, argument, values in _CHOICES:
         yield from _choice(numbers[column], argument, values)
-    for _, places, argument, bits in _MASKS + (_FORKING_MASKS if forks else ()):
-        if (number_or_none := places[column]) is not None:
+    for _, numbers_or_none, argument, bits in _MASKS + (_FORKING_MASKS if forks else ()):
+        if (number_or_none := numbers_or_none[column]) is not None:
             yield from _mask(number_or_none, argument, bits)
     yield _one(_RETURN, _ERRNO | errno.EPERM)
 
@@ -124,21 +124,21 @@ def _numbers(calls: str, column: int) -> Iterator[int]:
 
 
 def _choice(number: int, argument: int, values: tuple[int, ...]) -> list[bytes]:
-    """When the call has this number: allow it with one of the values, refuse it with any other."""
+    """If the call has this number: allow the call if the argument is one of the values, else refuse the call."""
     checks = [one for value in values for one in (_if(_EQUAL, value, 0, 1), _one(_RETURN, _ALLOW))]
     body = [_argument(argument), *checks, _one(_RETURN, _ERRNO | errno.EPERM)]
     return [_if(_EQUAL, number, 0, len(body)), *body]
 
 
 def _mask(number: int, argument: int, bits: int) -> list[bytes]:
-    """When the call has this number: allow it unless one of the bits is set."""
+    """If the call has this number: allow the call unless the argument has one of the bits."""
     body = [_argument(argument), _if(_BITS, bits, 1, 0), _one(_RETURN, _ALLOW), _one(_RETURN, _ERRNO | errno.EPERM)]
     return [_if(_EQUAL, number, 0, len(body)), *body]
 
 
-def _argument(place: int) -> bytes:
-    """Load the low half of an argument; both machines are little-endian, and the kernel looks at no more of these."""
-    return _one(_LOAD, _ARGUMENTS_OFFSET + 8 * place)
+def _argument(index: int) -> bytes:
+    """Load the low half of an argument; both machines are little-endian, and the kernel reads only the low half."""
+    return _one(_LOAD, _ARGUMENTS_OFFSET + 8 * index)
 
 
 def _if(operation: int, value: int, skip_if: int, skip_else: int) -> bytes:

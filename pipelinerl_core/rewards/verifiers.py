@@ -1,8 +1,8 @@
 """Verifiers: pure functions from a completion's text and its prompt's task to a reward.
 
-The text is hostile: a model that is rewarded for finding holes finds them. A verifier takes time linear in the text,
-runs nothing that the text says, raises where the task itself is unusable, and gives a bad completion 0. One that must
-hand text to something that evaluates returns an Evaluation, which the worker runs in a process of its own.
+The text is untrusted: training rewards a model for exploiting flaws of a verifier. A verifier takes time linear in
+the length of the text, executes no part of the text, raises if the task itself is invalid, and returns 0 for an
+invalid completion. If scoring must evaluate text, the verifier returns an Evaluation, which runs in a fork.
 """
 
 import re
@@ -13,13 +13,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A scoring that evaluates text, to be called where it can change nothing."""
+    """A scoring that evaluates text and must therefore run in an isolated process."""
 
     score: Callable[[], float]
     lowest: float = 0.0
-    """What a wrong answer is worth; also when the evaluation does not end, or ends its process."""
+    """Reward of a wrong answer, also if the evaluation exceeds its deadline or its process dies."""
     highest: float = 1.0
-    """A reward outside of the range is not the scorer's: the text made it up."""
+    """Rewards outside of lowest..highest count as forged by the text."""
 
 
 Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation]
@@ -29,7 +29,7 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def sums(text: str, task: Mapping[str, Any]) -> float:
-    """1 when what follows the last point is exactly the sum.
+    """1 if the text after the last point is exactly the sum.
 
     >>> sums("7,15.15", {"answer": "15"}), sums("15", {"answer": "15"})
     (1.0, 0.0)
@@ -39,10 +39,10 @@ def sums(text: str, task: Mapping[str, Any]) -> float:
 
 
 def exact_match(text: str, task: Mapping[str, Any]) -> float:
-    r"""1 when the final answer of the completion equals that of the reference, both normalised.
+    r"""1 if the final answers of completion and reference are equal after normalization.
 
-    The final answer is what the last \boxed{...} holds; without one, what follows the last "####"; without that, the
-    whole text. The reference is read in the same way, so that worked solutions (GSM8K) can serve as references.
+    The final answer is the content of the last \boxed{...}; without a box, the text after the last "####"; else the
+    whole text. The reference is parsed in the same way, so that worked solutions (GSM8K) can serve as references.
 
     >>> exact_match("6 * 7 = 42, so \\boxed{42}", {"answer": "42"})
     1.0
@@ -58,9 +58,9 @@ def _final_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What the last whole \\boxed{...} holds, braces inside it balanced; None without one. One pass."""
+    """Content of the last complete \\boxed{...} with balanced braces; None without a box. One pass over the text."""
     last: tuple[int, int] | None = None
-    opened: list[int | None] = []  # where what a box holds begins; None for another brace
+    opened: list[int | None] = []  # for each open brace: start of the box's content; None for another brace
     for token in _BOX_OR_BRACE.finditer(text):
         if token[0] != "}":
             opened.append(token.end() if len(token[0]) > 1 else None)
@@ -70,6 +70,6 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normalised(answer: str) -> str:
-    """Without space around it, dollar signs, a final point and separators of thousands; runs of space become one."""
+    """Strip outer space, dollar signs, a final point and thousands separators; collapse runs of space."""
     text = " ".join(answer.split())
     return _THOUSANDS.sub("", text.strip("$").rstrip(".").strip())

@@ -3,12 +3,12 @@
 in   {"id": 7, "text": "7,15.15", "task": {"answer": "15"}}
 out  {"ready": true}                        once, when the verifier is loaded and the process is sealed
 out  {"id": 7, "reward": 1.0}
-out  {"id": 8, "reward": 0.0, "lost": "timeout"}    an evaluation that did not end in time
+out  {"id": 8, "reward": 0.0, "lost": "timeout"}    an evaluation exceeded its deadline
 out  {"id": 9, "error": "KeyError: 'answer' (verifiers.py:23)"}
 
-The text is a model's. A verifier that compares runs here; one that evaluates returns an Evaluation, which runs in a
-fork (forked.py), so that it changes nothing here. The process ends when its input closes, and at once when its parent
-dies, whatever the verifier is doing.
+The text is untrusted. A verifier that compares runs in this process. A verifier that evaluates returns an Evaluation,
+which runs in a fork (forked.py), so that side effects end with the fork. The process ends when its input closes, and
+the kernel kills the process when its parent dies.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from pipelinerl_core.rewards.verifiers import Evaluation, Verifier
 
 
 def main() -> None:
-    """Load the verifier, seal the process, serve."""
+    """Load the verifier, seal the process, answer requests."""
     arguments = _arguments()
     die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
     replies = _claim_stdout()
     resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    verifier, rehearse = _loaded(arguments.verifier, json.loads(arguments.prepare))
+    verifier, warm_up = _loaded(arguments.verifier, json.loads(arguments.prepare))
     limits = forked.Limits(
         seconds=arguments.timeout_seconds,
         memory_bytes=min(arguments.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES),
         null=os.open(os.devnull, os.O_RDWR),
     )
-    evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), rehearse, limits)
+    evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
     if arguments.seal:
         isolation.seal(isolation.Policy(forks=arguments.forks))
     forked.write_all(replies, b'{"ready":true}\n')
@@ -50,7 +50,7 @@ def main() -> None:
         evaluator.start_next()
     for line in sys.stdin.buffer:
         reply = _reply(verifier, line, evaluator)
-        forked.write_all(replies, json.dumps(reply).encode() + b"\n")  # at once: it tells the parent's clock
+        forked.write_all(replies, json.dumps(reply).encode() + b"\n")  # unbuffered: resets the parent's deadline
         if arguments.forks:
             evaluator.start_next()
 
@@ -62,17 +62,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout-seconds", type=float, required=True, help="limit of one evaluation")
     parser.add_argument("--memory-bytes", type=int, required=True, help="limit of the address space")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    parser.add_argument("--seal", action="store_true", help="give up what a verifier does not need")
+    parser.add_argument("--seal", action="store_true", help="drop all permissions that a verifier does not need")
     parser.add_argument("--forks", action="store_true", help="the verifier evaluates")
     return parser.parse_args()
 
 
-def _loaded(place: str, prepare: Any) -> tuple[Verifier, Callable[[], object]]:
-    """The verifier, and what a fork does before its text comes."""
-    module_name, _, function = place.partition(":")
+def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]]:
+    """The verifier, and the function that a fork calls before its request arrives."""
+    module_name, _, function = location.partition(":")
     module = import_module(module_name)
-    rehearse = module.prepare(prepare) if prepare is not None else lambda: None
-    return getattr(module, function), rehearse
+    warm_up = module.prepare(prepare) if prepare is not None else lambda: None
+    return getattr(module, function), warm_up
 
 
 def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _scored(verifier: Verifier, request: dict[str, Any], line: bytes, evaluator:
 
 
 def _evaluation(verifier: Verifier, line: bytes) -> dict[str, Any]:
-    """In a fork: evaluate the text of a request whose verdict is an Evaluation."""
+    """Evaluate the text of a request whose verdict is an Evaluation; called in a fork."""
     request = json.loads(line)
 
     def scored() -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _evaluation(verifier: Verifier, line: bytes) -> dict[str, Any]:
 
 
 def _caught(scored: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result, its reward as a float; or, as words, why there is none."""
+    """The result with its reward as a float, or {"error": text}."""
     try:
         result = scored()
     except Exception as error:  # noqa: BLE001  (the boundary: whatever a verifier raises is data)
@@ -116,14 +116,14 @@ def _caught(scored: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _one_line(error: Exception) -> str:
-    """Type, first line of the message and innermost place of an exception."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    """Type, first line of the message, and innermost file and line of an exception."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     message = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {message} ({os.path.basename(place.filename)}:{place.lineno})"
+    return f"{type(error).__name__}: {message} ({os.path.basename(frame.filename)}:{frame.lineno})"
 
 
 def _claim_stdout() -> int:
-    """A private descriptor for the replies; what a verifier prints goes to stderr."""
+    """A private descriptor for the replies; afterwards, prints of a verifier go to stderr."""
     replies = os.dup(1)
     os.dup2(2, 1)
     return replies

@@ -1,1 +1,1 @@
-"""What a run is on disk: its records, which commits count, its hub, its weight versions."""
+"""A run in the object store: its records, the commits that count, its hub, its weight versions."""

@@ -1,4 +1,4 @@
-"""What every role reads at its start: the run record, its configuration, and the token of the hub."""
+"""Opening a run: its record, its configuration and the token of the hub, which every role reads at its start."""
 
 import os
 import tempfile
@@ -17,9 +17,9 @@ from pipelinerl_core.storage.object_store import open_store
 
 TOKEN_VARIABLE = "PIPELINERL_TOKEN"
 RESTARTS_VARIABLE = "PIPELINERL_RESTARTS"
-"""How often the supervisor has started this role again."""
+"""Number of restarts of this role by its supervisor."""
 OUTER_TEMPORARY_VARIABLE = "PIPELINERL_OUTER_TMPDIR"
-"""The temporary directory of the supervisor; that of the role ends with it."""
+"""The temporary directory of the supervisor; the role's own temporary directory is removed when the role ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,19 @@ class RunContext:
 
 
 def log_directory(url: str, run_id: str) -> Path:
-    """Where the roles' output goes: beside the run's objects, or a temporary directory for a remote store."""
+    """Directory of the roles' logs: beside the run's objects, or a temporary directory for a remote store."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / "logs"
     return outer_temporary() / f"pipelinerl-{os.getuid()}" / run_id / "logs"
 
 
 def outer_temporary() -> Path:
-    """The temporary directory of this host's users; a role has one of its own, which ends with it."""
+    """The host's temporary directory; TMPDIR of a role is a directory that is removed when the role ends."""
     return Path(os.environ.get(OUTER_TEMPORARY_VARIABLE) or tempfile.gettempdir())
 
 
 def open_run(url: str) -> RunContext:
-    """Open the run at a URL; ConfigError when there is none."""
+    """Open the run at a URL; ConfigError if there is no run."""
     store = open_store(url)
     try:
         record = read_record(store, RUN_KEY, RunRecord)
@@ -62,7 +62,7 @@ def open_run(url: str) -> RunContext:
 
 
 def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
-    """What the newest resume has changed."""
+    """Overrides of all resumes so far."""
     try:
         return overrides_without_dropped(read_record(store, RESUME_KEY, ResumeRecord).overrides)
     except MissingObject:
@@ -70,7 +70,7 @@ def resume_overrides(store: ObjectStore) -> tuple[str, ...]:
 
 
 def note_resume(store: ObjectStore, overrides: Sequence[str]) -> None:
-    """Let every role from now on run with these settings too, which were checked; those of earlier resumes stay."""
+    """Store checked overrides for all later starts of roles, in addition to the overrides of earlier resumes."""
     if overrides:
         by_key = {one.partition("=")[0]: one for one in (*resume_overrides(store), *overrides)}
         record = ResumeRecord(overrides=tuple(by_key.values()), at=time.time())

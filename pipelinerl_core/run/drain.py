@@ -17,31 +17,31 @@ from pipelinerl_core.storage.object_store import open_store
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""How soon a wish is seen."""
+"""Between two reads of the request."""
 
 
 def request_drain(url: str) -> dict[str, Any]:
-    """Let the live run at a URL stop after its next commit; ConfigError when it is not live."""
+    """Request that the live run at a URL stops after its next commit; ConfigError if the run is not live."""
     store = open_store(url)
     if not is_live(read_hub(store)):
-        raise ConfigError(f"{url}: this run is not live, there is nothing to drain")
+        raise ConfigError(f"{url}: this run is not live. Only a live run can be drained")
     ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
     steps = [parse_commit_key(key)[0] for key in store.list("commits")]
     return {"run_id": url.rpartition("/")[2], "step": max(steps, default=-1)}
 
 
 def ask_to_drain(store: ObjectStore, by: str) -> None:
-    """Write the request; `by` says who made it."""
+    """Write the request; `by` names the user or the part that requests the drain."""
     store.put(CONTROL_KEY, ControlRecord(desired="drain", at=time.time(), by=by).model_dump_json().encode())
 
 
-def forget_wishes(store: ObjectStore) -> None:
-    """A start means to run, whatever was wanted of the start before."""
+def clear_drain_request(store: ObjectStore) -> None:
+    """Remove the request of an earlier start, which must not stop a new start."""
     store.delete([CONTROL_KEY])
 
 
 def wants_drain(store: ObjectStore) -> bool:
-    """Whether the run is to stop after its next commit. Raises StoreError."""
+    """Whether a drain is requested: the run is to stop after its next commit. Raises StoreError."""
     try:
         return read_record(store, CONTROL_KEY, ControlRecord).desired == "drain"
     except MissingObject:
@@ -52,15 +52,15 @@ def wants_drain(store: ObjectStore) -> bool:
 
 
 def stop_when_drained(store: ObjectStore, stop: threading.Event) -> None:
-    """Set `stop` once the run is to drain; looks from a thread of its own."""
+    """Set `stop` once a drain is requested; reads the request in a thread of its own."""
 
-    def look() -> None:
+    def poll() -> None:
         while not stop.wait(LOOK_SECONDS):
             try:
                 if wants_drain(store):
-                    logger.info("asked to drain: this step is the last one")
+                    logger.info("drain requested: the current step is the last step")
                     stop.set()
-            except Exception as error:  # noqa: BLE001 - whatever it is, a thread that ended would never see a drain
+            except Exception as error:  # noqa: BLE001 - if the thread ended, it would miss later requests
                 logger.warning("%s could not be read: %s: %s", CONTROL_KEY, type(error).__name__, error)
 
-    threading.Thread(target=look, name="control", daemon=True).start()
+    threading.Thread(target=poll, name="control", daemon=True).start()

@@ -1,22 +1,22 @@
-"""Which weight versions of a run are still to be evaluated."""
+"""Selection of the next weight version to evaluate."""
 
 from collections.abc import Iterable, Mapping
 
 PASSES = 2
-"""Evaluated versions at or above a level, after which later ones tell nothing new about when it was reached."""
+"""An accuracy counts as reached after this many versions at or above it; then later versions need no evaluation."""
 
 
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:
-    """Whether PASSES versions are at or above a level."""
+    """Whether at least PASSES versions are at or above an accuracy `level`."""
     return sum(accuracy >= level for accuracy in accuracies.values()) >= PASSES
 
 
 def next_to_evaluate(
     versions: Iterable[int], accuracies: Mapping[int, float], enough: float | None = None
 ) -> int | None:
-    """The earliest version that has none; None when all have, or `enough` was reached PASSES times before it.
+    """The earliest version without an accuracy; None if there is none, or if PASSES earlier versions reach `enough`.
 
-    accuracies: version -> accuracy of those already evaluated.
+    accuracies: version -> accuracy, of the evaluated versions.
     Example: of versions 0, 5, 10, 15 with {0: 0.2, 5: 0.5, 10: 0.6}, 15 is next; with enough=0.5 nothing is.
     """
     passes = 0

@@ -1,4 +1,4 @@
-"""Read a run from its objects while it grows: commits that count, evaluations, derived metrics."""
+"""Incremental reading of a run's objects while the run grows: counting commits, evaluations, derived metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
 
 PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
-"""Metrics that are x axes."""
+"""Metrics that serve as x axes."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a refresh found."""
+    """New records of one refresh."""
 
     commits: tuple[Commit, ...]
-    """Newly counting, by step."""
+    """Commits that count and were not delivered before, by step."""
     evals: tuple[EvalRecord, ...]
-    """New, by version."""
+    """New evaluations, by version."""
 
 
 class RunFollower:
-    """Reads each object of a run once. Call `refresh` now and then; not safe between threads."""
+    """Reads each object of a run once. Call `refresh` repeatedly. Not thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
-        """`store` is the store of the run, below its run_id."""
+        """`store`: the store of the run (the root's child named by the run_id)."""
         self.store = store
         self.commits: dict[int, Commit] = {}
         """Step -> the commit that counts, by step."""
@@ -42,7 +42,7 @@ class RunFollower:
 
     @property
     def run(self) -> RunRecord:
-        """run.json; raises MissingObject when there is no such run."""
+        """run.json; raises MissingObject if there is no such run."""
         if self._run is None:
             self._run = read_record(self.store, RUN_KEY, RunRecord)
         return self._run
@@ -58,8 +58,8 @@ class RunFollower:
         return next((self.commits[step] for step in steps if step in self.commits), None)
 
     def refresh(self) -> News:
-        """Read what is new."""
-        # Commits are listed before epochs: whatever fences a listed commit is then known, or still in the future.
+        """Read and return the new records."""
+        # Commits are listed before epochs, so that the listed epochs include every epoch that fences a listed commit.
         commit_keys = self.store.list("commits")
         self._read_epochs()
         chosen = counting(commit_keys, self._epochs.values())
@@ -67,7 +67,7 @@ class RunFollower:
             if key not in self._cache:
                 self._cache[key] = read_record(self.store, key, Commit)
         self.commits = {step: self._cache[key] for step, key in chosen.items()}
-        evals = self._read_evals()  # before anything counts as delivered: a store that fails here loses nothing
+        evals = self._read_evals()  # before commits count as delivered, so that a StoreError here loses none of them
         fresh = tuple(self._cache[key] for key in chosen.values() if key not in self._delivered)
         self._delivered.update(chosen.values())
         return News(commits=fresh, evals=evals)
@@ -87,7 +87,7 @@ class RunFollower:
 
 
 def forward(follower: RunFollower, tracker: Tracker) -> int:
-    """Refresh and log everything new; returns the number of commits and evaluations forwarded."""
+    """Refresh, log the new records to the tracker; returns the number of commits and evaluations."""
     news = follower.refresh()
     for commit in news.commits:
         tracker.log(commit.step, commit_metrics(commit, follower.before(commit)))
@@ -97,7 +97,7 @@ def forward(follower: RunFollower, tracker: Tracker) -> int:
 
 
 def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
-    """Everything a commit says about its step: its own metrics and what follows from it and the commit before."""
+    """All metrics of a step: the commit's own, and the metrics derived from it and the previous commit."""
     versions = [sample.engine_version for sample in commit.actors.values()]
     manifest = commit.manifest
     derived = {
@@ -108,7 +108,7 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
         "weights/published_seconds": max(0.0, manifest.published_at - commit.computed_at) if manifest else None,
     }
     tokens = {f"tokens/{name}": count for name, count in commit.tokens.items()}
-    # Where the x axes begin, so that the accuracy of version 0 has its place on them.
+    # The origin of the x axes, where the accuracy of version 0 is plotted.
     origin = dict.fromkeys(PROGRESS, 0.0) if commit.step == 0 else {}
     speed = actor_speed(previous.actors, commit.actors) if previous else {}
     lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
@@ -127,7 +127,7 @@ def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[
 
 
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
-    """Mean running and tokens per second between two reservations, summed over the actor epochs seen at both."""
+    """Mean running sequences and tokens per second between two reservations, summed over actor epochs in both."""
     running, speed, is_known = 0.0, 0.0, False
     for name, sample in now.items():
         earlier = before.get(name)

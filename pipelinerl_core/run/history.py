@@ -1,6 +1,7 @@
-"""What counts of a run's past: epochs, and the commits that later epochs have adopted.
+"""Epochs of a run, and the selection of commits that count: commits that later epochs have adopted.
 
-Readers ignore anything of epoch k beyond what epoch k + 1 adopted, so a late write of a fenced twin is harmless.
+Readers ignore all objects of epoch k after the last step that epoch k + 1 adopted. Therefore a late write of a fenced
+process is harmless.
 """
 
 import os
@@ -15,7 +16,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import Commit, EpochRecord, epoch_key, parse_commit_key
 
-# More starts of hub and trainer than any run has; a bound on the search for a free epoch number.
+# Bound of the search for a free epoch number; a run has far fewer starts.
 _MAX_EPOCHS = 100_000
 
 
@@ -25,10 +26,10 @@ def read_epochs(store: ObjectStore) -> list[EpochRecord]:
 
 
 def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, str]:
-    """Step -> key of the commit that counts, by step. `epochs` must know of whatever fences one of the keys.
+    """Step -> key of the commit that counts, by step. `epochs` must include every epoch that fences one of the keys.
 
-    A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s; of several
-    that count the newest epoch wins.
+    A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s. If several
+    commits of a step count, the commit of the newest epoch is chosen.
     Example: epoch 2 committed steps 0 to 6, epoch 4 adopted through 5 and committed 6: step 6 is epoch 4's.
     """
     trainers = [record for record in epochs if record.role == "trainer"]
@@ -40,12 +41,12 @@ def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, st
 
 
 def counted_commit_keys(store: ObjectStore, epochs: Iterable[EpochRecord]) -> dict[int, str]:
-    """step -> key of the commit that counts, for every committed step in order."""
+    """Step -> key of the commit that counts, for all committed steps in order."""
     return counting(store.list("commits/"), epochs)
 
 
 def read_commit(store: ObjectStore, key: str) -> Commit:
-    """One commit. Raises StoreError, naming the value, for one that is damaged or has a number out of its range."""
+    """Read a commit. Raises StoreError, naming the value, if the commit is damaged or a number is out of range."""
     return read_record(store, key, Commit)
 
 
@@ -62,7 +63,8 @@ def take_epoch(
     adopted_through: int,
     arithmetic: Mapping[str, str | int] = MappingProxyType({}),
 ) -> EpochRecord:
-    """Claim the next epoch number; from here on every earlier epoch of the role is fenced."""
+    """Claim the next epoch number, which fences all earlier epochs of the role. Raises Fenced if no number is
+    free."""
     epochs = read_epochs(store)
     parent = max((record.epoch for record in epochs if record.role == role), default=None)
     candidate = max((record.epoch for record in epochs), default=0) + 1
@@ -87,7 +89,7 @@ def take_epoch(
 
 
 def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
-    """Raise Fenced when a newer epoch of the same role exists."""
+    """Raise Fenced if a newer epoch of the same role exists."""
     for key in reversed(store.list("epochs/")):
         if key <= epoch_key(epoch.epoch):
             return

@@ -1,4 +1,4 @@
-"""What a train flow is to do: a new run or one that goes on, its configuration parsed once. Imports no Prefect."""
+"""Input of a train flow: a new or a resumed run, with its configuration parsed once. Imports no Prefect."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +10,17 @@ from pipelinerl_core.run.locate import locate_run, refuse_if_live
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run to start, or to go on with."""
+    """A run to start or to resume."""
 
     preset: str
-    """Preset or TOML file of a new run, id of one that goes on."""
+    """Preset or TOML file of a new run, run id of a resumed run."""
     overrides: tuple[str, ...]
-    """What differs from the preset; of a run that goes on, what it runs on from now on."""
+    """`section.key=value`: overrides of the preset, or of the stored configuration of a resumed run."""
     root: str
     config: RunConfig
-    """All of this resolved."""
+    """The resolved configuration."""
     run: RunContext | None = None
-    """The run that goes on, with `config`."""
+    """The resumed run, with `config`."""
 
 
 def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
@@ -29,7 +29,7 @@ def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
 
 
 def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
-    """Open a run that is not live, with what is to change; raises ConfigError. Writes nothing."""
+    """Open a run to resume, with overrides. Raises ConfigError, also if the run is live. Writes nothing."""
     url = locate_run(run, root)
     refuse_if_live(url)
     found = open_run(url)

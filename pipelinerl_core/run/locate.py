@@ -1,4 +1,4 @@
-"""Runs under a root: their ids, where RUN points, opening or creating one, and their shared memory."""
+"""Runs under a root: run ids, resolution of a RUN argument, opening and creating a run, and its shared memory."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from pipelinerl_core.storage.object_store import open_store
 ROOT_VARIABLE = "PIPELINERL_ROOT"
 DEFAULT_ROOT = "./runs"
 LATEST_KEY = "latest.json"
-"""Under the root: the run that was started or resumed last."""
+"""Object under the root that names the run that was started or resumed last."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHORT_COMMIT = 7
 _GIT_SECONDS = 5.0
@@ -39,12 +39,12 @@ class MlflowRef:
 
 
 def root_url(root: str) -> str:
-    """The root to use, as a URL: the given one, else $PIPELINERL_ROOT, else ./runs."""
+    """The root as a URL: `root`, else $PIPELINERL_ROOT, else ./runs."""
     return open_store(root or os.environ.get(ROOT_VARIABLE, "") or DEFAULT_ROOT).url
 
 
 def new_run_id(source: str, flow_run_id: str) -> str:
-    """<preset>-<8 of the flow run id>: a retry of the flow run is the same run. Letters, digits and dashes only."""
+    """<preset>-<8 digits of the flow run id>, so that a retry of the flow run opens the same run."""
     return f"{plain_name(source)}-{flow_run_id.replace('-', '')[:8]}"
 
 
@@ -54,7 +54,7 @@ def plain_name(source: str) -> str:
 
 
 def locate_run(run: str, root: str) -> str:
-    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError when there is none."""
+    """URL of a run given as an id under the root, `latest`, a path or a URL; ConfigError if there is no such run."""
     if "://" in run or "/" in run or run in (".", ".."):
         store = open_store(run)
     else:
@@ -85,17 +85,17 @@ def _plain_id(run: str) -> str:
 
 
 def run_url(root: str, run_id: str) -> str:
-    """Where a run of this id is under a root."""
+    """URL of the run with this id under a root."""
     return open_store(root_url(root)).child(run_id).url
 
 
 def find_run(url: str) -> RunContext | None:
-    """The run at a URL, or None when there is none yet."""
+    """The run at a URL, or None if there is no run yet."""
     return open_run(url) if open_store(url).exists(RUN_KEY) else None
 
 
 def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None) -> RunContext:
-    """Write run.json, once; whoever is second gets the first one's."""
+    """Write run.json and open the run; an existing run.json stays."""
     store = open_store(url)
     record = RunRecord(
         run_id=url.rpartition("/")[2],
@@ -112,19 +112,19 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
 
 
 def remember_latest(url: str) -> None:
-    """Make `latest` mean this run."""
+    """Set `latest` to this run."""
     root, _, run_id = url.rpartition("/")
     open_store(root).put(LATEST_KEY, json.dumps({"run_id": run_id, "at": time.time()}).encode())
 
 
 def code_version() -> str:
-    """Version of the package, and the commit of its checkout if it has one."""
+    """Version of the package, and the commit if the package is in a git checkout."""
     commit = git_commit()
     return f"{__version__}+{commit[:_SHORT_COMMIT]}" if commit else __version__
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that this code lies in, 40 hex digits; None when it is no checkout."""
+    """Commit of the git checkout that contains this file, 40 hex digits; None without a checkout."""
     checkout = Path(__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -142,7 +142,7 @@ def local_directory(url: str) -> Path | None:
 
 
 def refuse_if_live(url: str) -> None:
-    """ConfigError when somebody runs this run already."""
+    """Raise ConfigError if the run is live."""
     refuse_second_hub(open_store(url), ConfigError)
 
 
@@ -152,7 +152,8 @@ def shared_memory_of(run_id: str) -> Path:
 
 
 def remove_shared_memory(run: RunContext) -> None:
-    """At the end of a start of a run: its weights go from this host, unless the trainer of another start is here."""
+    """Remove the run's weights from this host's shared memory, unless the trainer of another start runs on this
+    host."""
     if not _is_trained_here(run):
         shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
 
@@ -163,6 +164,6 @@ def _is_trained_here(run: RunContext) -> bool:
     except StoreError:
         return False
     newest = max(trainers, key=lambda record: record.epoch, default=None)
-    if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # ours is about to end
+    if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # this start's: is ending
         return False
     return process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)

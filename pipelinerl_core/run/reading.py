@@ -1,4 +1,4 @@
-"""Read a record of a run: parse, check the format version, then the fields and the ranges of numbers."""
+"""Reading of a run's JSON records: parse, check the format version, then validate fields and ranges."""
 
 import logging
 from typing import Any, TypeVar
@@ -15,18 +15,19 @@ R = TypeVar("R", bound=Record)
 
 logger = logging.getLogger(__name__)
 
-_STATISTICS = (("swaps",), ("actors",))  # of a commit: what actors said of themselves
+_STATISTICS = (("swaps",), ("actors",))  # fields of a commit with statistics that actors report
 
 
 def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
-    """One JSON object of a run. Raises MissingObject, or BrokenRecord for another format or a broken object."""
+    """Read one JSON object of a run. Raises MissingObject, or BrokenRecord for another format or an invalid
+    object."""
     data, where = store.get(key), f"{store.url}/{key}"
     try:
         values = from_json(data)
     except ValueError as error:
         raise BrokenRecord(f"{where} is not a valid {model.__name__}: not JSON, {error}") from None
     found = values.get("format_version", FORMAT_VERSION) if isinstance(values, dict) else FORMAT_VERSION
-    if found != FORMAT_VERSION:  # before the fields, which may be others
+    if found != FORMAT_VERSION:  # checked first, because another format may have other fields
         raise BrokenRecord(
             f"{where} has format_version {found!r:.40}; this version of pipelinerl reads {FORMAT_VERSION}. "
             "Read the run with the version that wrote it"
@@ -41,9 +42,9 @@ def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
 
 
 def _cut_to_range(values: Any, error: ValidationError, where: str) -> Any:
-    """The values of a commit whose statistics are out of their range, each put to the end of the range.
+    """The values of a commit, with each out-of-range statistic set to the limit of its range.
 
-    An earlier release took any number of an actor's in; nothing goes by these. Raises `error` if more is wrong.
+    An earlier release stored actors' statistics unchecked; nothing depends on them. Raises any other `error`.
     """
     for one in error.errors():
         limit = one.get("ctx", {}).get("le", one.get("ctx", {}).get("ge"))

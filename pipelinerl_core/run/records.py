@@ -2,18 +2,18 @@
 
 <root>/<run_id>/
   run.json                               resolved configuration, seeds, code version, MLflow run id; written once
-  hub.json                               where the hub is, and that it lives; rewritten every second
-  control.json                           what is wanted of the run: that it drains
+  hub.json                               address and heartbeat of the hub; rewritten every second
+  control.json                           request to drain the run
   epochs/<k>.json                        one per start of hub and trainer
   rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
   batches/<step>.<k>/<rank>.arrow        the rows as trained
   weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
-  broadcasts/<number>.json               who receives weights from the trainer's memory, and how they meet
+  broadcasts/<number>.json               receivers and rendezvous of a broadcast from the trainer's memory
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
-  commits/<step>.<k>.json                the truth about a step
+  commits/<step>.<k>.json                the commit of a step, which defines the run's state
   evals/<version>.json                   held-out accuracy of a version
-  roles/<role>-<name>.json               a role that lives: where its health and metrics are; removed at its end
+  roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   report.json report.html weights.parquet
 """
 
@@ -39,11 +39,11 @@ RENDEZVOUS_PREFIX = "meetings"
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
-"""In its place with weights.content=adapters: the factors of each, and in the header what it takes to merge them."""
+"""Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
 
 
 def holds_adapters(manifest: WeightManifest) -> bool:
-    """Whether a version is adapters alone, to be merged into the starting model."""
+    """Whether a version holds adapters only, which readers merge into the starting model."""
     return any(entry.name == ADAPTERS_FILE for entry in manifest.files)
 
 
@@ -58,12 +58,12 @@ def rollout_key(actor: str, epoch: int, seq: int) -> str:
 
 
 def partial_prefix(actor: str, epoch: int) -> str:
-    """The write-ahead log of the open groups of one actor epoch."""
+    """Prefix of the write-ahead log of one actor epoch's open groups."""
     return f"partials/{actor}/{epoch:06d}"
 
 
 def partial_key(actor: str, epoch: int, seq: int) -> str:
-    """Segment of that log."""
+    """Segment of the write-ahead log of open groups."""
     return f"{partial_prefix(actor, epoch)}/{seq:08d}.arrow"
 
 
@@ -78,7 +78,7 @@ def weights_prefix(version: int, epoch: int) -> str:
 
 
 def broadcast_key(number: int) -> str:
-    """A broadcast group."""
+    """Record of one broadcast."""
     return f"broadcasts/{number}.json"
 
 
@@ -88,7 +88,7 @@ def checkpoint_prefix(step: int, epoch: int) -> str:
 
 
 def commit_key(step: int, epoch: int) -> str:
-    """The truth about one step."""
+    """The commit of one step."""
     return f"commits/{step:08d}.{epoch}.json"
 
 
@@ -98,12 +98,12 @@ def eval_key(version: int) -> str:
 
 
 def role_key(role: str, name: str) -> str:
-    """A role that lives."""
+    """Record of a live role."""
     return f"{ROLES_PREFIX}/{role}-{name}.json"
 
 
 def rendezvous_key(epoch: int) -> str:
-    """meetings/<epoch>.json"""
+    """meetings/<epoch>.json: rendezvous of the ranks."""
     return f"{RENDEZVOUS_PREFIX}/{epoch:08d}.json"
 
 
@@ -114,12 +114,12 @@ def parse_commit_key(key: str) -> tuple[int, int]:
 
 
 class Record(BaseModel):
-    """Frozen JSON object; unknown fields of a newer minor version are kept out silently."""
+    """Frozen JSON object; unknown fields (of a newer minor version) are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     format_version: Count = FORMAT_VERSION
-    """`run.reading.read_record`, through which every record is read, refuses another version by name."""
+    """`run.reading.read_record` reads every record and refuses other versions."""
 
 
 class RunRecord(Record):
@@ -141,14 +141,14 @@ class EpochRecord(Record):
     epoch: Count
     role: Literal["hub", "trainer"]
     parent: Count | None
-    """Newest earlier epoch of the same role."""
+    """Newest earlier epoch of the same role; None for the first epoch."""
     adopted_through: StepOrNone
     """Last commit of earlier epochs that counts; -1 for none."""
     started_at: Seconds
     host: str
     pid: Count
     arithmetic: dict[str, Any] = {}
-    """Trainer: what its rounding depends on (see `RunConfig.arithmetic`)."""
+    """Trainer: the settings on which its rounding depends (see `RunConfig.arithmetic`)."""
 
 
 class SwapRecord(Record):
@@ -163,11 +163,11 @@ class SwapRecord(Record):
     num_bytes: Count
     num_running: Count
     num_tokens: Count
-    """Tokens the actor epoch had sampled when it happened."""
+    """Tokens that the actor epoch had sampled at the time of the swap."""
 
 
 class RoleRecord(Record):
-    """roles/<role>-<name>.json: a process of the run, rewritten while it lives."""
+    """roles/<role>-<name>.json: a process of the run, which rewrites its record while it runs."""
 
     run_id: str
     role: str
@@ -175,17 +175,17 @@ class RoleRecord(Record):
     host: str
     pid: Count
     url: str
-    """Of /healthz, /readyz and /metrics."""
+    """Base URL of /healthz, /readyz and /metrics."""
     started_at: Seconds
     """Unix seconds."""
     beat: Seconds
-    """Unix seconds."""
+    """Unix seconds of the last heartbeat."""
     start_beat: Seconds = 0.0
-    """Unix seconds of its newest sign of life before it was ready: a trainer may train steps again for long."""
+    """Unix seconds of the last heartbeat before the role was ready: a trainer may retrain steps for a long time."""
 
 
 class ResumeRecord(Record):
-    """resume.json: settings that the newest resume has changed."""
+    """resume.json: overrides of all resumes."""
 
     overrides: tuple[str, ...]
     """`section.key=value`, of RESUMABLE keys only."""
@@ -194,41 +194,43 @@ class ResumeRecord(Record):
 
 
 class StartsRecord(Record):
-    """starts.json: since which start of its Prefect flow run the newest commit is what it is."""
+    """starts.json: the first start of a Prefect flow run that found the newest commit, to count starts in vain."""
 
     flow_run_id: str
     run_count: Count
     """Prefect's number of that start, 1 for the first."""
     step: StepOrNone
-    """Newest committed step then; -1: none."""
+    """Newest committed step at that start; -1: none."""
 
 
 class RendezvousRecord(Record):
-    """meetings/<epoch>.json: address of rank 0, for the ranks of a trainer on other hosts."""
+    """meetings/<epoch>.json: rendezvous of the ranks of a trainer on several hosts."""
 
     epoch: Count
-    """Of the trainer; a newer one is another start."""
+    """Epoch of the trainer; each start has a new epoch."""
     where: str
+    """Address of rank 0."""
     size: Count
-    """Ranks in all."""
+    """Total number of ranks."""
     per_node: Count
     """Ranks on each host."""
     device: str
     seconds: Seconds
-    """Longest wait of a rank for the others."""
+    """Deadline of a rank's wait for the other ranks."""
 
 
 class ControlRecord(Record):
-    """control.json: what somebody wants of a run."""
+    """control.json: a request to run or to drain."""
 
     desired: Literal["run", "drain"]
     at: Seconds
     """Unix seconds."""
     by: str = ""
+    """Origin of the request."""
 
 
 class ActorSample(Record):
-    """What an actor had done when a step was reserved."""
+    """Counters of an actor when a step was reserved."""
 
     at: Seconds
     engine_version: StepOrNone
@@ -241,7 +243,7 @@ class ActorSample(Record):
 
 
 class CheckpointRef(Record):
-    """The newest finished checkpoint when a step was committed."""
+    """Reference to the newest complete checkpoint when a step was committed."""
 
     step: Step
     epoch: Count
@@ -261,11 +263,11 @@ class Commit(LedgerSnapshot, Record):
     """None when this version was not published."""
     checkpoint: CheckpointRef | None
     fates: tuple[FateRecord, ...] = ()
-    """Fate of every group decided since the commit before, `trained` included."""
+    """Fate of every group decided since the previous commit, including `trained`."""
     metrics: dict[str, Finite] = Field(default_factory=dict)
     """Keys of telemetry/metrics.py."""
     swaps: tuple[SwapRecord, ...] = ()
-    """Swaps the hub has heard of since the commit before."""
+    """Swaps that actors have reported to the hub since the previous commit."""
     actors: dict[str, ActorSample] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> sample at the reservation of this step."""
     reserved_at: Seconds
@@ -280,7 +282,7 @@ class CheckpointManifest(Record):
     epoch: Count
     files: tuple[FileEntry, ...]
     values: dict[str, Any]
-    """JSON part of the learner's state."""
+    """The JSON part of the learner's state."""
 
 
 class EvalRecord(Record):
@@ -297,18 +299,18 @@ class EvalRecord(Record):
 
 
 class HubRecord(Record):
-    """hub.json: where the hub is, that it lives, and what the run looks like now."""
+    """hub.json: address, heartbeat and live totals of the hub."""
 
     url: str
     certificate: str = ""
-    """PEM of the certificate that this hub shows, and no other; empty without TLS."""
+    """PEM of the hub's TLS certificate, the only certificate that clients accept; empty without TLS."""
     boot_id: str
     host: str
     pid: Count
     process_started_at: Seconds
-    """Start time of the process (psutil), so that a reused pid is not taken for it."""
+    """Start time of the process (psutil), to detect another process with the same pid."""
     beat: Seconds
-    """Unix seconds of the last rewrite."""
+    """Unix seconds of the last heartbeat, that is, of the last rewrite."""
     live: dict[str, Any] = Field(default_factory=dict)
     """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, lengths, tokens_per_second,
     actors, reward_mean, lag_mean, swap_pause_seconds, row_bytes."""

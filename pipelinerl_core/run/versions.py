@@ -1,4 +1,4 @@
-"""Weight versions of a run by name: which of them are durable, and what --version asks for."""
+"""Durable weight versions of a run, and the versions that --version names."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ ALL = "all"
 
 
 def names_several(version: str) -> bool:
-    """Whether --version names more than one: `all`, or numbers with commas."""
+    """Whether --version names several versions: `all`, or numbers with commas."""
     return version == ALL or "," in version
 
 
@@ -26,7 +26,7 @@ def durable_versions(commits: Iterable[Commit]) -> list[int]:
 
 
 def find_commit(run: RunContext, version: str) -> Commit:
-    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError when it is not durable."""
+    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError if it is not durable."""
     keys = counted_commit_keys(run.store, read_epochs(run.store))
     named = [step for step in keys if version in ("first", str(step))][:1]
     for step in reversed(keys) if version == "last" else named:
@@ -35,13 +35,13 @@ def find_commit(run: RunContext, version: str) -> Commit:
             return commit
     raise ConfigError(
         f"--version {version}: not durable (the newest step is {max(keys, default=-1)}, weights.durable_every="
-        f"{run.config.weights.durable_every}). `last` is the newest version that is; `pipelinerl replay` can compute "
+        f"{run.config.weights.durable_every}). `last` is the newest durable version; `pipelinerl replay` can compute "
         "the weights of a step again"
     )
 
 
 def find_commits(run: RunContext, version: str) -> list[Commit]:
-    """What --version names: `all` durable ones, several numbers with commas, or one of `find_commit`; in order."""
+    """Commits that --version names, in order: `all` durable versions, numbers with commas, or see `find_commit`."""
     if version == ALL:
         keys = counted_commit_keys(run.store, read_epochs(run.store))
         return [commit for key in keys.values() if is_durable(commit := read_commit(run.store, key))]

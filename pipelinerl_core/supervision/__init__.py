@@ -1,1 +1,1 @@
-"""Roles as child processes: start, watch, restart, stop; their logs and temporary directories."""
+"""Roles as child processes: start, watch, restart, stop; the logs and temporary directories."""

@@ -1,4 +1,4 @@
-"""What must hold before anything starts. Each check raises ConfigError: one line with what, why and what to set."""
+"""Checks of configuration and host before a run starts. Each check raises ConfigError: what, why, what to set."""
 
 import json
 import shutil
@@ -20,27 +20,24 @@ from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.storage.object_store import check_writable, open_store
-from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
+from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
 
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
-"""Reading a data set over the network may take this long."""
+"""Limit of the prompts check, which may read a data set over the network."""
 PREPARE_SECONDS = 900.0
-"""Building the built-in model takes about a minute on one core."""
-_MEGABYTE = 1_000_000
-_SMALL_FILES_BYTES = (
-    200 * _MEGABYTE
-)  # segments, batches, commits and logs of a run of the quickstart's size, and room
+"""Limit of building a built-in model, which takes about a minute on one core."""
+_SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
-_STAGED_MODELS = 2  # that vLLM has loaded, and that it is to load; of a file in shared memory they are links
-_KEPT_VERSIONS = 5  # in shared memory: those the publisher keeps, and the one being written
+_STAGED_MODELS = 2  # the merged model that vLLM has loaded, and the next one
+_KEPT_VERSIONS = 5  # in shared memory: the versions that the publisher keeps, and the version being written
 
 
 def check_engine(config: RunConfig) -> None:
-    """The engine must be installed where actors start; on work pools that is elsewhere."""
+    """The engine must be installed if actors start on this host, that is, unless on work pools."""
     if config.engine.kind == "vllm" and config.placement.kind == "local" and find_spec("vllm") is None:
         raise ConfigError(
             "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
@@ -49,30 +46,30 @@ def check_engine(config: RunConfig) -> None:
 
 
 def check_learner(config: RunConfig) -> None:
-    """DeepSpeed must be installed where the trainer starts; on work pools that is elsewhere."""
+    """DeepSpeed must be installed if the trainer starts on this host, that is, unless on work pools."""
     needed = config.learner.kind == "deepspeed" and config.placement.kind == "local"
     if needed and find_spec("deepspeed") is None:
         raise ConfigError(
             "learner.kind=deepspeed: DeepSpeed is not installed. Run `make install LEARNER=deepspeed`, or set "
-            "learner.kind=torch (one rank or several, all weights on each)"
+            "learner.kind=torch (all weights on each rank)"
         )
 
 
 def check_context(config: RunConfig, directory: Path) -> None:
-    """The model must be made for sequences as long as the completions, and a prompt of at least one token."""
+    """The model's context must hold a completion of rollouts.max_tokens and a prompt of at least one token."""
     try:
         limit = json.loads((directory / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from None
     if isinstance(limit, int) and config.rollouts.max_tokens >= limit:
         raise ConfigError(
-            f"rollouts.max_tokens={config.rollouts.max_tokens}: the model was made for sequences of {limit} tokens, "
+            f"rollouts.max_tokens={config.rollouts.max_tokens}: the context of the model has {limit} tokens, "
             f"prompt included. Set rollouts.max_tokens below {limit}"
         )
 
 
 def check_all(config: RunConfig, root: str) -> None:
-    """Every check of a configuration, cheap ones first; builds a built-in model that is missing."""
+    """All checks of a configuration, cheap checks first; builds a missing built-in model."""
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
@@ -85,12 +82,12 @@ def check_all(config: RunConfig, root: str) -> None:
 
 
 def check_root(root: str) -> None:
-    """The root can be written, or the endpoint answers."""
+    """The root is writable; a remote store answers."""
     check_writable(open_store(root))
 
 
 def check_model(config: RunConfig) -> None:
-    """A directory with a config.json; a built-in model is built when it is missing."""
+    """The model is a directory with a config.json; a missing built-in model is built."""
     path = config.model.path
     directory = resolve_model_path(path)
     if directory is None and builtin_recipe(path) is not None:
@@ -100,29 +97,33 @@ def check_model(config: RunConfig) -> None:
             f"model.path={path}: no such directory. Set it to a downloaded Hugging Face model, or builtin:sums"
         )
     elif not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path={path}: has no config.json, so it is not a Hugging Face model directory")
+        raise ConfigError(
+            f"model.path={path}: has no config.json. Set a Hugging Face model directory, or builtin:sums"
+        )
     else:
         check_context(config, directory)
     check_reference(config)
 
 
 def check_reference(config: RunConfig) -> None:
-    """The reference model is there and has the vocabulary of the one that learns."""
+    """The reference model exists and has the vocabulary of the trained model."""
     reference = config.loss.ref_model
     if not reference:
         return
     sizes = [_vocabulary(path) for path in (Path(reference), resolve_model_path(config.model.path))]
     if sizes[0] is None:
-        raise ConfigError(f"loss.ref_model={reference}: no Hugging Face model there. Set it to a downloaded one")
+        raise ConfigError(
+            f"loss.ref_model={reference}: no Hugging Face model there. Set the directory of a downloaded model"
+        )
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"loss.ref_model={reference}: its vocabulary has {sizes[0]} tokens, that of model.path {sizes[1]}. "
-            "Take a reference with the same tokenizer"
+            f"loss.ref_model={reference}: its vocabulary has {sizes[0]} tokens, the vocabulary of model.path has "
+            f"{sizes[1]}. Set a reference model with the same tokenizer"
         )
 
 
 def _vocabulary(directory: Path | None) -> int | None:
-    """Tokens of the vocabulary of a model; None if there is none."""
+    """Vocabulary size of a model; None if there is no model."""
     try:
         return None if directory is None else int(json.loads((directory / "config.json").read_text())["vocab_size"])
     except (OSError, ValueError, KeyError):
@@ -130,20 +131,21 @@ def _vocabulary(directory: Path | None) -> int | None:
 
 
 def prepare_model(path: str) -> None:
-    """Build a built-in model unless it is cached; its progress goes to stderr."""
-    command = guarded(module_command("pipelinerl_core.tools.prepare", {"model": path}))
+    """Build a built-in model unless the model is cached; progress goes to stderr."""
+    command = ending_with_parent(module_command("pipelinerl_core.tools.prepare", {"model": path}))
     try:
         with own_temporary(role_environment(1, "")) as own:
             ended = subprocess.run(command, env=own, stdout=subprocess.DEVNULL, timeout=PREPARE_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"model.path={path}: was not built within {PREPARE_SECONDS:.0f} s") from None
     if ended.returncode != 0:
-        raise ConfigError(f"model.path={path}: could not be built (exit code {ended.returncode}, see above)")
+        raise ConfigError(f"model.path={path}: the build failed (exit code {ended.returncode}, see the lines above)")
 
 
 def check_prompts(config: RunConfig) -> None:
-    """The prompt source opens and gives a prompt; in a child process, because data set libraries are heavy."""
-    command = guarded([sys.executable, "-m", "pipelinerl_core.prompts.check"])
+    """The prompt source opens and returns a prompt; checked in a child process, because data set libraries are
+    heavy."""
+    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.prompts.check"])
     try:
         ended = subprocess.run(
             command,
@@ -155,14 +157,14 @@ def check_prompts(config: RunConfig) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"prompts: the source did not answer within {PROMPTS_SECONDS:.0f} s") from None
+        raise ConfigError(f"prompts: the source returned no prompt within {PROMPTS_SECONDS:.0f} s") from None
     if ended.returncode != 0:
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
         raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
 
 
 def check_http(setting: str, url: str) -> None:
-    """A server answers its health page."""
+    """The server at `url` answers its health page."""
     try:
         with urlopen(f"{url.rstrip('/')}/health", timeout=HTTP_SECONDS) as answer:
             if answer.status == HTTPStatus.OK:
@@ -174,7 +176,7 @@ def check_http(setting: str, url: str) -> None:
 
 
 def check_mlflow(uri: str) -> None:
-    """An MLflow server answers; a database file needs no server."""
+    """The MLflow server answers; a database file needs no server."""
     if uri.startswith(("http://", "https://")):
         check_http("tracking.mlflow_uri", uri)
     elif uri.startswith("file:") or (uri and uri != "none" and "://" not in uri):
@@ -198,7 +200,7 @@ def check_hub_address(config: RunConfig) -> None:
 
 
 def check_space(config: RunConfig, root: str) -> None:
-    """Enough room on the root's disk and in shared memory for what this run will keep there."""
+    """The root's disk and shared memory have enough free space for this run."""
     model_bytes = model_size(config.model.path)
     version_bytes = _version_size(config, model_bytes)
     num_durable = config.trainer.steps // config.weights.durable_every + 1
@@ -228,7 +230,7 @@ def check_space(config: RunConfig, root: str) -> None:
 
 
 def _version_size(config: RunConfig, model_bytes: int) -> int:
-    """Bytes of a published version; of adapters at most, as if every matrix of the model had one."""
+    """Bytes of a published version; for adapters an upper bound, as if every matrix of the model had an adapter."""
     directory = resolve_model_path(config.model.path)
     if config.weights.content != "adapters" or directory is None:
         return model_bytes
@@ -238,7 +240,7 @@ def _version_size(config: RunConfig, model_bytes: int) -> int:
 
 
 def _matrix_shapes(directory: Path) -> Iterator[list[int]]:
-    """Shapes of the matrices of a model, from the headers of its files."""
+    """Shapes of the matrices of a model, read from the headers of its safetensors files."""
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="numpy") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118

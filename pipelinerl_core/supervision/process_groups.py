@@ -1,4 +1,4 @@
-"""End a process group so that nothing of it stays, shared memory neither; wait for those that were started here."""
+"""Kill process groups without leaving shared memory behind, and wait for the process groups of child processes."""
 
 import os
 import signal
@@ -8,20 +8,20 @@ from contextlib import suppress
 import psutil
 
 TRACKER_SECONDS = 1.0
-"""For Python's resource trackers to remove what the processes have left; it takes milliseconds."""
+"""For Python's resource trackers to remove the shared memory of ended processes, which takes milliseconds."""
 _TRACKER = "resource_tracker"
 _POLL_SECONDS = 0.1
 
 
 def kill_group(group: int) -> None:
-    """SIGKILL for all processes of a group; for Python's resource trackers last.
+    """Send SIGKILL to all processes of a process group, to Python's resource trackers last.
 
-    A tracker removes shared memory and semaphores of its processes once the last of them has ended: hundreds of MB of
-    a vLLM engine. One that is killed with them leaves it all.
+    A tracker removes shared memory and semaphores once the last process using them has ended (hundreds of MB for a
+    vLLM engine). If the tracker is killed together with the processes, the memory stays allocated.
     """
     trackers = []
     for process in _members(group):
-        with suppress(psutil.Error):  # gone
+        with suppress(psutil.Error):  # the process has ended
             if any(_TRACKER in argument for argument in process.cmdline()):
                 trackers.append(process)
             else:
@@ -32,14 +32,15 @@ def kill_group(group: int) -> None:
 
 
 def await_groups(seconds: float) -> list[int]:
-    """Wait until none of this process's children leads a group, as roles and servers do; those that are left."""
+    """Wait until no child of this process leads a process group (roles and servers do); returns the remaining
+    pids."""
     deadline = time.monotonic() + seconds
-    while (left := _leaders()) and time.monotonic() < deadline:
+    while (left := _child_group_leaders()) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return left
 
 
-def _leaders() -> list[int]:
+def _child_group_leaders() -> list[int]:
     found = []
     for child in psutil.Process().children():
         with suppress(ProcessLookupError, psutil.Error):

@@ -1,4 +1,4 @@
-"""How each role is started: its command line, and the environment every child gets before any import."""
+"""Command lines and environment variables of the roles, tools and checks that run as child processes."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ _ROLES = {
     "evaluator": "pipelinerl_core.roles.evaluator.main",
 }
 
-# Thread pools of the libraries in a role. Each defaults to all cores, for every role on the host.
+# Thread pools of the libraries in a role; by default, each pool uses all cores of the host.
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -30,7 +30,7 @@ _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZER
 def role_environment(threads: int, token: str) -> dict[str, str]:
     """This process's environment with the thread limits and the token of a role."""
     limits = dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    # The first one is never set again: vLLM could not name its processes then, whose titles lie where it was.
+    # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
     return {**first, **os.environ, **_PASSIVE_WAIT, **limits, **first, TOKEN_VARIABLE: token}
 
@@ -41,11 +41,12 @@ def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:
 
 
 def module_command(module: str, arguments: Mapping[str, str]) -> list[str]:
-    """`python -m MODULE --key value ...`: a tool or a benchmark, which loads libraries that this process does not."""
+    """Command line of a module in a process of its own, which may load heavy libraries: `python -m MODULE --key
+    value`."""
     options = [text for key, value in arguments.items() for text in (f"--{key}", value)]
     return [sys.executable, "-m", module, *options]
 
 
-def guarded(command: Sequence[str]) -> list[str]:
-    """The command, killed by the kernel as soon as the thread that starts it is gone."""
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """The command, with the kernel set to kill it when the thread that starts it ends (parent_death.py)."""
     return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()), *command]

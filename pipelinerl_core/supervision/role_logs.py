@@ -1,4 +1,4 @@
-"""The log files of roles: bounded, counted, read from their end, followed. One writer rotates: its supervisor."""
+"""The roles' log files: rotate (by the supervisor only), count warnings and errors, read the last lines, follow."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from pipelinerl_core.telemetry.log_lines import level_of
 from pipelinerl_core.telemetry.redact import redact_text
 
 TAIL_BYTES = 1 << 18
-"""Of a file, at most so much is read for its last lines."""
+"""Read at most from the end of a file to find its last lines."""
 FOLLOW_SECONDS = 0.5
 _CHUNK_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 300
@@ -20,13 +20,13 @@ _SHOWN_CHARACTERS = 300
 
 @dataclass(slots=True)
 class LogDigest:
-    """What a log came to."""
+    """Numbers of lines, warnings and errors of a log."""
 
     num_lines: int = 0
     num_warnings: int = 0
     num_errors: int = 0
     last_problem: str = ""
-    """Newest warning or error, cut."""
+    """Newest warning or error, truncated."""
 
     def add(self, line: str) -> None:
         """Count a line."""
@@ -42,24 +42,24 @@ class LogDigest:
 
 
 class RoleLog:
-    """The file that a supervised child writes to, by O_APPEND, so that it can be cut while it is written."""
+    """The log file of a supervised child; the child writes with O_APPEND, so that the supervisor can truncate."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Of `max_bytes` this file takes one half at most, the one with what was before (.1) the other."""
+        """The file and the rotated file (.1) have at most half of `max_bytes` each."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.digest = LogDigest()
         self._half_bytes = max(1, max_bytes // 2)
-        self._counted = self._life_start = path.stat().st_size if path.exists() else 0
+        self._counted = self._process_start = path.stat().st_size if path.exists() else 0
 
     def open(self) -> BinaryIO:
-        """For the next life of the child; `last_lines` are those of this life."""
+        """Open the log for the next process of the role; `last_lines` starts here."""
         stream = self.path.open("ab")
-        self._life_start = stream.tell()
+        self._process_start = stream.tell()
         return stream
 
     def rotate_if_large(self) -> None:
-        """Move what there is to `<path>.1`; what is written in the very moment may be lost."""
+        """Copy the log to `<path>.1` and truncate; lines written between copy and truncation are lost."""
         if self.path.stat().st_size <= self._half_bytes:
             return
         self.count()
@@ -69,10 +69,10 @@ class RoleLog:
                 copy.write(chunk)
             os.truncate(self.path, 0)
         making.replace(older)
-        self._counted = self._life_start = 0
+        self._counted = self._process_start = 0
 
     def count(self) -> LogDigest:
-        """The digest, with what was written since it was asked for last."""
+        """The digest, including the lines written since the previous call."""
         with self.path.open("rb") as log:
             log.seek(self._counted)
             for line in log:
@@ -81,8 +81,8 @@ class RoleLog:
         return self.digest
 
     def last_lines(self, number: int) -> list[str]:
-        """The end of what the child has written in this life, without secrets."""
-        return [redact_text(line) for line in tail(self.path, number, self._life_start)]
+        """The last lines that the role's current process has written, without secrets."""
+        return [redact_text(line) for line in tail(self.path, number, self._process_start)]
 
 
 def tail(path: Path, number: int, start: int = 0) -> list[str]:
@@ -96,18 +96,18 @@ def tail(path: Path, number: int, start: int = 0) -> list[str]:
 
 
 def log_files(directory: Path, role: str = "") -> dict[str, Path]:
-    """Name of a role -> its log, of those whose name is `role` or begins with it; ConfigError when there is none."""
+    """Role name -> log, for names equal to `role` or starting with `role-`; ConfigError if there is no such log."""
     found = {path.stem: path for path in sorted(directory.glob("*.log"))}
     if not found:
-        raise ConfigError(f"no logs at {directory}: roles write them on the host where they run")
+        raise ConfigError(f"no logs at {directory}: each role writes its log on its own host; run the command there")
     chosen = {path.stem: path for path in _matching(directory, role)}
     if not chosen:
-        raise ConfigError(f"--role {role}: no log of it at {directory}; there are: {', '.join(found)}")
+        raise ConfigError(f"--role {role}: no log of this role at {directory}. Set one of: {', '.join(found)}")
     return chosen
 
 
 def digest_rows(directory: Path) -> list[dict[str, Any]]:
-    """One row per log of a run, all its starts together; for a table."""
+    """One table row per log of a run, over all starts of the role."""
     rows = []
     for path in sorted(directory.glob("*.log")):
         digest, size = LogDigest(), 0
@@ -131,7 +131,7 @@ def digest_rows(directory: Path) -> list[dict[str, Any]]:
 
 
 def follow(directory: Path, role: str = "", *, pause_seconds: float = FOLLOW_SECONDS) -> Iterator[tuple[str, str]]:
-    """(role, line) of what is written from now on, also to logs that appear later; never ends by itself."""
+    """Yield (role, line) for each line written from now on, also to new logs; never ends."""
     offsets = {path: path.stat().st_size for path in _matching(directory, role)}
     while True:
         for path in _matching(directory, role):
@@ -145,7 +145,7 @@ def _matching(directory: Path, role: str) -> Sequence[Path]:
 
 
 def _read_from(path: Path, offset: int) -> tuple[list[str], int]:
-    """Whole lines from an offset, and where the next begins; from the start if the file was cut."""
+    """Complete lines from an offset, and the next offset; reads from the start if the file was truncated."""
     if path.stat().st_size < offset:
         offset = 0
     with path.open("rb") as log:

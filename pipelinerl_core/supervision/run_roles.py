@@ -1,4 +1,4 @@
-"""The roles of a run as supervised children: command, environment, log file. Knows nothing of Prefect."""
+"""The roles of a run as supervised child processes: command, environment, log file. Independent of Prefect."""
 
 import socket
 import time
@@ -16,26 +16,26 @@ from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import ALL, names_several
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
-from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, STOP_SECONDS, RoleReport, supervise_role
+from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
 HUB_RETURN_SECONDS = 10.0
-"""A hub that was stopped and is started again beats within this time; else the run has ended here."""
-_LOOK_SECONDS = 0.5
+"""A restarted hub writes heartbeats within this time; otherwise the run has stopped."""
+_POLL_SECONDS = 0.5
 _REPLACED_LEASES = 2.0
-"""An actor that has gone is in no hub.json after so many lease times."""
+"""After this many lease times, hub.json no longer lists an actor that has ended."""
 _HUB_FENCED_SECONDS = 10.0
-"""A hub that another start has fenced sees it and has left."""
-TRAINER_SETTLED_SECONDS = 1800.0
-"""A trainer that has lived for so long was started well."""
+"""Within this time, a hub that another start has fenced detects the fence and ends."""
+TRAINER_STABLE_SECONDS = 1800.0
+"""A trainer that has run for this long is stable (see `stable_seconds`)."""
 HUB_STOP_SECONDS = 3.0
-"""The hub stops last and keeps nothing: a shorter grace keeps the whole stop below ten seconds."""
+"""Between SIGTERM and SIGKILL of the hub, which stops last; short, so that the whole stop takes less than 10 s."""
 
 
 def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = None) -> list[EvalRecord] | None:
-    """Run the evaluator on what `version` names; None when it was stopped.
+    """Run the evaluator on the versions that `version` names; None if the evaluator was stopped.
 
-    version: first, last, all, or numbers with commas; of several, those already evaluated keep their record.
-    enough: accuracy after which, reached twice, later ones of several versions are left out.
+    version: first, last, all, or numbers with commas; of several versions, only those without a record are evaluated.
+    enough: after two versions with at least this accuracy, later versions are skipped.
     """
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
     arguments = {"version": version} | ({} if enough is None else {"enough": str(enough)})
@@ -67,58 +67,58 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
             is_done=_is_done(run, role, stop),
             is_replaced=_is_replaced(run, role, name, stop),
             stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
-            settled_seconds=settled_seconds(run.config, role),
+            stable_seconds=stable_seconds(run.config, role),
         )
     finally:
-        if role == "trainer" and stop.is_set():  # it may publish in its grace, when its flow has cleaned up already
+        if role == "trainer" and stop.is_set():  # between SIGTERM and its end, the trainer may publish again
             remove_shared_memory(run)
 
 
-def settled_seconds(config: RunConfig, role: str) -> float:
-    """After how long a process counts as started well.
+def stable_seconds(config: RunConfig, role: str) -> float:
+    """Seconds after which a process of a role counts as stable, which resets the count of restarts.
 
-    A trainer may wait ten minutes in vain for groups, or `trainer.collective_seconds` for ranks, in every life: with
-    less than that its failures would never be counted together.
+    Longer than the trainer's waits (ten minutes for groups, `trainer.collective_seconds` for ranks): otherwise each
+    failed wait would reset the count, and the trainer would restart forever.
     """
     if role not in ("trainer", "trainer_node"):
-        return SETTLED_SECONDS
-    return max(TRAINER_SETTLED_SECONDS, 2 * config.trainer.collective_seconds)
+        return STABLE_SECONDS
+    return max(TRAINER_STABLE_SECONDS, 2 * config.trainer.collective_seconds)
 
 
 def _is_replaced(run: RunContext, role: str, name: str, stop: Event) -> Callable[[], bool] | None:
-    """What is asked of a role that was fenced."""
+    """The check whether another process has replaced a fenced role; None if a fenced role never restarts."""
     if role == "actor":
-        return lambda: is_replaced(run, name, stop)
+        return lambda: actor_is_replaced(run, name, stop)
     if role == "trainer":
         return lambda: trainer_is_replaced(run, stop)
     return None
 
 
 def _is_done(run: RunContext, role: str, stop: Event) -> Callable[[], bool]:
-    """Whether a role that left by itself has nothing to come back for."""
+    """The check whether a role that ended with code 0 has finished its work."""
     if role == "evaluator":
         return lambda: True
     if role == "actor":
-        return lambda: is_over(run) or hub_has_left(run, stop)
+        return lambda: is_over(run) or hub_has_stopped(run, stop)
     return lambda: is_over(run)
 
 
-def is_replaced(run: RunContext, name: str, stop: Event) -> bool:
-    """Whether an actor that was fenced need not come back: the run goes on with the one that came, or has ended here.
+def actor_is_replaced(run: RunContext, name: str, stop: Event) -> bool:
+    """Whether a fenced actor must not restart, because another actor of its name is live, or the run has stopped.
 
-    That one may have been of another start of the run, which has lost its hub to ours and is gone by now.
+    The other actor may belong to a fenced start of the run; the wait lets that actor end first.
     """
     wait_seconds = max(_REPLACED_LEASES * run.config.placement.lease_seconds, _HUB_FENCED_SECONDS)
-    if stop.wait(wait_seconds) or is_over(run) or hub_has_left(run, stop):
+    if stop.wait(wait_seconds) or is_over(run) or hub_has_stopped(run, stop):
         return True
     hub = read_hub(run.store)
     return hub is not None and name in {key.rpartition("/")[0] for key in hub.live.get("actors", {})}
 
 
 def trainer_is_replaced(run: RunContext, stop: Event) -> bool:
-    """Whether a trainer that was fenced need not come back; Fenced if the run has gone to another start.
+    """Whether a fenced trainer must not restart; raises Fenced if another start of the run has fenced this start.
 
-    Of two starts in the same moment the one with the newer hub goes on, whosever trainer was the later one.
+    Of two simultaneous starts, the start with the newer hub continues, whichever trainer is newer.
     """
     if stop.wait(_HUB_FENCED_SECONDS) or is_over(run):
         return True
@@ -128,28 +128,28 @@ def trainer_is_replaced(run: RunContext, stop: Event) -> bool:
     raise Fenced(f"trainer: another process has taken over this run (its hub is pid {newest.pid} on {newest.host})")
 
 
-def hub_has_left(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SECONDS) -> bool:
-    """Whether nobody runs this run any more: its hub sends no beats, or is on its way out, for so long."""
+def hub_has_stopped(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SECONDS) -> bool:
+    """Whether the run has stopped: for `seconds`, its hub writes no heartbeat, or writes that it stops."""
     beats: set[float] = set()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         hub = read_hub(run.store)
         if hub is not None and is_live(hub) and hub.live.get("state") == "run":
             beats.add(hub.beat)
-        if len(beats) > 2:  # the first may be from before it was told to stop
+        if len(beats) > 2:  # the first heartbeat may be older than the request to stop
             return False
-        if stop.wait(_LOOK_SECONDS):
+        if stop.wait(_POLL_SECONDS):
             return True
     return True
 
 
 def hub_is_up(run: RunContext) -> bool:
-    """Whether the hub of the run has written where it is."""
+    """Whether the hub of the run has published its address and is live."""
     return is_live(read_hub(run.store))
 
 
 def is_over(run: RunContext) -> bool:
-    """Whether the last step is committed, or the run is to drain; before that no role leaves for good by itself."""
+    """Whether the last step is committed or a drain is requested; until then, roles that end are restarted."""
     if wants_drain(run.store):
         return True
     return is_complete(run.store, run.config.trainer.steps)

@@ -1,8 +1,8 @@
-"""A temporary directory for each process that is started here: gone with it, however it ended.
+"""A temporary directory for each supervised process, removed when the process has ended.
 
-Libraries leave sockets and files behind when they are killed (vLLM a socket for each of its channels and a meeting
-point, torch its error files). Whoever supervises a process removes them; the next start on this host removes those of
-supervisors that were killed themselves.
+Killed processes leave sockets and files behind (vLLM: the sockets of its channels and a rendezvous file, torch: error
+files). The supervisor of a process removes the directory. If a supervisor itself was killed, the next start on this
+host removes its directories.
 """
 
 import fcntl
@@ -33,47 +33,49 @@ _POLL_SECONDS = 0.02
 def own_temporary(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """`environment` of a process with a temporary directory of its own, removed at the end of the block.
 
-    The process, and whatever it has started, must have ended by then. Where none can be made, on a full disk say, it
-    has that of all: tidiness is no reason not to run.
+    The process and its child processes must have ended by then. If no directory can be created (for example on a full
+    disk), the process uses the common temporary directory.
     """
     outer = outer_temporary()
     own: dict[str, str] = {}
     with ExitStack() as stack:
         try:
-            directory = stack.enter_context(scratch_directory())
+            directory = stack.enter_context(temporary_directory())
             own = {"TMPDIR": str(directory), OUTER_TEMPORARY_VARIABLE: str(outer)}
             link_compiler_cache(directory)
         except OSError as error:
-            logger.warning("no temporary directory below %s (%s): what processes leave there stays", outer, error)
+            logger.warning(
+                "no temporary directory below %s (%s): files that processes leave there are not removed", outer, error
+            )
         yield {**environment, **own}
 
 
 def compiler_cache() -> Path:
-    """Where torch's compiler keeps what it has built, for processes that come later: torch's own default."""
+    """Cache directory of torch's compiler for this user, shared by all processes: torch's own default."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # no such user, as in some containers
+    except (KeyError, OSError):  # the user id has no name, as in some containers
         user = f"uid_{os.getuid()}"
     return outer_temporary() / f"torchinductor_{user}"
 
 
 def link_compiler_cache(directory: Path) -> None:
-    """Let processes with this temporary directory use the compiler's cache of this host.
+    """Link torch's compiler cache into a temporary directory, so that engines start without compiling again.
 
-    An engine that must build again takes longer to start. A variable names most of the cache, but not all of it.
+    A link, because torch's environment variable for the cache does not cover the whole cache.
     """
     cache = compiler_cache()
-    with suppress(OSError):  # it is only a cache
+    with suppress(OSError):  # a process works without the cache
         cache.mkdir(mode=0o700, exist_ok=True)
         (directory / cache.name).symlink_to(cache)
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A new directory with a short path for the time of the block; OSError when none can be made."""
-    place = _place(outer_temporary())
-    _remove_abandoned(place)
-    directory, lock = _make(place)
+def temporary_directory() -> Iterator[Path]:
+    """A new directory with a short path for the time of the block; OSError if no directory can be created."""
+    parent = _parent_directory(outer_temporary())
+    _remove_abandoned(parent)
+    directory, lock = _create_locked(parent)
     try:
         yield directory
     finally:
@@ -81,33 +83,34 @@ def scratch_directory() -> Iterator[Path]:
         os.close(lock)
 
 
-def _place(outer: Path) -> Path:
-    """Where the directories are made: there, unless sockets inside would have too long a path."""
+def _parent_directory(outer: Path) -> Path:
+    """Parent of the temporary directories: `outer`, or /tmp if the paths of sockets below `outer` would be too
+    long."""
     too_long = len(os.fsencode(outer)) + len(f"/{_prefix()}12345678") > _MAX_PATH_BYTES
     return _SHORT if too_long and os.access(_SHORT, os.W_OK) else outer
 
 
 def _prefix() -> str:
-    """Of the names of all such directories of this host: those of others on a shared disk are left alone."""
+    """Name prefix of this host's directories; directories of other hosts on a shared disk have other prefixes."""
     return f"prl{zlib.crc32(socket.gethostname().encode()) & 0xFFFF:04x}-"
 
 
-def _make(place: Path) -> tuple[Path, int]:
-    """A new directory, and a descriptor that holds its lock as long as this process lives."""
+def _create_locked(parent: Path) -> tuple[Path, int]:
+    """A new directory, and a descriptor that holds the directory's lock until this process ends."""
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=_prefix(), dir=place))
+        directory = Path(tempfile.mkdtemp(prefix=_prefix(), dir=parent))
         with suppress(FileNotFoundError):
             lock = os.open(directory, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if directory.exists():
                 return directory, lock
-            os.close(lock)  # somebody took it for an abandoned one, between the two lines above
+            os.close(lock)  # between mkdtemp and flock another process removed the directory as abandoned
 
 
-def _remove_abandoned(place: Path) -> None:
-    """Remove the directories of this user whose owner has ended without doing so."""
-    for directory in place.glob(f"{_prefix()}*"):
-        with suppress(OSError):  # gone, or somebody else's
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the directories of this user whose owner has ended without removing them."""
+    for directory in parent.glob(f"{_prefix()}*"):
+        with suppress(OSError):  # removed meanwhile, or owned by another user
             lock = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
@@ -118,7 +121,7 @@ def _remove_abandoned(place: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove it; a process that was killed a moment ago may still put something in."""
+    """Remove a directory; repeat, because a process that is being killed may still create files."""
     deadline = time.monotonic() + _REMOVE_SECONDS
     shutil.rmtree(directory, ignore_errors=True)
     while directory.exists() and time.monotonic() < deadline:

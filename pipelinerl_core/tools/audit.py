@@ -1,18 +1,18 @@
-"""Does a run close? From its objects alone: one fate for every group, one step for every row, whole files, lineage.
+"""Audit of a run's objects: one fate for every group, one step for every row, intact files, complete lineage.
 
-Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit 1 if anything does not close.
+Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit code 1 if a check fails (the run does not close).
 
-| check    | closes when |
-|----------|-------------|
-| commits  | 0, 1, 2, ... s count exactly once each, each of an epoch that exists; epochs name their parents |
+| check    | passes if |
+|----------|-----------|
+| commits  | each step 0, 1, ... s has exactly one counting commit, of an existing epoch; epochs name their parents |
 | groups   | every group below the frontier has exactly one fate, or is open at the last commit |
-| rows     | the rows of each step are those of its trained groups, each trained once |
-| tokens   | every commit's ledger closes, and what it calls trained and masked is what the batches before it hold |
+| rows     | the rows of each step are the rows of its trained groups, each trained once |
+| tokens   | the ledger of every commit adds up; trained and masked tokens equal the tokens in earlier batches |
 | versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
-| objects  | batch files and the newest durable weights are whole |
+| objects  | batch files and the newest durable weights are intact |
 
-Older weights, checkpoints and segments that are damaged are named, but nothing depends on them any more: a replay of
-the batches gives the weights back, and groups whose segment cannot be read are generated again.
+Damaged older weights, checkpoints and segments are reported, but do not fail the audit: a replay of the batches
+computes the weights again, and groups in unreadable segments are generated again.
 """
 
 import argparse
@@ -41,35 +41,35 @@ _SHOWN_PROBLEMS = 50
 
 
 class Audit:
-    """Reads a run once, from its first commit to its last, and collects what does not close."""
+    """Reads a run once, from the first to the last commit, and collects failed checks."""
 
     def __init__(self, store: ObjectStore, config: RunConfig) -> None:
         self._store = store
         self._config = config
         self.problems: list[str] = []
         self.damaged: list[str] = []
-        """Objects that are not whole, and are not needed for the proof."""
+        """Damaged objects that the audit does not need."""
         self._durable_weights: dict[str, str] = {}
-        """Key -> what is wrong with it, "" for nothing; in the order of the commits."""
+        """Key -> error, "" for intact weights; in the order of the commits."""
         self.num_commits = 0
         self.num_files = 0
         self.num_bytes = 0
         self.lost: list[int] = []
-        """Groups below the frontier without a fate that are not open."""
+        """Groups below the frontier that are neither decided nor open."""
         self.trained_twice: list[int] = []
         self.taken_over_tokens = 0
-        """Trained tokens whose group was finished by another actor epoch than the one that sampled them."""
+        """Trained tokens that one actor epoch sampled, in groups that another actor epoch finished."""
         self.tokens: dict[str, int] = {}
         """The token ledger of the last commit."""
         self._fates: dict[int, str] = {}
         self._found: Counter[str] = Counter()
-        """Trained and masked tokens in the batches so far."""
+        """Trained and masked tokens in the batches read so far."""
         self._trained_tokens = 0
-        """Of the trained groups so far, rollouts without a reward included."""
+        """Tokens of the trained groups so far, including rollouts without a reward."""
         self._is_one_hub = True
 
     def run(self) -> "Audit":
-        """Check everything; reading stops at nothing."""
+        """Run all checks; a failed check does not stop the audit."""
         epochs = read_epochs(self._store)
         commits = counted_commit_keys(self._store, epochs)
         self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
@@ -87,7 +87,7 @@ class Audit:
 
     @property
     def document(self) -> dict[str, Any]:
-        """For machines."""
+        """The result as a JSON-compatible document."""
         return {
             "closes": not self.problems,
             "commits": self.num_commits,
@@ -102,21 +102,21 @@ class Audit:
             "damaged": self.damaged,
         }
 
-    # ---- what counts -----------------------------------------------------------------------------------------
+    # ---- commits, groups and rows ----------------------------------------------------------------------------
 
     def _check_lineage(self, parents: Mapping[int, int | None], commits: Mapping[int, str]) -> None:
         for epoch, parent in parents.items():
             if parent is not None and (parent not in parents or parent >= epoch):
-                self._problem(f"epoch {epoch}: its parent {parent} is no earlier epoch")
+                self._problem(f"epoch {epoch}: parent {parent} is not an earlier epoch")
         missing = sorted(set(range(max(commits, default=-1) + 1)) - set(commits))
         if missing:
             self._problem(f"commits {missing[:8]} are missing below {max(commits)}")
         if not commits:
-            self._problem("there is no commit")
+            self._problem("the run has no commit")
         for key in commits.values():
             epoch = int(key.rpartition("/")[2].split(".")[1])
             if epoch not in parents:
-                self._problem(f"{key}: its epoch has no record")
+                self._problem(f"{key}: no record of epoch {epoch}")
 
     def _read(self, key: str) -> Commit | None:
         try:
@@ -128,7 +128,7 @@ class Audit:
     def _check_commit(self, step: int, commit: Commit) -> None:
         self.num_commits += 1
         if commit.step != step:
-            self._problem(f"commit {step} says it is of step {commit.step}")
+            self._problem(f"commit {step}: the record is of step {commit.step}")
         self._check_tokens(step, commit)
         rows = [row for entry in commit.batches for row in self._batch(entry)]
         self._check_fates(step, commit, rows)
@@ -139,10 +139,10 @@ class Audit:
             self._check_checkpoint(step, commit.checkpoint.epoch)
 
     def _check_tokens(self, step: int, commit: Commit) -> None:
-        """The ledger is that of the moment of reservation: it holds the steps before this one.
+        """The ledger of a commit is a snapshot of the step's reservation: it includes the earlier steps only.
 
-        A hub that was restarted may know of a trained group no more than how many tokens it had: then its ledger
-        says trained for masked ones, and only their sum can be compared.
+        A restarted hub may have only the total number of tokens of a trained group; its ledger then counts masked
+        tokens as trained, and only the sum of both can be compared.
         """
         self.tokens = tokens = dict(commit.tokens)
         if not tokens:
@@ -153,13 +153,13 @@ class Audit:
         placed = tokens["trained"] + tokens["masked_stale"]
         if not placed <= self._trained_tokens <= placed + tokens["failed"]:
             self._problem(
-                f"commit {step}: its ledger has {placed} tokens trained or masked, the groups trained before it had "
-                f"{self._trained_tokens}"
+                f"commit {step}: the ledger has {placed} tokens trained or masked, the earlier trained groups "
+                f"have {self._trained_tokens}"
             )
         for name in ("trained", "masked_stale"):
             if self._is_one_hub and tokens[name] != self._found[name]:
                 self._problem(
-                    f"commit {step}: its ledger has {tokens[name]} tokens {name}, the batches before it "
+                    f"commit {step}: the ledger has {tokens[name]} tokens {name}, the earlier batches have "
                     f"{self._found[name]}"
                 )
 
@@ -174,7 +174,7 @@ class Audit:
         for record in commit.fates:
             before = self._fates.get(record.group_id)
             if before is not None:
-                self._problem(f"commit {step}: group {record.group_id} is {record.fate}, it was {before} before")
+                self._problem(f"commit {step}: group {record.group_id} is {record.fate}, but was {before} before")
                 if record.fate == "trained" and before == "trained":
                     self.trained_twice.append(record.group_id)
             self._fates[record.group_id] = record.fate
@@ -187,13 +187,13 @@ class Audit:
                 self._problem(f"commit {step}: group {key} is trained, but its rows are not in the batch")
             elif num_tokens > record.num_tokens:
                 self._problem(
-                    f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in all"
+                    f"commit {step}: group {key} has {num_tokens} tokens in the batch, {record.num_tokens} in total"
                 )
         for key in trained:
-            self._problem(f"commit {step}: the batch holds rows of group {key}, which is not among its trained ones")
+            self._problem(f"commit {step}: the batch has rows of group {key}, which is not a trained group")
 
     def _num_live_unsampled(self, step: int, rollout: Rollout) -> int:
-        """Tokens between turns that the ledger has among the live ones: it knows of versions, not of masks."""
+        """Tokens between turns that the ledger counts as live, because the ledger has versions but no masks."""
         lag_C = step - 1 - _token_versions(rollout)
         return int(np.count_nonzero(~rollout.loss_mask & (lag_C <= self._config.schedule.max_lag)))
 
@@ -202,7 +202,7 @@ class Audit:
         if len(versions) and int(versions.max()) >= step:
             self._problem(
                 f"step {step}: group {row.rollout.group_id} has tokens of version {versions.max()}, which did not "
-                "exist when it was trained"
+                "exist when the group was trained"
             )
         lags = step - 1 - versions[row.loss_mask]
         if len(lags) and int(lags.max()) > self._config.schedule.max_lag:
@@ -234,7 +234,7 @@ class Audit:
             return []
 
     def _file(self, key: str, entry: FileEntry) -> tuple[bytes | None, str]:
-        """The bytes of an object, compared with what vouches for it, or what is wrong with them."""
+        """The bytes of an object, verified against its manifest entry; or None and the error."""
         try:
             data = self._store.get(key)
             verify(data, entry, key.rpartition("/")[0])
@@ -250,19 +250,19 @@ class Audit:
             return
         for entry in manifest.files:
             if entry.sha256 != commit.weights_sha256:
-                self._problem(f"commit {step}: its weights have another checksum than its manifest says")
+                self._problem(f"commit {step}: the checksum of the weights differs from the manifest's")
             key = f"{manifest.key}/{entry.name}"
             self._durable_weights[key] = self._file(key, entry)[1]
 
     def _check_newest_weights(self) -> None:
-        """Older ones can be made again, but those are what the run was for."""
+        """Damaged newest weights fail the audit; a replay can compute older weights again."""
         *older, newest = self._durable_weights.values() or [""]
         self.damaged += filter(None, older)
         if newest:
             self._problem(newest)
 
     def _check_checkpoint(self, step: int, epoch: int) -> None:
-        """As long as it is kept: only the newest few are."""
+        """Verify a checkpoint if it still exists (a run keeps only the newest few)."""
         prefix = checkpoint_prefix(step, epoch)
         if not self._store.exists(f"{prefix}/manifest.json"):
             return
@@ -291,7 +291,7 @@ class Audit:
 
 
 def _token_versions(rollout: Rollout) -> NDArray[np.int64]:
-    """[C] of each token, 0 where no span says; whatever the spans, where algo/staleness.py would refuse them."""
+    """[C] version of each token, 0 outside of all spans; unlike algo/staleness.py, accepts invalid spans."""
     versions_C = np.zeros(rollout.num_tokens, np.int64)
     for span in rollout.weight_spans:
         versions_C[span.start : span.end] = span.version
@@ -299,7 +299,7 @@ def _token_versions(rollout: Rollout) -> NDArray[np.int64]:
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """For people."""
+    """The result as lines of text."""
     groups = ", ".join(f"{number:,} {fate}" for fate, number in sorted(document["groups"].items()))
     tokens = ", ".join(f"{number:,} {name}" for name, number in document["tokens"].items())
     shown = document["problems"][:_SHOWN_PROBLEMS]
@@ -308,16 +308,16 @@ def lines(document: Mapping[str, Any]) -> list[str]:
         f"{document['commits']} commits, {document['files']} files of {document['bytes']:,} bytes read",
         f"groups: {groups}; lost {document['lost']}, trained twice {document['trained_twice']}",
         f"tokens at the last reservation: {tokens}",
-        f"tokens taken over from actors that were gone, and trained: {document['taken_over_tokens']:,}",
+        f"trained tokens of groups that another actor continued: {document['taken_over_tokens']:,}",
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
-        *(f"damaged, and not needed any more: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
+        *(f"damaged, but no longer needed: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
         "the run closes" if document["closes"] else "the run does not close",
     ]
 
 
 def main() -> int:
-    """Command line of the role."""
+    """Command line of the audit."""
     arguments = {**RUN, "--json": {"action": "store_true"}}
     return run_main((__doc__ or "").splitlines()[0], arguments, _audit, logs=False)
 

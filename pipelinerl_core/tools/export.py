@@ -1,4 +1,4 @@
-"""A weight version of a run as a model directory that any library reads."""
+"""Export of a weight version as a Hugging Face model directory."""
 
 import json
 import shutil
@@ -11,31 +11,31 @@ from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, DeadlineExceeded, P
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.records import WEIGHTS_FILE, Commit
 from pipelinerl_core.run.versions import find_commit
-from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
+from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
 ORIGIN = "pipelinerl.json"
-"""Beside the model: the run, the version and the sha256 of what was served."""
-# Of the starting model everything else is copied: configuration, tokenizer, chat template.
+"""File beside the model that names the run, the version and the sha256 of the weights."""
+# All other files of the starting model are copied: configuration, tokenizer, chat template.
 _OLD_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
 # Reading, merging adapters and writing take minutes for the largest models.
 _WRITE_SECONDS = 1800.0
 
 
 def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
-    """Write a durable version and the starting model's other files into a new directory; returns what ORIGIN says.
+    """Write a durable version and the starting model's other files into a directory; returns the content of ORIGIN.
 
-    version: see `find_commit`. Raises ConfigError for a directory that has something in it, a
-    version that is not durable, or a starting model that is not on this host.
+    version: see `find_commit`. Raises ConfigError if the directory is not empty, the version is not durable, or the
+    starting model is not on this host.
     """
     run = open_run(url)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory}: not an empty directory. Name one that is not there yet")
+        raise ConfigError(f"{directory}: not an empty directory. Set a directory that does not exist yet")
     source = resolve_model_path(run.config.model.path)
     if source is None:
         raise ConfigError(
-            f"model.path={run.config.model.path}: the starting model is not on this host, and its configuration and "
-            "tokenizer belong to the export. Run it where the model is"
+            f"model.path={run.config.model.path}: the starting model is not on this host, but the export needs its "
+            "configuration and tokenizer. Run the export on a host with the model"
         )
     commit = find_commit(run, version)
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns(*_OLD_WEIGHTS), dirs_exist_ok=True)
@@ -54,15 +54,15 @@ def export(url: str, directory: Path, version: str = "last") -> dict[str, Any]:
 
 
 def _write_model(run: RunContext, commit: Commit, file: Path) -> None:
-    """All weights of a version as one file; in a process of its own, because this one does not load torch.
+    """Write all weights of a version to one file, in a child process, because this process must not load torch.
 
-    On failure the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
+    On failure, the directory of the file is removed. Raises ConfigError, DeadlineExceeded or PipelineRLError.
     """
     arguments = {"run": run.store.url, "version": str(commit.step), "file": str(file)}
     try:
         with own_temporary(role_environment(run.config.placement.threads, run.token)) as own:
             ended = subprocess.run(
-                guarded(module_command("pipelinerl_core.tools.write_model", arguments)),
+                ending_with_parent(module_command("pipelinerl_core.tools.write_model", arguments)),
                 env=own, capture_output=True, text=True, check=False, timeout=_WRITE_SECONDS,
             )  # fmt: skip
         if ended.returncode != 0:

@@ -1,17 +1,17 @@
-"""Remove what a run does not need any more; the audit closes before and after.
+"""Garbage collection of a run's objects; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--json]. Never on a live run.
+Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--json]. Refused on a live run.
 
-| class    | what | removed |
-|----------|------|---------|
-| orphans  | what trainers wrote that died before their commit, or were fenced, up to the newest commit | always |
-| checkpoints | all but that of step 0 and the newest two; the newest one once the run is done | always |
-| partials | logs of groups that are decided, and all of them once the run has taken its last step | always |
-| rollouts | segments of which every group is decided: what was trained is in batches/ too | with --rollouts |
+| class    | objects | removed |
+|----------|---------|---------|
+| orphans  | up to the newest commit: objects of trainers that crashed before their commit, or were fenced | always |
+| checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
+| partials | logs of decided groups; in a finished run all logs | always |
+| rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
 
-Whether a run is live cannot be known for sure: its hub may be between two lives, its clock behind, its store slow.
-So nothing is garbage that a run which goes on from the newest commit may be writing: steps after it stay until the
-run has gone past them, and a start while the run is looked through leaves everything as it is.
+Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
+Therefore objects that a run may write when it continues from the newest commit are never garbage: objects of later
+steps stay until the run has passed these steps. If the run is started during the collection, nothing is removed.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from pipelinerl_core.run.records import Commit, batch_key, checkpoint_prefix
 
 
 class Collector:
-    """What of a run is garbage, class by class; keys in the order of their names."""
+    """Finds the garbage of a run, class by class; keys sorted by name."""
 
     def __init__(self, store: ObjectStore, config: RunConfig) -> None:
-        """Reads every commit."""
+        """Read every commit."""
         self._store = store
         self.epochs = read_epochs(store)
-        """What counts according to them; with a newer one it is something else."""
+        """Epochs that define the counting commits; a newer epoch invalidates the collection."""
         keys = counted_commit_keys(store, self.epochs)
         self._commit_keys = set(keys.values())
         self._commits: list[Commit] = [read_commit(store, key) for key in keys.values()]
@@ -50,8 +50,8 @@ class Collector:
         self._low_water = dict(last.low_water) if last is not None else {}
 
     def orphans(self) -> list[str]:
-        """Objects that no counted commit speaks of, of steps that the run has gone past."""
-        if not self._commits:  # nothing counts yet, so nothing can be told apart
+        """Objects of passed steps that no counting commit refers to."""
+        if not self._commits:
             return []
         last = self._commits[-1].step
         kept = {f"{commit.manifest.key}/" for commit in self._commits if commit.manifest and commit.manifest.key}
@@ -61,13 +61,13 @@ class Collector:
         for prefix in ("batches", "weights", "checkpoints"):
             found += [key for key in self._store.list(prefix) if f"{key.rpartition('/')[0]}/" not in kept]
         if not self._is_done:
-            # Weights of the last one too: a trainer that starts, or an actor that cannot read them, has them
-            # published once more, under a key that no commit names.
+            # Weights of the last step stay, too: a starting trainer, or an actor that cannot read the weights, makes
+            # the trainer publish the version again under a key that no commit names.
             found = [key for key in found if _step_of(key) <= last - key.startswith("weights/")]
         return sorted(found)
 
     def checkpoints(self) -> list[str]:
-        """Those that no start and no replay needs."""
+        """Checkpoints that neither a start nor a replay needs."""
         named = [commit.checkpoint for commit in self._commits if commit.checkpoint is not None]
         prefixes = list(dict.fromkeys(f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in named))
         first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
@@ -76,12 +76,12 @@ class Collector:
         return [key for key in self._store.list("checkpoints") if f"{key.rpartition('/')[0]}/" in made]
 
     def partials(self) -> list[str]:
-        """Logs that hold no open group."""
+        """Logs without an open group."""
         keys = self._store.list("partials")
         return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
 
     def rollouts(self) -> list[str]:
-        """Segments below the low-water marks: every group in them is decided."""
+        """Segments below the low-water marks, in which every group is decided."""
         found = []
         for key in self._store.list("rollouts"):
             name = parse_rollout_key(key)
@@ -98,17 +98,17 @@ class Collector:
             batches = from_segment(self._store.get(key), key)
             return {row.group_id for batch in batches for row in decode_partials(batch)}
         except SchemaMismatch:
-            return set()  # torn: nobody can take anything from it
+            return set()  # an incomplete log: no actor can continue a group from it
 
 
 def _step_of(key: str) -> int:
-    """Step of <class>/<step>.<k>...; -1 for a name that no trainer writes."""
+    """Step of a key <class>/<step>.<k>...; -1 for any other key."""
     digits = key.split("/")[1].partition(".")[0]
     return int(digits) if digits.isdecimal() else -1
 
 
 def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool) -> dict[str, list[str]]:
-    """Class -> the keys that were removed, or would be. PipelineRLError, and nothing is, if the run was started."""
+    """Class -> removed keys (`dry_run`: removable keys). If the run was started: PipelineRLError, nothing removed."""
     collector = Collector(store, config)
     garbage = {
         "orphans": collector.orphans(),
@@ -119,15 +119,15 @@ def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_r
         garbage["rollouts"] = collector.rollouts()
     if not dry_run:
         refuse_second_hub(store)
-        if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before it beats
-            raise PipelineRLError(f"{store.url}: started while it was looked through; nothing was removed")
+        if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
+            raise PipelineRLError(f"{store.url}: the run was started during the collection; nothing was removed")
         for keys in garbage.values():
             store.delete(keys)
     return garbage
 
 
 def main() -> int:
-    """Command line of the role."""
+    """Command line of the garbage collection."""
     switches = {name: {"action": "store_true"} for name in ("--rollouts", "--dry-run", "--json")}
     return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
 

@@ -1,4 +1,4 @@
-"""`pipelinerl prepare`: builds a model that a configuration names, once, without any network.
+"""`pipelinerl prepare`: build the built-in model of a configuration into the cache, without network access.
 
 Run: python -m pipelinerl_core.tools.prepare --model builtin:sums [--json]
 """
@@ -20,14 +20,14 @@ from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLErro
 from pipelinerl_core.prompts.sums import demonstrations
 
 LOCK_SECONDS = 900.0
-"""Longest wait for another process that builds the same model; it takes about a minute."""
+"""Longest wait for another process that builds the same model; a build takes about a minute."""
 LOCK_POLL_SECONDS = 0.2
 
 
 def prepare(path: str, report: Callable[[str], None]) -> Path:
-    """The directory of the model `path` names, built first where it is a built-in one that is not there yet.
+    """The directory of the model that `path` names; a missing built-in model is built first.
 
-    Raises ConfigError when there is nothing to build it from.
+    Raises ConfigError if `path` is neither a directory nor a built-in model.
     """
     directory = resolve_model_path(path)
     if directory is not None:
@@ -39,19 +39,19 @@ def prepare(path: str, report: Callable[[str], None]) -> Path:
 
 
 def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
-    """Build a model into the cache unless it is there; of several processes one builds and the others wait."""
+    """Build a model into the cache unless the cache has it; of several processes, one builds and the others wait."""
     directory = model_directory(recipe)
     if directory.is_dir():
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock"), report):
-        if directory.is_dir():  # built while we waited
+        if directory.is_dir():  # another process has built the model meanwhile
             return directory
         partial = directory.with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir()
         report(f"building {directory}")
-        warm_start = import_module("pipelinerl_core.training.warm_start")  # torch: only when there is work for it
+        warm_start = import_module("pipelinerl_core.training.warm_start")  # imports torch, which takes seconds
         warm_start.build_model(recipe, demonstrations(recipe), partial, report)
         (partial / "recipe.json").write_text(recipe.model_dump_json(indent=2) + "\n", encoding="ascii")
         partial.rename(directory)
@@ -60,9 +60,9 @@ def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock that the kernel releases with the process. Raises DeadlineExceeded."""
+    """Hold an exclusive file lock, which the kernel releases when the process ends. Raises DeadlineExceeded."""
     deadline = time.monotonic() + LOCK_SECONDS
-    told = False
+    reported = False
     with path.open("w") as file:
         while True:
             try:
@@ -71,18 +71,18 @@ def _locked(path: Path, report: Callable[[str], None]) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded(
-                        f"waited {LOCK_SECONDS:.0f} s for {path}, where another process builds the same model. "
-                        "End that process, or wait for it and call again"
+                        f"waited {LOCK_SECONDS:.0f} s for {path}: another process builds the same model. "
+                        "End the other process, or wait until it has ended, and call again"
                     ) from None
-            if not told:
+            if not reported:
                 report(f"another process builds the same model; waiting for {path}")
-                told = True
+                reported = True
             time.sleep(LOCK_POLL_SECONDS)
         yield
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command: the model's directory on stdout, progress on stderr; returns the exit status."""
+    """Command line: prints the model's directory to stdout and progress to stderr; returns the exit code."""
     parser = argparse.ArgumentParser(prog="pipelinerl prepare", description="Build the model of a configuration.")
     parser.add_argument("--model", default="builtin:sums", help="model.path of the configuration")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -107,7 +107,7 @@ def _to_stderr(line: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: a build shares its cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: other processes use the cores too
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

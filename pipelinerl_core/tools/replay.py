@@ -1,7 +1,7 @@
-"""`pipelinerl replay`: train recorded batches again and compare with what was committed.
+"""`pipelinerl replay`: train recorded batches again and compare the results with the commits.
 
-With other settings of loss or learner it is a study: what another objective would have made of the recorded stream.
-Advantages and loss weights are those that were recorded.
+With overrides of loss or learner, a replay is an offline study of another objective on the recorded batches, with the
+recorded advantages and loss weights.
 """
 
 import argparse
@@ -29,21 +29,21 @@ from pipelinerl_core.telemetry.metrics import short_key
 
 logger = logging.getLogger(__name__)
 
-# Sections that a replay may change.
+# Sections that the overrides of a replay may change.
 _STUDIED = ("loss", "learner")
 
 
 def replay_run(
     url: str, first: int | None, last: int | None, overrides: Sequence[str] = ()
 ) -> Iterator[ReplayedStep]:
-    """Replay steps first..last of a run (all of them by default), perhaps with another loss or learner."""
+    """Replay steps first..last of a run (default: all), with overrides of loss and learner. Raises ConfigError."""
     context = open_run(url)
     for override in overrides:
         if override.partition(".")[0] not in _STUDIED:
-            raise ConfigError(f"{override}: a replay can change {' and '.join(_STUDIED)} only, the data are recorded")
+            raise ConfigError(f"{override}: a replay can only change keys of {' and '.join(_STUDIED)}")
     commits = counted_commit_keys(context.store, read_epochs(context.store))
     if not commits or max(commits) < 1:
-        raise ConfigError(f"{url}: no step is committed, there is nothing to replay")
+        raise ConfigError(f"{url}: no step is committed, so a replay has no batches")
     end = min(last if last is not None else max(commits), max(commits))
     begin = max(1, first if first is not None else 1)
     if begin > end:
@@ -55,7 +55,7 @@ def replay_run(
         learner = learners.build(context.config)
         restore(context.store, learner, commits, begin - 1)
         start = learner.version
-        if overrides:  # up to the first step it is the run itself
+        if overrides:  # up to the first step, replay with the recorded settings
             for _ in replay_steps(context.store, learner, commits, begin - 1):
                 pass
             state = learner.state()
@@ -68,26 +68,26 @@ def replay_run(
 
 
 def _check_advantages(recorded: LossConfig, studied: LossConfig) -> None:
-    """Raises ConfigError when the loss would read the recorded advantages as what they are not."""
+    """Raise ConfigError if the studied loss needs other advantages than the recorded advantages."""
     if (recorded.advantage == "value") != (studied.advantage == "value"):
         raise ConfigError(
-            f"loss.advantage={studied.advantage}: the recorded advantages are those of {recorded.advantage}. "
-            "Start a new run to learn with a value head, or without one"
+            f"loss.advantage={studied.advantage}: the run recorded advantages of {recorded.advantage}. "
+            "Start a new run to add or remove a value head"
         )
     if studied.kind == "gspo" and (recorded.advantage == "turn") != (studied.advantage == "turn"):
         raise ConfigError(
-            f"loss.advantage={studied.advantage}: the recorded advantages are those of {recorded.advantage}, and "
-            f"loss.kind=gspo computes its gradient otherwise for turns. Set loss.advantage={recorded.advantage} too"
+            f"loss.advantage={studied.advantage}: the run recorded advantages of {recorded.advantage}, and the "
+            f"gradient of loss.kind=gspo differs for turns. Set loss.advantage={recorded.advantage} too"
         )
 
 
 def _check_adapters(recorded: LearnerConfig, studied: LearnerConfig) -> None:
-    """Raises ConfigError when other tensors would be trained than the recorded checkpoint holds."""
+    """Raise ConfigError if the study would train other tensors than the recorded checkpoint has."""
     for key in ("lora_rank", "lora_targets"):
         if getattr(recorded, key) != getattr(studied, key):
             raise ConfigError(
-                f"learner.{key}: a replay goes on from a recorded checkpoint, and has its adapters or none. "
-                "Leave it out, or start a new run"
+                f"learner.{key}: a replay starts from a recorded checkpoint and must train the same tensors. "
+                f"Remove learner.{key}, or start a new run"
             )
 
 
@@ -101,7 +101,7 @@ _ARGUMENTS: Arguments = {
 
 
 def main() -> int:
-    """Command line of the role."""
+    """Command line of the replay."""
     return run_main(__doc__, _ARGUMENTS, _replay)
 
 

@@ -1,4 +1,4 @@
-"""Run the replay role for a flow: its JSON document, its output in the log, and nothing left when the flow ends."""
+"""Run a replay in a child process for a flow; the child ends with the flow."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelinerl_core.errors import EXIT_CONFIG, ConfigError, PipelineRLError
 from pipelinerl_core.run.context import RunContext, log_directory
-from pipelinerl_core.supervision.role_commands import guarded, module_command, role_environment
+from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,10 @@ _TAIL_CHARS = 2000
 
 
 def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Replay steps (0: the first, the last) of a run in a child process; PipelineRLError when a step differs."""
+    """Replay steps of a run in a child process and return its JSON document.
+
+    from_step, to_step: 0 for the first and the last step. Raises ConfigError, or PipelineRLError if a step differs.
+    """
     steps = {"from-step": from_step, "to-step": to_step}
     arguments = {"run": run.store.url} | {name: str(step) for name, step in steps.items() if step}
     log_path = log_directory(run.store.url, run.run_id) / "replay.log"
@@ -26,7 +29,7 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
     environment = role_environment(run.config.placement.threads, run.token)
     with log_path.open("wb") as log, own_temporary(environment) as own:
         process = subprocess.Popen(
-            guarded([*module_command("pipelinerl_core.tools.replay", arguments), "--json", *overrides]),
+            ending_with_parent([*module_command("pipelinerl_core.tools.replay", arguments), "--json", *overrides]),
             env=own,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -35,7 +38,7 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
         )
         try:
             output = _wait(process)
-        finally:  # a cancelled flow run must not leave it behind
+        finally:  # a cancelled flow run must not leave the child running
             process.kill()
             process.wait()
     last = log_path.read_text()[-_TAIL_CHARS:].strip()
@@ -52,7 +55,7 @@ def replay_run(run: RunContext, from_step: int, to_step: int, overrides: Sequenc
 
 
 def _wait(process: "subprocess.Popen[str]") -> str:
-    """Its output; in short waits, so that a signal to the flow is answered at once."""
+    """The output of the process; short waits, so that the flow handles signals at once."""
     while True:
         try:
             return process.communicate(timeout=_POLL_SECONDS)[0]

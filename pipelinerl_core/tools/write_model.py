@@ -15,10 +15,10 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
 def write_model(context: RunContext, version: str, file: Path) -> None:
-    """Write all weights of a version to `file`, in the type of the run; adapters are merged into the starting model.
+    """Write all weights of a version to `file`, in the data type of the run, adapters merged into the starting model.
 
-    The header has the note `format: pt`, which many readers of safetensors files require. Raises ConfigError for a
-    version that is not durable, StoreError for one that is damaged or whose base model is not the one that is here.
+    The header has the metadata `format: pt`, which many readers of safetensors files require. Raises ConfigError if
+    the version is not durable, StoreError if it is damaged or was trained from another base model than this host's.
     """
     manifest = find_commit(context, version).manifest
     assert manifest is not None
@@ -37,7 +37,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Command line of the role."""
+    """Command line of the export's child process."""
     version = {"required": True, "help": "last, or the number of a durable version"}
     file = {"type": Path, "required": True, "help": "where to write"}
     return run_main(__doc__, {**RUN, "--version": version, "--file": file}, _merge)

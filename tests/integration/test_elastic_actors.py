@@ -42,7 +42,7 @@ def refusal(url, log, token):
 def test_actors_come_and_go_and_nothing_is_lost(tmp_path, prepared_model):
     url, log, refused = f"file://{tmp_path}/run", tmp_path / "roles.log", tmp_path / "refused.log"
     make_run(url, *SETTINGS)
-    assert "nobody runs this run" in refusal(url, refused, TOKEN)
+    assert "this run is not live" in refusal(url, refused, TOKEN)
     with role("hub", url, log), role("trainer", url, log) as trainer:
         wait_for((tmp_path / "run" / "hub.json").exists, "the hub")
         assert "PIPELINERL_TOKEN is not set" in refusal(url, refused, "")

@@ -75,7 +75,8 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path):
 def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr("pipelinerl.flows.cli.local_server.sys.executable", "/bin/false")
     monkeypatch.setattr(
-        "pipelinerl.flows.cli.local_server.guarded", lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"]
+        "pipelinerl.flows.cli.local_server.ending_with_parent",
+        lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"],
     )
     with (
         pytest.raises(Exception, match=r"ended with code 1; set PREFECT_API_URL(.|\n)*no such port"),

@@ -208,7 +208,7 @@ def test_a_crash_is_tried_again_twice_and_spares_the_others(make_scorer, prompt)
     results = run(make_scorer(), "ok", "crash", "ok", "ok", prompt=prompt)
     assert [results[0], *results[2:]] == [1.0] * 3
     assert isinstance(results[1], RewardError)
-    assert "died 3 times over it (exit code -11)" in str(results[1])
+    assert "died 3 times on this text (exit code -11)" in str(results[1])
     assert started(prompt, "crash") == 3
 
 
@@ -260,7 +260,7 @@ def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt):
 def test_a_reply_that_is_no_answer_ends_the_process_and_nothing_else(make_scorer, prompt, reply):
     forged, *others = run(make_scorer(), f"reply {reply}", "ok", "zero", prompt=prompt)
     assert isinstance(forged, RewardError)
-    assert "died 3 times over it" in str(forged)
+    assert "died 3 times on this text" in str(forged)
     assert others == [1.0, 0.0]
 
 

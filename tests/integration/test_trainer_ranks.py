@@ -121,7 +121,7 @@ def test_a_rank_that_stands_still_is_a_lost_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("loss.kind=gspo", "a resume goes on with the same run"),
+        ("loss.kind=gspo", "a resume can change only"),
         ("trainer.ranks=0", "trainer.ranks=0"),
     ],
 )

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CANCEL_SECONDS = 120.0
 """Within which a cancelled run leaves nothing behind."""
-SETTLED_SECONDS = 5.0
+STABLE_SECONDS = 5.0
 """A worker asks for work every two seconds."""
 
 
@@ -201,7 +201,7 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     def stays_given_up() -> bool:
         """The word may come too late to stop a start; then the next count has begun."""
         before = state_names()
-        time.sleep(SETTLED_SECONDS)
+        time.sleep(STABLE_SECONDS)
         return state_names() == before and before[-1] == "GivenUp"
 
     def state_names() -> list[str]:

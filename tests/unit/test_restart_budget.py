@@ -36,7 +36,7 @@ def test_a_limit_of_0_allows_none(clock):
 
 
 def test_a_life_as_long_as_the_settled_time_resets_the_count(clock):
-    budget = RestartBudget(2, "", clock=clock, settled_seconds=600.0)
+    budget = RestartBudget(2, "", clock=clock, stable_seconds=600.0)
     for _ in range(2):
         clock.now += 599.0
         assert budget.take()
@@ -47,7 +47,7 @@ def test_a_life_as_long_as_the_settled_time_resets_the_count(clock):
 
 
 def test_the_first_life_counts_as_the_others_do(clock):
-    budget = RestartBudget(1, "", clock=clock, settled_seconds=600.0)
+    budget = RestartBudget(1, "", clock=clock, stable_seconds=600.0)
     clock.now += 600.0
     assert taken(budget, 2) == [True, False]
 

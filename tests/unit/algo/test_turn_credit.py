@@ -222,7 +222,7 @@ def test_other_than_one_advantage_per_turn_is_refused():
 
 
 def test_what_the_turns_do_not_read_is_refused():
-    with pytest.raises(ConfigError, match=r"loss.value_coefficient=0.5 is not read with loss.advantage=turn"):
+    with pytest.raises(ConfigError, match=r"loss.value_coefficient=0.5 is not used with loss.advantage=turn"):
         load_config("quickstart", ["loss.advantage=turn", "loss.value_coefficient=0.5"])
     with pytest.raises(ConfigError, match=r"loss.advantage"):
         load_config("quickstart", ["loss.advantage=turns"])

@@ -36,7 +36,7 @@ def test_a_file_has_a_table_per_arm_and_its_values_reach_the_configuration(tmp_p
     assert (config.engine.pace, config.prompts.lengths) == (False, (2, 3))
 
 
-@pytest.mark.parametrize(("text", "word"), [("[one", "TOML"), ("trainer = 3", "no table"), ("['a b']", "name")])
+@pytest.mark.parametrize(("text", "word"), [("[one", "TOML"), ("trainer = 3", "not a table"), ("['a b']", "name")])
 def test_a_file_without_arms_is_refused(tmp_path, text, word):
     path = tmp_path / "arms.toml"
     path.write_text(text)

@@ -50,5 +50,5 @@ def test_a_role_without_a_place_is_refused_by_name(name):
 
 def test_a_system_that_cannot_do_it_is_refused(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
-    with pytest.raises(ConfigError, match=r"only Linux does\. Set placement\.cores=shared"):
+    with pytest.raises(ConfigError, match=r"only Linux can\. Set placement\.cores=shared"):
         own_cores(config(), "trainer")

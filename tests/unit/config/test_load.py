@@ -62,7 +62,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
         ("learner.lora_alpha=16", "Set learner.lora_rank too"),
         ('learner.lora_targets=["q_proj"]', "Set learner.lora_rank too"),
-        ("weights.content=adapters", "with learner.lora_rank=0 there are none. Set learner.lora_rank too"),
+        ("weights.content=adapters", "but learner.lora_rank=0 trains no adapters. Set learner.lora_rank too"),
         ("trainer.ranks=0", "greater than or equal to 1"),
         ("rollouts.top_p=0.9", "Set rollouts.top_p=1"),
         ("rollouts.group_size=1", "rollouts.group_size=1"),
@@ -86,7 +86,7 @@ def test_a_resume_may_change_what_a_run_is_computed_on_and_nothing_else():
     assert changed.learner.lr == 1e-3  # another kind of learner has the same keys
     assert changed.arithmetic != config.arithmetic
     for override in ("loss.kind=gspo", "learner.lr=1", "trainer.steps=5", "seed=3"):
-        with pytest.raises(ConfigError, match="a resume goes on with the same run"):
+        with pytest.raises(ConfigError, match="a resume can change only"):
             resume_config(config, [override])
 
 
@@ -160,7 +160,7 @@ def test_adapters_alone_are_not_broadcast():
     adapters = ["learner.lora_rank=8", "weights.content=adapters"]
     load_config("quickstart", [*adapters, "weights.transport=object_store"])
     with pytest.raises(
-        ConfigError, match=r"weights.content=adapters are to be merged first\. Set weights.transport=shm"
+        ConfigError, match=r"weights.content=adapters must be merged first\. Set weights.transport=shm"
     ):
         load_config("quickstart", [*adapters, "weights.transport=nccl", "engine.kind=vllm"])
 

@@ -106,7 +106,7 @@ def test_a_mistake_is_one_line(tmp_path, name, content, options, message):
 
 def test_a_verifier_of_other_prompts_is_refused(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match=r"reward\.kind=reasoning_gym scores only its own tasks"):
+    with pytest.raises(ConfigError, match=r"reward\.kind=reasoning_gym scores only reasoning-gym tasks"):
         build_source(
             build_config({"prompts": {"kind": "file", "path": str(path)}, "reward": {"kind": "reasoning_gym"}})
         )

@@ -1,4 +1,4 @@
-"""Wishes are seen whatever happens while they are looked for."""
+"""A drain request is read even if earlier reads have failed."""
 
 import threading
 

@@ -35,5 +35,5 @@ def test_a_resume_changes_the_run_only_when_it_starts(tmp_path, url):
 
 
 def test_a_resume_with_other_settings_is_refused(tmp_path, url):
-    with pytest.raises(ConfigError, match="a resume goes on with the same run"):
+    with pytest.raises(ConfigError, match="a resume can change only"):
         resume_job(url, ["trainer.steps=9"], str(tmp_path))

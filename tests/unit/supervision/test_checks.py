@@ -58,7 +58,7 @@ def test_a_learner_that_is_not_installed_is_refused_before_anything_starts(monke
 def test_completions_longer_than_the_models_context_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64, "vocab_size": 8}')
     model = f"model.path={tmp_path}"
-    with pytest.raises(ConfigError, match=r"rollouts.max_tokens=64: the model was made for sequences of 64 tokens"):
+    with pytest.raises(ConfigError, match=r"rollouts.max_tokens=64: the context of the model has 64 tokens"):
         checks.check_model(config(model, "rollouts.max_tokens=64"))
     checks.check_model(config(model, "rollouts.max_tokens=63"))
     (tmp_path / "config.json").write_text("{")
@@ -118,11 +118,11 @@ def test_a_reference_that_is_missing_unread_or_of_another_vocabulary_is_one_line
         (directory / "config.json").write_text(json.dumps({"vocab_size": size}))
     given = (f"model.path={model}", "loss.kl_coefficient=0.1")
     checks.check_model(config(*given, f"loss.ref_model={model}"))
-    with pytest.raises(ConfigError, match=r"its vocabulary has 18 tokens, that of model\.path 17"):
+    with pytest.raises(ConfigError, match=r"its vocabulary has 18 tokens, the vocabulary of model\.path has 17"):
         checks.check_model(config(*given, f"loss.ref_model={other}"))
     with pytest.raises(ConfigError, match="no Hugging Face model there"):
         checks.check_model(config(*given, f"loss.ref_model={tmp_path}"))
-    with pytest.raises(ConfigError, match=r"is not read with loss\.kl_coefficient=0"):
+    with pytest.raises(ConfigError, match=r"is not used with loss\.kl_coefficient=0"):
         config(f"loss.ref_model={model}")
 
 

@@ -177,7 +177,7 @@ def test_roles_are_chosen_by_name_or_kind(tmp_path):
         write(tmp_path / f"{name}.log", 1)
     assert list(log_files(tmp_path, "actor")) == ["actor-0", "actor-1"]
     assert list(log_files(tmp_path, "actor-1")) == ["actor-1"]
-    with pytest.raises(ConfigError, match=r"--role act: no log of it.*actor-0, actor-1, hub"):
+    with pytest.raises(ConfigError, match=r"--role act: no log of this role.*actor-0, actor-1, hub"):
         log_files(tmp_path, "act")
     with pytest.raises(ConfigError, match="no logs at"):
         log_files(tmp_path / "nowhere")

@@ -93,7 +93,7 @@ def test_failures_before_a_long_life_are_not_counted(tmp_path):
     program = COUNT + "time.sleep(0.3 * (n == 3))\nsys.exit(7 * (n < 6))"
     with pytest.raises(RoleFailed, match="after 2 restarts"):
         run(tmp_path / "a", COUNT + "sys.exit(7 * (n < 6))")
-    report = run(tmp_path / "b", program, settled_seconds=0.25, max_restarts=3)
+    report = run(tmp_path / "b", program, stable_seconds=0.25, max_restarts=3)
     assert report.restarts == 5
 
 
@@ -106,7 +106,7 @@ def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, monkeypat
     run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
     run_roles.supervise(run, "trainer", "trainer", {}, threading.Event())
     start_seconds = 300.0
-    assert given["settled_seconds"] > start_seconds + max(RESERVE_DEADLINE_SECONDS, collective_seconds)
+    assert given["stable_seconds"] > start_seconds + max(RESERVE_DEADLINE_SECONDS, collective_seconds)
 
 
 def test_a_killed_role_is_restarted_and_named_by_its_signal(tmp_path):
@@ -139,7 +139,7 @@ def test_an_actor_whose_place_was_taken_is_started_again_once_that_place_is_free
 
 
 def test_an_actor_that_is_fenced_again_and_again_is_given_up(tmp_path):
-    with pytest.raises(RoleFailed, match="its place is free again, after 2 restarts"):
+    with pytest.raises(RoleFailed, match="the process that replaced the role has ended, after 2 restarts"):
         run(tmp_path, COUNT + "sys.exit(3)", is_replaced=lambda: False)
 
 
@@ -212,8 +212,10 @@ def test_a_stop_during_the_backoff_ends_the_supervision(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "FIRST_BACKOFF_SECONDS", 30.0)
     monkeypatch.setattr(supervise, "LAST_BACKOFF_SECONDS", 30.0)
     lives = []
-    start = supervise._Life.__init__
-    monkeypatch.setattr(supervise._Life, "__init__", lambda self, *args: (lives.append(self), start(self, *args))[1])
+    start = supervise._RoleProcess.__init__
+    monkeypatch.setattr(
+        supervise._RoleProcess, "__init__", lambda self, *args: (lives.append(self), start(self, *args))[1]
+    )
     report, seconds = stop_when_started(tmp_path, WRITE_PID + "sys.exit(1)")
     assert report.stopped
     assert seconds < 15

@@ -13,7 +13,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory
 from pipelinerl_core.supervision import temporary_directories
-from pipelinerl_core.supervision.temporary_directories import compiler_cache, own_temporary, scratch_directory
+from pipelinerl_core.supervision.temporary_directories import compiler_cache, own_temporary, temporary_directory
 
 ROOT = Path(__file__).parents[3]
 # What vLLM calls its sockets.
@@ -59,7 +59,7 @@ for n in range(300):
 
 def test_it_goes_although_something_still_writes_into_it(outer, monkeypatch):
     monkeypatch.setattr(temporary_directories, "_REMOVE_SECONDS", 30.0)
-    with scratch_directory() as directory:
+    with temporary_directory() as directory:
         command = [sys.executable, "-I", "-S", "-c", STRAGGLER, str(directory)]
         straggler = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert straggler.stdout is not None
@@ -72,7 +72,7 @@ def test_it_goes_although_something_still_writes_into_it(outer, monkeypatch):
 
 OWNER = """
 import time, pipelinerl_core.supervision.temporary_directories
-with pipelinerl_core.supervision.temporary_directories.scratch_directory() as directory:
+with pipelinerl_core.supervision.temporary_directories.temporary_directory() as directory:
     print(directory, flush=True)
     time.sleep(60)
 """
@@ -83,11 +83,11 @@ def test_the_directory_of_a_killed_supervisor_goes_at_the_next_start_and_a_live_
     assert owner.stdout is not None
     with owner.stdout:
         abandoned = Path(owner.stdout.readline().strip())
-    with scratch_directory() as other:
+    with temporary_directory() as other:
         assert {abandoned, other} == set(outer.iterdir()), "its owner lives"
         owner.kill()
         owner.wait(10)
-        with scratch_directory() as newest:
+        with temporary_directory() as newest:
             assert {other, newest} == set(outer.iterdir())
     assert list(outer.iterdir()) == []
 
@@ -112,7 +112,7 @@ def test_a_directory_that_is_taken_for_an_abandoned_one_while_it_is_made_is_made
         lock(descriptor, how)
 
     monkeypatch.setattr(temporary_directories.fcntl, "flock", late)
-    with scratch_directory() as directory:
+    with temporary_directory() as directory:
         assert [directory] == list(outer.iterdir()) != taken
 
 
@@ -139,7 +139,7 @@ def test_compiled_code_is_there_for_the_next_process(outer, monkeypatch):
 MANY = """
 import pipelinerl_core.supervision.temporary_directories
 for _ in range(40):
-    with pipelinerl_core.supervision.temporary_directories.scratch_directory() as directory:
+    with pipelinerl_core.supervision.temporary_directories.temporary_directory() as directory:
         (directory / "x").touch()
 """
 

@@ -18,7 +18,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.run.records import EpochRecord
 from pipelinerl_core.supervision import run_roles
-from pipelinerl_core.supervision.supervise import SETTLED_SECONDS, RoleFailed
+from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
 
 
 class Server:
@@ -93,7 +93,7 @@ def test_a_long_life_starts_the_count_again(server, monkeypatch):
     monkeypatch.setattr(placement.time, "monotonic", lambda: now[0])
     actor = member(max_restarts=1)
     for num_runs in range(2, 6):
-        now[0] += SETTLED_SECONDS
+        now[0] += STABLE_SECONDS
         server.states[server.newest] = Crashed()
         assert not actor.has_ended()
         assert len(server.states) == num_runs
@@ -173,9 +173,9 @@ def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states,
     runs = Runs(states)
     monkeypatch.setattr(run_roles, "read_hub", runs.read)
     monkeypatch.setattr(run_roles, "is_live", lambda hub: hub.live["state"] != "stopped")
-    monkeypatch.setattr(run_roles, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(run_roles, "_POLL_SECONDS", 0.001)
     assert (
-        run_roles.hub_has_left(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
+        run_roles.hub_has_stopped(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
         is has_left
     )
 
@@ -184,7 +184,7 @@ def test_waiting_for_a_hub_ends_with_the_flow(monkeypatch):
     stop = threading.Event()
     stop.set()
     monkeypatch.setattr(run_roles, "read_hub", lambda store: None)
-    assert run_roles.hub_has_left(SimpleNamespace(store=None), stop, seconds=60.0)
+    assert run_roles.hub_has_stopped(SimpleNamespace(store=None), stop, seconds=60.0)
 
 
 class Worker:
@@ -235,16 +235,16 @@ def test_a_fenced_actor_comes_back_if_the_run_lives_without_one_of_its_name(monk
     monkeypatch.setattr(run_roles, "read_hub", runs.read)
     monkeypatch.setattr(run_roles, "is_live", lambda hub: True)
     monkeypatch.setattr(run_roles, "is_over", lambda run: states == ["done"])
-    monkeypatch.setattr(run_roles, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(run_roles, "_POLL_SECONDS", 0.001)
     run = SimpleNamespace(store=None, config=build_config({"placement": {"lease_seconds": 0.01}}))
     name = "actor-0" if is_replaced else "actor-1"
-    assert run_roles.is_replaced(run, name, threading.Event()) is is_replaced
+    assert run_roles.actor_is_replaced(run, name, threading.Event()) is is_replaced
 
 
 def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
     stop = threading.Event()
     stop.set()
-    assert run_roles.is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
+    assert run_roles.actor_is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
 
 
 def crew_of(kind: str) -> Crew:

@@ -161,28 +161,28 @@ def lose_a_group(store):
 FAULTS = {
     "a commit is gone": (lambda s: s.delete([commit_key(2, EPOCH)]), "commits \\[2\\] are missing below 3"),
     "a commit is torn": (lambda s: s.put(commit_key(2, EPOCH), b"{"), "commits/00000002.2.json: cannot be read"),
-    "an epoch is gone": (lambda s: s.delete([epoch_key(EPOCH)]), "its epoch has no record"),
+    "an epoch is gone": (lambda s: s.delete([epoch_key(EPOCH)]), "no record of epoch 2"),
     "a group has no fate": (lose_a_group, r"1 groups have no fate and are not open: \[3\]"),
     "a group is trained twice": (
         lambda s: change(s, 3, fates=(*fates(3), fates(2)[0])),
-        "commit 3: group 2 is trained, it was trained before",
+        "commit 3: group 2 is trained, but was trained before",
     ),
     "an open group was decided": (lambda s: change(s, 3, open_groups=(5, 6)), "group 5 is open at the end, but was"),
     "rows of another attempt": (lambda s: change(s, 2, fates=fates(2, attempt=1)), r"group \(2, 1\) is trained, but"),
-    "rows that nobody decided": (lambda s: change(s, 2, fates=fates(2)[:1]), r"holds rows of group \(3, 0\)"),
+    "rows that nobody decided": (lambda s: change(s, 2, fates=fates(2)[:1]), r"has rows of group \(3, 0\)"),
     "tokens that do not add up": (
         lambda s: change(s, 3, tokens={**ledger(3), "in_flight": 9}),
         "77 tokens generated, 81 accounted for",
     ),
     "tokens that no batch holds": (
         lambda s: change(s, 3, tokens={**ledger(3), "trained": 40, "masked_stale": 8}),
-        "its ledger has 40 tokens trained, the batches before it 48",
+        "the ledger has 40 tokens trained, the earlier batches have 48",
     ),
     "tokens from the future": (lambda s: put_rows(s, 2, rows_of(2, version=2)), "tokens of version 2, which did not"),
     "tokens too old": (lambda s: put_rows(s, 3, rows_of(3, version=0)), "was trained with a lag of 2"),
     "more tokens than the group had": (
         lambda s: change(s, 2, fates=tuple(fate.model_copy(update={"num_tokens": 11}) for fate in fates(2))),
-        "has 12 tokens in the batch, 11 in all",
+        "has 12 tokens in the batch, 11 in total",
     ),
     "a batch file flipped": (lambda s: flip(s, batch_key(2, EPOCH, rank=0)), "sha256 .* the manifest says"),
     "a batch file gone": (lambda s: s.delete([batch_key(2, EPOCH, rank=0)]), "batches/00000002.2/0000.arrow"),
@@ -192,7 +192,7 @@ FAULTS = {
     ),
     "weights of another checksum": (
         lambda s: change(s, 1, weights_sha256="0" * 64),
-        "commit 1: its weights have another checksum",
+        "commit 1: the checksum of the weights differs",
     ),
 }
 
@@ -235,7 +235,7 @@ def test_damage_that_takes_nothing_away_is_named_and_the_run_closes(store, damag
     assert (document["closes"], document["problems"]) == (True, [])
     (found,) = document["damaged"]
     assert re.search(message, found)
-    assert lines(document)[-2:] == [f"damaged, and not needed any more: {found}", "the run closes"]
+    assert lines(document)[-2:] == [f"damaged, but no longer needed: {found}", "the run closes"]
 
 
 def test_masked_tokens_may_be_of_any_age(store):
@@ -266,7 +266,7 @@ def test_tokens_between_turns_count_with_their_version_as_in_the_ledger(store):
 
 
 def test_a_store_without_a_run_does_not_close():
-    assert problems(MemoryStore()) == ["there is no commit"]
+    assert problems(MemoryStore()) == ["the run has no commit"]
 
 
 def put_hub(store):

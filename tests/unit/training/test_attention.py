@@ -251,7 +251,10 @@ def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["learner.attention=varlen"], "no float32, but model.dtype=float32. Set learner.attention=auto or flex"),
+        (
+            ["learner.attention=varlen"],
+            "does not support float32, but model.dtype=float32. Set learner.attention=auto or flex",
+        ),
         (["learner.attention=flex"], "model.device=auto with engine.kind=embedded is the CPU"),
         (["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"], "is the CPU"),
         (["learner.attention=flash"], "'auto', 'padded', 'varlen' or 'flex'"),

@@ -220,7 +220,7 @@ def test_alpha_defaults_to_twice_the_rank():
 
 
 def test_a_replay_cannot_study_other_adapters():
-    with pytest.raises(ConfigError, match=r"learner\.lora_rank: a replay goes on from a recorded checkpoint"):
+    with pytest.raises(ConfigError, match=r"learner\.lora_rank: a replay starts from a recorded checkpoint"):
         _check_adapters(config().learner, lora_config().learner)
 
 

@@ -110,7 +110,7 @@ def test_cutting_a_step_into_packs_changes_no_gradient():
 
 def test_a_coefficient_that_nothing_reads_is_refused():
     with pytest.raises(
-        ConfigError, match=r"loss.value_coefficient=0.5 is not read with loss.advantage=leave_one_out"
+        ConfigError, match=r"loss.value_coefficient=0.5 is not used with loss.advantage=leave_one_out"
     ):
         load_config("quickstart", ["loss.value_coefficient=0.5"])
     assert load_config("quickstart", ["loss.value_coefficient=0.5", "loss.advantage=value"]).loss.advantage == "value"
