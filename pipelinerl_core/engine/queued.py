@@ -4,7 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from pipelinerl_core.engine.sequence import OpenSequence, check_request
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.types import Chunk, EngineRequest
 
+KVPolicy = Literal["keep", "recompute", "drain"]
+"""What a swap does with the KV cache of running sequences (`engine.kv`)."""
 SequenceT = TypeVar("SequenceT", bound=OpenSequence)
 
 

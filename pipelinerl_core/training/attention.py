@@ -13,7 +13,6 @@ Every other layer works on the packed tokens alone. For attention there are thre
 Shapes: B = 1, T = packed tokens, S = sequences, L = longest sequence, H = heads, D = head size, F = H * D.
 """
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -31,9 +30,11 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.block_masks import block_mask
 
 varlen_attn: Any = None
-"""Torch's flash attention over packed sequences, in the versions that have it."""
-with suppress(ImportError):  # the benchmark of GPUs runs with older versions too
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+"""Torch's flash attention over packed sequences; None in versions of torch without it."""
+with suppress(ImportError):  # the GPU benchmark also runs with older versions of torch
+    from torch.nn.attention import varlen
+
+    varlen_attn = varlen.varlen_attn
 
 # Names for `set_attn_implementation`. No mask function is registered under them, so transformers builds no mask.
 PACKED_ATTENTION = "pipelinerl_packed"

@@ -10,7 +10,6 @@ can go on with them. They are gathered parameter by parameter.
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
-import importlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -295,13 +294,13 @@ def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(ranks.local_rank)  # it asks for it
     try:
-        deepspeed: Any = importlib.import_module("deepspeed")
+        import deepspeed  # noqa: PLC0415
+        import deepspeed.utils  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"learner.kind=deepspeed: DeepSpeed cannot be imported ({error}). Install it with `make install "
             "LEARNER=deepspeed`, or set learner.kind=torch"
         ) from None
-    importlib.import_module("deepspeed.utils")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
     return deepspeed

@@ -8,7 +8,6 @@ Shapes: O, I = outputs and inputs of a linear layer, R = rank of its adapter.
 """
 
 import copy
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:
     """
     targets = _targets(model, config.lora_targets)
     try:
-        peft: Any = importlib.import_module("peft")
+        import peft  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"learner.lora_rank={config.lora_rank}: peft cannot be imported ({error}). Run `make install`, or set "

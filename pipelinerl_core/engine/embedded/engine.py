@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from pipelinerl_core.engine.embedded.compact import compact
 from pipelinerl_core.engine.embedded.decoder import SlotDecoder, prefill_batches
 from pipelinerl_core.engine.embedded.sampling import sample
 from pipelinerl_core.engine.embedded.slots import SlotTable
-from pipelinerl_core.engine.queued import QueuedEngine
+from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
 from pipelinerl_core.engine.sequence import Sequence
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import StepClock, WeightUpdate
@@ -29,8 +29,6 @@ from pipelinerl_core.types import (
     Int32Array,
     SwapReport,
 )
-
-KVPolicy = Literal["keep", "recompute", "drain"]
 
 # Rows of a deterministic step come in multiples of this: vectorised loops take what is left at the end of a tensor
 # by other instructions, whose last bit may differ, so no row may be such a rest.

@@ -7,7 +7,6 @@ updates, watches and ends.
 import asyncio
 import contextlib
 import gc
-import importlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -338,7 +337,8 @@ def _import_vllm() -> None:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    importlib.import_module("vllm.v1.engine.async_llm")
+    import vllm.v1.engine.async_llm  # noqa: F401
+
     from pipelinerl_core.engine.vllm.plugin import DIE_WITH_PARENT
 
     os.environ[DIE_WITH_PARENT] = str(os.getpid())

@@ -15,8 +15,7 @@ import time
 from collections.abc import Iterable
 
 from pipelinerl_core.engine.concurrency_limit import KVLoad, Places
-from pipelinerl_core.engine.embedded.engine import KVPolicy
-from pipelinerl_core.engine.queued import QueuedEngine
+from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
 from pipelinerl_core.engine.vllm.core import CoreDied, CoreOutput, VLLMCore
 from pipelinerl_core.engine.vllm.keeper import CoreKeeper
 from pipelinerl_core.engine.vllm.sequence import VLLMSequence

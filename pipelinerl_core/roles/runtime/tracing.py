@@ -1,6 +1,5 @@
 """What actors and trainers write into traces (telemetry/traces.py draws them); made only where traces are on."""
 
-import importlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -25,10 +24,9 @@ def build_tracer(context: RunContext, role: str, name: str) -> Tracer | None:
     tracking = context.config.tracking
     if tracking.traces == "none" or role not in TRACED_ROLES:
         return None
-    export = importlib.import_module(
-        "pipelinerl_core.telemetry.span_export"
-    )  # OpenTelemetry, only where it is wanted
-    sink = export.build_sink(
+    from pipelinerl_core.telemetry.span_export import build_sink  # noqa: PLC0415  (OpenTelemetry takes long to import)
+
+    sink = build_sink(
         tracking.traces,
         role=role,
         name=name,
