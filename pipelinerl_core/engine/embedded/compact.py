@@ -10,10 +10,10 @@ import torch
 
 from pipelinerl_core.engine.embedded.attention import SlotMemory
 from pipelinerl_core.engine.embedded.slots import SlotTable
-from pipelinerl_core.engine.sequence import Sequence
+from pipelinerl_core.engine.sequence import SlotSequence
 
 
-def compact(table: SlotTable, memory: SlotMemory, in_slot: dict[int, Sequence], free_slots: list[int]) -> None:
+def compact(table: SlotTable, memory: SlotMemory, in_slot: dict[int, SlotSequence], free_slots: list[int]) -> None:
     """Fill the lowest slots when over a quarter of those up to the highest running one are free.
 
     in_slot: slot -> sequence; free_slots: a heap. Both are brought up to date, and every moved sequence's own slot.

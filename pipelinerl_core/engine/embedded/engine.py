@@ -18,7 +18,7 @@ from pipelinerl_core.engine.embedded.decoder import SlotDecoder, prefill_batches
 from pipelinerl_core.engine.embedded.sampling import sample
 from pipelinerl_core.engine.embedded.slots import SlotTable
 from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
-from pipelinerl_core.engine.sequence import Sequence
+from pipelinerl_core.engine.sequence import SlotSequence
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import StepClock, WeightUpdate
 from pipelinerl_core.types import (
@@ -35,7 +35,7 @@ from pipelinerl_core.types import (
 _ROW_STEP = 32
 
 
-class EmbeddedEngine(QueuedEngine[Sequence]):
+class EmbeddedEngine(QueuedEngine[SlotSequence]):
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
 
     model: a transformers causal LM, this engine's own object, on whatever device it is; full attention only.
@@ -79,7 +79,7 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         self._kv = kv
         self._deterministic = deterministic
         self._stream_interval = stream_interval
-        self._in_slot: dict[int, Sequence] = {}
+        self._in_slot: dict[int, SlotSequence] = {}
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
@@ -180,8 +180,8 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, request: EngineRequest) -> Sequence:
-        sequence = self._waiting[request.request_id] = Sequence(request)
+    def _enqueue(self, request: EngineRequest) -> SlotSequence:
+        sequence = self._waiting[request.request_id] = SlotSequence(request)
         self._wake()
         return sequence
 
@@ -239,11 +239,11 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
                     self._emit(sequence)
         return num_running
 
-    def _admissible(self, count: int) -> list[Sequence]:
+    def _admissible(self, count: int) -> list[SlotSequence]:
         """The first waiting sequences, at most `count`, that may start under the present weights."""
         if self._drained is not None:
             return []
-        found: list[Sequence] = []
+        found: list[SlotSequence] = []
         for sequence in self._waiting.values():
             if len(found) == count:
                 break
@@ -272,17 +272,17 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
 
     # ---- ends and swaps ------------------------------------------------------------------------------------------
 
-    def _emit(self, sequence: Sequence, reason: FinishReason | None = None) -> Completion | None:
+    def _emit(self, sequence: SlotSequence, reason: FinishReason | None = None) -> Completion | None:
         whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)
         return sequence.emit(*whole, self._version, reason)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: SlotSequence, reason: FinishReason) -> Completion:
         completion = self._emit(sequence, reason)
         assert completion is not None
         self._forget(sequence)
         return completion
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: SlotSequence) -> None:
         """Free what a sequence holds. Harmless when it has ended already."""
         request_id = sequence.request.request_id
         if self._waiting.get(request_id) is sequence:
