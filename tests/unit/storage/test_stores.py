@@ -100,7 +100,7 @@ def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
     store.put("commits/1.json", b"{}", create_only=True)
     assert store.get("commits/1.json") == b"{}"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no room for commits/1.json below {tmp_path} (No space left on device): waiting for it"
+        f"no space for commits/1.json below {tmp_path} (No space left on device): waiting"
     ]
     with pytest.raises(FileExistsError):
         store.put("commits/1.json", b"other", create_only=True)
