@@ -22,7 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.bench import report
 from pipelinerl_core.config import RunConfig, load_config
-from pipelinerl_core.engine.load import load_engine
+from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
 from pipelinerl_core.roles.runtime.process import exit_codes, limit_threads
 from pipelinerl_core.roles.trainer.learners import build_alone

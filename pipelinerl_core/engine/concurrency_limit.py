@@ -1,54 +1,54 @@
-"""How many sequences an engine with a shared KV cache takes in: up additively, down multiplicatively.
+"""How many sequences an engine with a shared KV cache runs at once: additive increase, multiplicative decrease.
 
-The only controller that acts on it; engine.concurrency is its ceiling. Without it a KV cache that is too small for
-the ceiling preempts: sequences are thrown out of the cache and prefilled again, which is work for nothing.
+engine.concurrency is the ceiling of the limit; nothing else changes the limit. If the KV cache is too small for the
+ceiling, vLLM preempts sequences without this controller: their keys and values are dropped and computed again later.
 """
 
 from dataclasses import dataclass
 
 _INTERVAL_SECONDS = 1.0
-# After a cut the sequences that are in stay in: what it did shows only when some have ended.
-_REST_SECONDS = 5.0
-_FULL = 0.95
-_ROOM = 0.85
-_CUT = 0.8
+# After a decrease the running sequences keep running: the effect shows only when some of them have ended.
+_SECONDS_AFTER_DECREASE = 5.0
+_MAX_KV_USAGE = 0.95
+_MAX_KV_USAGE_TO_INCREASE = 0.85
+_DECREASE_FACTOR = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLoad:
-    """What the controller looks at."""
+    """The input of the controller."""
 
     running: int
-    """Sequences that hold a place."""
+    """Sequences that count against the limit."""
     queued: int
-    """Sequences with a place that the engine's own scheduler has not started, or has preempted."""
+    """Sequences among them that the engine's own scheduler has not started, or has preempted."""
     kv_usage: float
     """Share of the KV cache in use, in [0, 1]."""
     num_preemptions: int
     """Since the start."""
 
 
-class Places:
-    """The number of places, at most `ceiling`."""
+class ConcurrencyLimit:
+    """The number of sequences that may run at once, from 1 to `ceiling`."""
 
     def __init__(self, ceiling: int, *, now: float) -> None:
-        self.number = ceiling
-        """Sequences that may run at once now."""
+        self.value = ceiling
+        """The limit now."""
         self._ceiling = ceiling
         self._step = max(1, ceiling // 16)
         self._due = now + _INTERVAL_SECONDS
         self._num_preemptions = 0
 
     def update(self, load: KVLoad, *, now: float) -> int:
-        """Take in one observation, `now` in seconds of any monotonic clock; returns the number of places."""
+        """Process one observation, `now` in seconds of any monotonic clock; returns the limit."""
         if now < self._due:
-            return self.number
+            return self.value
         self._due = now + _INTERVAL_SECONDS
         is_preempting = load.num_preemptions > self._num_preemptions
         self._num_preemptions = load.num_preemptions
-        if is_preempting or load.kv_usage > _FULL:
-            self.number = max(1, int(min(self.number, load.running) * _CUT))
-            self._due = now + _REST_SECONDS
-        elif load.kv_usage < _ROOM and load.queued == 0 and load.running >= self.number:
-            self.number = min(self._ceiling, self.number + self._step)
-        return self.number
+        if is_preempting or load.kv_usage > _MAX_KV_USAGE:
+            self.value = max(1, int(min(self.value, load.running) * _DECREASE_FACTOR))
+            self._due = now + _SECONDS_AFTER_DECREASE
+        elif load.kv_usage < _MAX_KV_USAGE_TO_INCREASE and load.queued == 0 and load.running >= self.value:
+            self.value = min(self._ceiling, self.value + self._step)
+        return self.value

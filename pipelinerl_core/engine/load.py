@@ -1,63 +1,71 @@
-"""The engine of a run, from a model directory."""
+"""The engines by `engine.kind`.
 
-import importlib.util
-from collections.abc import Iterable
+To add an engine: a folder beside `embedded` and `vllm`, its kind in config/sections.py, a function here, and the
+line of the function in ENGINES. The function imports the engine, so a run imports its own engine only.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.errors import ConfigError, EngineError
-from pipelinerl_core.interfaces import Engine
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import Engine, StepClock
 
 
-def load_engine(
-    path: str | Path,
-    config: RunConfig,
-    *,
-    max_prompt_tokens: int,
-    eos_token_ids: Iterable[int] | None = None,
-    weight_version: int = 0,
-    device: torch.device | str = "cpu",
-) -> EmbeddedEngine:
-    """The engine of a run from a model directory (config.json and safetensors; the network is never asked).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStart:
+    """What an engine is started with, besides the configuration; an engine may ignore some of the fields."""
 
-    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens.
-    eos_token_ids default to those of the model's generation configuration. Raises EngineError.
-    """
-    if not Path(path).is_dir():
-        raise EngineError(f"{path}: no such model directory")
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    return EmbeddedEngine(
-        model.to(device),
-        slots=config.engine.concurrency,
-        max_len=max_prompt_tokens + config.rollouts.max_tokens,
-        eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
-        weight_version=weight_version,
-        kv=config.engine.kv,
-        deterministic=config.engine.deterministic,
-    )
+    directory: Path
+    """The starting model: config.json and safetensors."""
+    name: str
+    """Role and epoch. Two engines of a run that sample for training must have different names: vLLM derives the
+    seed of its sampling noise from the name."""
+    staging: Path | None
+    """Where an engine with worker processes puts weights for the workers; None: the engine chooses."""
+    device: Callable[[], torch.device]
+    """The device of `model.device`. Raises ConfigError if the configured device does not exist."""
+    clock: StepClock | None
+    """The emulated accelerator's clock; None: decode steps run at full speed."""
 
 
-async def start_engine(
-    path: str | Path, config: RunConfig, *, max_prompt_tokens: int, name: str, staging: Path | None
-) -> Engine:
-    """The engine of a run on vLLM; see `load_vllm.start_vllm_engine`. Raises ConfigError where vLLM is missing."""
-    if importlib.util.find_spec("vllm") is None:
+async def start_engine(config: RunConfig, start: EngineStart) -> Engine:
+    """The engine of `engine.kind` with the starting weights, version 0. Raises ConfigError or EngineError."""
+    return await ENGINES[config.engine.kind](config, start)
+
+
+async def _embedded(config: RunConfig, start: EngineStart) -> Engine:
+    from pipelinerl_core.engine.embedded.load import load_engine
+
+    max_prompt_tokens = config.rollouts.max_prompt_tokens
+    engine = load_engine(start.directory, config, max_prompt_tokens=max_prompt_tokens, device=start.device())
+    if start.clock is not None:
+        engine.set_clock(start.clock)
+    return engine
+
+
+async def _vllm(config: RunConfig, start: EngineStart) -> Engine:
+    if find_spec("vllm") is None:
         raise ConfigError(
             "engine.kind=vllm: vLLM is not installed. Run `make install ENGINE=vllm` (CPU) or "
             "`pip install -e '.[vllm]'` (GPU), or set engine.kind=embedded"
         )
     from pipelinerl_core.engine.vllm.load import start_vllm_engine
 
-    return await start_vllm_engine(path, config, max_prompt_tokens=max_prompt_tokens, name=name, staging=staging)
+    return await start_vllm_engine(
+        start.directory,
+        config,
+        max_prompt_tokens=config.rollouts.max_prompt_tokens,
+        name=start.name,
+        staging=start.staging,
+    )
 
 
-def _eos_of(model: Any) -> list[int]:
-    """End tokens of the generation configuration, which transformers fills from config.json where it has none."""
-    eos = model.generation_config.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+ENGINES: Mapping[str, Callable[[RunConfig, EngineStart], Awaitable[Engine]]] = MappingProxyType(
+    {"embedded": _embedded, "vllm": _vllm}
+)

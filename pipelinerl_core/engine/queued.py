@@ -1,10 +1,10 @@
-"""What engines have in common: a request waits, runs, and leaves as chunks; versions of weights never decrease."""
+"""The queue that all engines share: a request waits, runs, and ends; its tokens are returned as chunks."""
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from pipelinerl_core.engine.sequence import OpenSequence, check_request
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.types import Chunk, EngineRequest
 
+KVPolicy = Literal["keep", "recompute", "drain"]
+"""What a swap does with the KV cache of running sequences (`engine.kv`)."""
 SequenceT = TypeVar("SequenceT", bound=OpenSequence)
 
 
 class QueuedEngine(ABC, Generic[SequenceT]):
-    """The requests of one engine. vocab_size, eos_token_ids and max_len are what they are checked against."""
+    """The requests of one engine; each request is checked against vocab_size, eos_token_ids and max_len."""
 
     def __init__(self, *, max_len: int, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._max_len = max_len
@@ -25,7 +27,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
         self._running: dict[str, SequenceT] = {}
         self._swap_lock = asyncio.Lock()
         self._drained: asyncio.Event | None = None
-        """Of a swap that waits until nothing runs; nothing is admitted while there is one."""
+        """Set when no sequence runs any more. While the event exists a swap waits for it, and nothing is admitted."""
         self._failure: str | None = None
         self._is_paused = False
         self._num_tokens = 0
@@ -39,14 +41,14 @@ class QueuedEngine(ABC, Generic[SequenceT]):
 
     @abstractmethod
     def _enqueue(self, request: EngineRequest) -> SequenceT:
-        """Put a request into the queue, and see that it is served."""
+        """Put a request into the queue, and start what serves the queue."""
 
     @abstractmethod
     def _forget(self, sequence: SequenceT) -> None:
-        """Free what a sequence holds. Harmless when it has ended already."""
+        """Release what a sequence holds; no effect if the sequence has ended already."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        """Chunks of one sequence; see `interfaces.Engine`. It takes its place in the queue when first awaited."""
+        """Chunks of one sequence; see `interfaces.Engine`. The first await puts the request into the queue."""
         self._check_open(request.request_id)
         check_request(request, max_len=self._max_len, is_eos_V=self._is_eos_V)
         return self._stream(request)
@@ -55,14 +57,14 @@ class QueuedEngine(ABC, Generic[SequenceT]):
         if self._failure is not None:
             raise EngineError(self._failure)
         if request_id in self._running or request_id in self._waiting:
-            raise EngineError(f"request {request_id!r} is open already; ids of open requests must differ")
+            raise EngineError(f"request {request_id!r} is open already. Give every open request its own id")
 
     async def _stream(self, request: EngineRequest) -> AsyncIterator[Chunk]:
         self._check_open(request.request_id)  # again: time may have passed since generate()
         sequence = self._enqueue(request)
         try:
             while True:
-                # No deadline of its own: whatever ends the engine puts an error into every outbox.
+                # No deadline here: every way in which the engine ends puts an error into all outboxes.
                 item = await sequence.outbox.get()
                 if isinstance(item, str):
                     raise EngineError(item)
@@ -73,7 +75,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
             self._leave(sequence)
 
     def _leave(self, sequence: SequenceT) -> None:
-        """Nobody waits for its chunks any more."""
+        """Called when the consumer of the chunks has left."""
         self._forget(sequence)
 
     def _end_all(self, message: str) -> None:
@@ -82,7 +84,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
             self._forget(sequence)
 
     def _fail(self, message: str) -> None:
-        """The engine is of no use any more; everyone who waits hears why."""
+        """End the engine for good: every open request and every later call fails with the first `message`."""
         self._failure = self._failure or message
         self._end_all(self._failure)
 
@@ -95,7 +97,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
             )
 
     async def _drain(self) -> None:
-        """Admit nothing until nothing runs; at most the longest rest of a running sequence."""
+        """Admit nothing until all running sequences have ended."""
         self._drained = asyncio.Event()
         if self._running:
             await self._drained.wait()
@@ -103,7 +105,7 @@ class QueuedEngine(ABC, Generic[SequenceT]):
             raise SwapError(f"the engine ended while it was drained: {self._failure}")
 
     def _count_time(self) -> None:
-        """Bring the integral of `running` up to now; called before every change of it. In a pause nothing runs."""
+        """Bring running_seconds, the integral of `running` over time, up to now. Call before `running` changes."""
         now = time.perf_counter()
         self._running_seconds += 0 if self._is_paused else len(self._running) * (now - self._counted_at)
         self._counted_at = now

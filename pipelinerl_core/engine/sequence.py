@@ -1,4 +1,4 @@
-"""One request on its way through an engine: what may be asked for, and how its tokens leave as chunks."""
+"""One request in an engine: which requests are valid, and how new tokens are sent as chunks."""
 
 import asyncio
 
@@ -22,25 +22,25 @@ _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class OpenSequence:
-    """A request that an engine has taken: the weights of its tokens, and its chunks on their way out."""
+    """A request that an engine has accepted: the weight version of each token, and the queue of chunks."""
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.spans: list[WeightSpan] = [] if request.prior is None else list(request.prior.weight_spans)
         self.num_sent = 0 if request.prior is None else len(request.prior.token_ids)
-        """Completion tokens that left in chunks, or came with the prior."""
+        """Completion tokens that were sent in chunks, or came with the prior."""
         self.outbox: asyncio.Queue[Chunk | str] = asyncio.Queue()
-        """For the generator; a string is the message of the EngineError that ends it."""
+        """Read by the generator; a string is the message of the EngineError that the generator raises."""
 
     @property
     def oldest_weights(self) -> int:
-        """Version of the newest token: older weights may not continue it, since versions never decrease."""
+        """Version of the newest token. Older weights must not continue the sequence: versions never decrease."""
         return self.spans[-1].version if self.spans else -1
 
     def send(
         self, token_ids: Int32Array, rollout_logprobs: Float32Array, version: int, completion: Completion | None
     ) -> None:
-        """A chunk of new tokens, the last one if there is a completion; nothing if there is neither."""
+        """Send a chunk of new tokens, the last chunk if a completion is given; send nothing if both are empty."""
         if len(token_ids) == 0 and completion is None:
             return
         self.num_sent += len(token_ids)
@@ -54,15 +54,15 @@ class OpenSequence:
         self.outbox.put_nowait(chunk)
 
     def fail(self, message: str) -> None:
-        """Send the error that ends it."""
+        """Send the error that ends the request."""
         self.outbox.put_nowait(message)
 
 
-class Sequence(OpenSequence):
+class SlotSequence(OpenSequence):
     """A request in the queue or in a slot."""
 
     slot: int | None = None
-    """None while it waits, and again when it has ended."""
+    """None while the sequence waits, and after the end."""
 
     @property
     def num_prior(self) -> int:
@@ -81,9 +81,9 @@ class Sequence(OpenSequence):
         version: int,
         finish_reason: FinishReason | None = None,
     ) -> Completion | None:
-        """Send what no chunk carried yet, stamped with `version`; a reason makes it the last chunk.
+        """Send the tokens that were not sent yet, stamped with `version`; with a reason the chunk is the last.
 
-        Both arrays are [C], the whole completion so far. Nothing is sent when there is nothing new and no reason.
+        Both arrays are [C], the whole completion so far. Without new tokens and without a reason nothing is sent.
         """
         start, completion = self.num_sent, None
         self.spans = joined(self.spans, [WeightSpan(version, start, len(token_ids))])
@@ -99,14 +99,14 @@ class Sequence(OpenSequence):
 
 
 def check_request(request: EngineRequest, *, max_len: int, is_eos_V: NDArray[np.bool_]) -> None:
-    """Raise EngineError for a request that can never be served; is_eos_V [V] marks the end tokens."""
+    """Raise EngineError if a request can never be served; is_eos_V [V] is True for end tokens."""
     name, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
     num_prior = 0 if request.prior is None else len(request.prior.token_ids)
     if prompt_len == 0:
-        raise EngineError(f"{name} has an empty prompt; at least one token is needed to sample the next")
+        raise EngineError(f"{name} has an empty prompt. Give at least one prompt token")
     if request.max_tokens <= num_prior:
         raise EngineError(
-            f"{name}: max_tokens={request.max_tokens} leaves nothing to sample after {num_prior} prior tokens"
+            f"{name}: max_tokens={request.max_tokens} must be above the {num_prior} tokens of the prior"
         )
     if prompt_len + request.max_tokens > max_len:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""From a prompt to the tokens that the model is shown."""
+"""Encodes a prompt as the input tokens of the model."""
 
 from typing import Any
 
@@ -11,24 +11,24 @@ from pipelinerl_core.types import Int32Array, Prompt
 def encode_prompt(prompt: Prompt, tokenizer: Any, chat_template: bool) -> Int32Array:
     """[P] token ids of a prompt, at least one.
 
-    Without a chat template the text is tokenised as it stands, with the special tokens that the tokenizer adds of
-    itself; with one it becomes the message of a user, followed by the opening of the assistant's answer.
-    `tokenizer` is a tokenizer of transformers. Raises ConfigError where the two do not fit together.
+    Without a chat template the text is tokenised with the tokenizer's default special tokens. With a chat template
+    the text is a message of the user, followed by the beginning of the assistant's answer. `tokenizer` is a tokenizer
+    of transformers. Raises ConfigError if the tokenizer lacks a chat template or cannot encode the prompt.
     """
     if chat_template and not tokenizer.chat_template:
         raise ConfigError(
             "model.chat_template=true, but the tokenizer of model.path has no chat template. "
-            "Set model.chat_template=false or take a chat model"
+            "Set model.chat_template=false or use a chat model"
         )
     try:
         ids = _token_ids(prompt.text, tokenizer, chat_template)
-    except Exception as error:  # noqa: BLE001  (tokenizers raises bare Exception, for example for a letter it lacks)
+    except Exception as error:  # noqa: BLE001  (tokenizers raises bare Exception)
         raise ConfigError(
             f"{prompt.source}: the tokenizer of model.path cannot encode prompt {prompt.text[:60]!r} ({error}). "
-            "Choose prompts and a model that belong together"
+            "Choose prompts that the tokenizer can encode, or another model"
         ) from None
     if not ids:
-        raise ConfigError(f"{prompt.source}: prompt {prompt.prompt_id} has no tokens. Leave out empty prompts")
+        raise ConfigError(f"{prompt.source}: prompt {prompt.prompt_id} has no tokens. Remove empty prompts")
     return np.asarray(ids, dtype=np.int32)
 
 

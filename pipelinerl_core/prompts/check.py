@@ -1,4 +1,4 @@
-"""Open the prompt source of the configuration on stdin; exit code 2 and one line on stderr when it cannot be used."""
+"""Check the prompt source of the configuration on stdin: exit code 2 and one line on stderr if it cannot be used."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from pipelinerl_core.prompts import build_source
 
 
 def main() -> int:
-    """Exit code."""
+    """Returns the exit code."""
     try:
         config = build_config(json.load(sys.stdin))
         source = build_source(config)

@@ -12,11 +12,11 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.table import TableSource, text_column
 
 BLOCK_BYTES = 1 << 26
-"""Unit in which JSON lines are parsed, and so the longest line that can be read."""
+"""Block size of the JSON parser, and so the longest line."""
 
 
 def build(config: RunConfig) -> TableSource:
-    """The source of a configuration; raises ConfigError when the file or a column is not there or not usable."""
+    """The source of a configuration; raises ConfigError if the file or a column is missing or unusable."""
     section = config.prompts
     assert isinstance(section, FilePrompts)
     table = _read(Path(section.path).expanduser(), section.path)

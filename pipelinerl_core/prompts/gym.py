@@ -20,20 +20,20 @@ NAME = "reasoning_gym"
 INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
 
 PAGE_ENTRIES = 500
-"""Entries generated from one seed: the library's own size, for which all its tasks work."""
+"""Entries generated from one seed: the library's default size, with which all tasks work."""
 
 MAX_DRAWS = 200
-"""Draws per training prompt; a share of 0.2 is held out, so a task for which all of them are has too few entries."""
+"""Draws per training prompt. A share of 0.2 is held out; a task whose draws are all held out has too few entries."""
 
 MAX_HELD_OUT_DRAWS = 20
-"""Draws per held-out prompt (5 are expected) before held-out entries are taken again."""
+"""Draws per held-out prompt (5 are expected) before held-out entries are repeated."""
 
 HASH_SEEDED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Tasks whose entries depend on the order of sets of strings, which differs between processes (library 0.1.25)."""
 
 
 def build(config: RunConfig) -> "GymSource":
-    """The source of a configuration; raises ConfigError for a task that is unknown or cannot be used."""
+    """The source of a configuration; raises ConfigError if a task is unknown or unusable."""
     assert isinstance(config.prompts, ReasoningGymPrompts)
     for task in config.prompts.tasks:
         _check(task)
@@ -42,7 +42,7 @@ def build(config: RunConfig) -> "GymSource":
 
 
 class GymSource:
-    """Endless entries of one or several tasks; a position names its task, its seed and its entry."""
+    """Endless entries of one or several tasks; the position determines task, seed and entry."""
 
     name = NAME
 
@@ -60,10 +60,10 @@ class GymSource:
             prompt = self._entry(task, index, self._seed, draw)
             if not is_held_out(prompt.prompt_id, GENERATED_SHARE):
                 return prompt
-        raise ConfigError(f"prompts.tasks={task}: {MAX_DRAWS} draws were all held out; it has too few entries")
+        raise ConfigError(f"prompts.tasks={task}: all of {MAX_DRAWS} draws were held out. Choose another task")
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out entries, the same for every seed; from the first again when there are fewer."""
+        """`count` held-out entries, the same for every seed; repeated from the first if there are fewer."""
         rng = random.Random(stable_seed(NAME, "held_out"))
         found: dict[str, Prompt] = {}
         for index in range(MAX_HELD_OUT_DRAWS * (count + 1)):
@@ -73,7 +73,7 @@ class GymSource:
             if is_held_out(prompt.prompt_id, GENERATED_SHARE):
                 found.setdefault(prompt.prompt_id, prompt)
         if count and not found:
-            raise ConfigError(f"prompts.tasks={', '.join(self._tasks)}: too few entries to hold any out")
+            raise ConfigError(f"prompts.tasks={', '.join(self._tasks)}: too few entries to hold any out. Add a task")
         return repeated(list(found.values()), count)
 
     def _entry(self, task: str, index: int, stream: object, draw: int) -> Prompt:
@@ -96,7 +96,7 @@ def _page(task: str, seed: int) -> Any:
 
 
 def with_tagged_tuples(value: Any) -> Any:
-    """A tree in which tuples are {"__tuple__": [...]}: JSON has none, and some verifiers compare with them."""
+    """A copy with {"__tuple__": [...]} for tuples: JSON has no tuples, and some verifiers compare with tuples."""
     if isinstance(value, tuple):
         return {"__tuple__": [with_tagged_tuples(item) for item in value]}
     if isinstance(value, list):
@@ -113,13 +113,14 @@ def _check(task: str) -> None:
     check_task(task)
     if task in HASH_SEEDED and sys.flags.hash_randomization:
         raise ConfigError(
-            f"prompts.tasks={task}: its entries depend on Python's hash seed, on which processes differ. "
+            f"prompts.tasks={task}: its entries depend on Python's hash seed, which differs between processes. "
             "Set PYTHONHASHSEED=0 in the environment or leave the task out"
         )
     try:
         create_dataset(task, seed=0, size=PAGE_ENTRIES)[0]
-    except Exception as error:  # noqa: BLE001  (a task may fail in any way; none of them is ours)
+    except Exception as error:  # noqa: BLE001  (a task of the library may raise any error)
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"prompts.tasks={task}: reasoning-gym makes no entry: {type(error).__name__}: {reason}. Leave it out"
+            f"prompts.tasks={task}: reasoning-gym cannot make an entry: {type(error).__name__}: {reason}. "
+            "Remove the task"
         ) from None

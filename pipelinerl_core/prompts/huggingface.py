@@ -12,18 +12,18 @@ from pipelinerl_core.prompts.table import TableSource, text_column
 
 
 def build(config: RunConfig) -> TableSource:
-    """The source of a configuration; raises ConfigError when the data set cannot be loaded or lacks a column."""
+    """The source of a configuration; raises ConfigError if the data set cannot be loaded or a column is missing."""
     section = config.prompts
     assert isinstance(section, HuggingFacePrompts)
     try:
         table = _load(section).with_format("arrow")[:]
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  (the library's own, fsspec's and the network's errors all end here)
+    except Exception as error:  # noqa: BLE001  (errors of the library, of fsspec and of the network)
         reason = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"prompts.path={section.path}: the data set cannot be loaded: {type(error).__name__}: {reason} "
-            "Set prompts.path to a directory, or to a name on a hub that this host can reach"
+            "Set prompts.path to a directory, or to a data set on a hub that this host can reach"
         ) from None
     prompts = text_column(table, section.prompt_column, "prompts.prompt_column", section.path)
     answers = text_column(table, section.answer_column, "prompts.answer_column", section.path)

@@ -1,20 +1,45 @@
-"""From a configuration to its prompt source. A source's libraries are loaded only when it is the one asked for."""
+"""The prompt sources by `prompts.kind`.
 
-from importlib import import_module
+To add a prompt source: a file in this folder, a section in config/sections.py, a function here, and the line of the
+function in SOURCES. The function imports the file, because datasets and reasoning_gym take seconds to import.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.interfaces import PromptSource
 
-SOURCE_MODULES = {
-    "sums": "pipelinerl_core.prompts.sums",
-    "reasoning_gym": "pipelinerl_core.prompts.gym",
-    "file": "pipelinerl_core.prompts.file",
-    "huggingface": "pipelinerl_core.prompts.huggingface",
-}
-"""prompts.kind -> module with `build(config) -> PromptSource`. datasets and reasoning_gym take seconds to import."""
+
+def _sums(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import sums
+
+    return sums.build(config)
+
+
+def _reasoning_gym(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import gym
+
+    return gym.build(config)
+
+
+def _file(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import file
+
+    return file.build(config)
+
+
+def _huggingface(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import huggingface
+
+    return huggingface.build(config)
+
+
+SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
+    {"sums": _sums, "reasoning_gym": _reasoning_gym, "file": _file, "huggingface": _huggingface}
+)
 
 
 def build_source(config: RunConfig) -> PromptSource:
-    """The prompt source of a run. Raises ConfigError, one line, for whatever makes it impossible."""
-    source: PromptSource = import_module(SOURCE_MODULES[config.prompts.kind]).build(config)
-    return source
+    """The prompt source of a run. Raises ConfigError, one line, if the source cannot be used as configured."""
+    return SOURCES[config.prompts.kind](config)

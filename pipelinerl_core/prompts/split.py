@@ -1,4 +1,4 @@
-"""Which problems are held out, and seeds that are the same in every process and on every day."""
+"""Which problems are held out, and seeds that are the same in every process."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 GENERATED_SHARE = 0.2
-"""Held-out share of generated problems: large, because there are few short ones."""
+"""Held-out share of generated problems: large, because few problems are short."""
 TABLE_SHARE = 0.05
 """Held-out share of the rows of a file or data set."""
 
@@ -20,17 +20,17 @@ def prompt_id(source: str, text: str) -> str:
 def is_held_out(identity: str, share: float) -> bool:
     """Whether the first 8 hex digits, as a fraction of 2^32, fall below `share`.
 
-    The problem alone decides: no seed, no position and no other problem can move it to the other side.
+    Only the problem decides, not the seed, the position or other problems.
     """
     return int(identity[:8], 16) < share * 2**32
 
 
 def stable_seed(*parts: object) -> int:
-    """64 bits that depend on the parts alone (`hash` depends on the process)."""
+    """64 bits that depend only on the parts (`hash` also depends on the process)."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def repeated(items: Sequence[Item], count: int) -> list[Item]:
-    """The first `count` of the items said over and over; `items` must not be empty."""
+    """The first `count` items of an endless repetition of `items`, which must not be empty."""
     return [items[position % len(items)] for position in range(count)]

@@ -1,4 +1,4 @@
-"""Sums of one-digit numbers, "3+4+8=", and how people answer them.
+"""Prompts that are sums of one-digit numbers, "3+4+8=", and demonstrations of answers.
 
 >>> total("3+4+8=")
 15
@@ -19,17 +19,17 @@ NAME = "sums"
 
 _DIGITS = "0123456789"
 LISTED_LENGTH = 4
-"""Largest number of summands whose held-out sums are listed (about 2,000); of longer ones there are plenty."""
+"""Largest number of summands whose held-out sums are listed (about 2,000); sums with more summands are drawn."""
 
 
 def build(config: RunConfig) -> "SumsSource":
-    """The source of a configuration; raises ConfigError for lengths that make no problem."""
+    """The source of a configuration; raises ConfigError if a length is below 2."""
     assert isinstance(config.prompts, SumsPrompts)
     return SumsSource(config.prompts.lengths, config.seed, verifier_name(config))
 
 
 class SumsSource:
-    """Endless sums; any position costs the same few microseconds."""
+    """Endless sums; every position takes the same few microseconds."""
 
     name = NAME
 
@@ -49,9 +49,9 @@ class SumsSource:
         return self._as_prompt(*_draw(rng, self._lengths, held_out=False))
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out sums with lengths as in training, the same for every seed so that runs can be compared.
+        """`count` held-out sums with lengths as in training, the same for every seed for comparable runs.
 
-        A sum occurs again only when there are not enough of its length: sixteen held-out sums have two summands.
+        A sum is repeated only if there are too few sums of its length: sixteen held-out sums have two summands.
         """
         rng = random.Random(stable_seed(NAME, "held_out"))
         sums = {length: _held_out_sums(length) for length in set(self._lengths)}
@@ -69,7 +69,7 @@ class SumsSource:
 
 
 def draw_sum(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> str:
-    """A sum of one of the lengths, from the held-out side or from the other."""
+    """A sum of one of the lengths, held out or for training."""
     return _draw(rng, lengths, held_out=held_out)[0]
 
 
@@ -77,9 +77,9 @@ def _draw(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> tu
     """The sum and its prompt_id. The hub draws one for every lease."""
     length = rng.choice(lengths)
     draw_bits = rng.getrandbits
-    while True:  # ends: even of the 100 sums of two summands some are on either side
+    while True:  # ends: even the 100 sums of two summands contain both held-out and training sums
         digits: list[str] = []
-        while len(digits) < length:  # as randrange(10) draws them, in a third of the time
+        while len(digits) < length:  # the same draws as randrange(10), three times as fast
             digit = draw_bits(4)
             if digit < 10:
                 digits.append(_DIGITS[digit])
@@ -90,8 +90,8 @@ def _draw(rng: random.Random, lengths: tuple[int, ...], *, held_out: bool) -> tu
 
 
 def _held_out_sums(length: int) -> Iterator[str]:
-    """Endless held-out sums of one length. Up to LISTED_LENGTH each comes once per pass over all of them, in an order
-    drawn anew; longer ones begin to repeat when half of them have been seen."""
+    """Endless held-out sums of one length. Up to LISTED_LENGTH every pass has each sum once, in a new random order;
+    longer sums repeat when half of all sums have been drawn."""
     rng = random.Random(stable_seed(NAME, "held_out", length))
     if length <= LISTED_LENGTH:
         texts = ["+".join(digits) + "=" for digits in itertools.product("0123456789", repeat=length)]
@@ -118,9 +118,9 @@ def total(text: str) -> int:
 
 
 def demonstrations(recipe: SumsModel) -> Iterator[tuple[str, str]]:
-    """Endless (sum, answer) pairs as people write them, from training sums only.
+    """Endless (sum, answer) pairs for the warm start, from training sums only; some answers are wrong guesses.
 
-    Example: "7+8+1=" is worked out as "15,16.16" or guessed as ".13".
+    Example: "7+8+1=" has the worked-out answer "15,16.16" or a guess such as ".13".
     """
     rng = random.Random(stable_seed(recipe.seed, NAME, "demonstrations"))
     for index in itertools.count():
@@ -133,6 +133,6 @@ def demonstrations(recipe: SumsModel) -> Iterator[tuple[str, str]]:
 
 
 def _worked_out(text: str) -> str:
-    """The sums of the first two, three, ... summands, and the last of them as the answer."""
+    """The sums of the first two, three, ... summands, and the last partial sum as the answer."""
     running = list(itertools.accumulate(summands(text)))[1:]
     return ",".join(map(str, running)) + f".{running[-1]}"

@@ -1,4 +1,4 @@
-"""Prompts from the rows of an Arrow table: the part that files and data sets share."""
+"""Prompts from the rows of an Arrow table, for files and data sets."""
 
 import difflib
 from functools import lru_cache
@@ -14,7 +14,7 @@ from pipelinerl_core.types import Prompt
 
 
 class TableSource:
-    """Endless passes over the training rows, each pass in an order of its own."""
+    """Endless passes over the training rows, each pass in another order."""
 
     def __init__(self, name: str, env: str, prompts: pa.ChunkedArray, answers: pa.ChunkedArray, seed: int) -> None:
         """`prompts` and `answers` are string columns of equal length without nulls; see `text_column`."""
@@ -27,12 +27,12 @@ class TableSource:
         self._order = lru_cache(maxsize=2)(self._pass_order)
 
     def prompt(self, index: int) -> Prompt:
-        """The training row at a position: every row once per pass over them, then in another order again."""
+        """The training row at a position; every pass has each row once."""
         number, position = divmod(index, len(self._training))
         return self._row(int(self._order(number)[position]))
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out rows in the order of the file, from the first again when there are fewer."""
+        """`count` held-out rows in the order of the file, repeated from the first if there are fewer."""
         return [self._row(int(row)) for row in repeated(self._held_out.tolist(), count)]
 
     def _pass_order(self, number: int) -> NDArray[np.int64]:
@@ -51,7 +51,8 @@ class TableSource:
 
 
 def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.ChunkedArray:
-    """A column of text or numbers, as text; raises ConfigError when it is missing, of another kind, or has nulls.
+    """A column of text or numbers, as text; raises ConfigError if the column is missing, has another type, or has
+    nulls.
 
     `key` is the configuration key that names the column, `origin` the file or data set, for the message.
     """
@@ -64,19 +65,19 @@ def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.Chunk
         texts = pc.cast(values, pa.large_string())
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
         raise ConfigError(
-            f"{key}={column}: in {origin} it holds {values.type}, but must hold text or numbers. Name another column"
+            f"{key}={column}: {values.type} in {origin}, but must be text or numbers. Choose another column"
         ) from None
     if texts.null_count:
         row = pc.index(pc.is_null(texts), True).as_py()
-        raise ConfigError(f"{key}={column}: row {row} of {origin} has no value. Leave out such rows")
+        raise ConfigError(f"{key}={column}: row {row} of {origin} has no value. Remove such rows")
     return texts
 
 
 def _split(name: str, prompts: pa.ChunkedArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Row numbers of the training side and of the held-out side, neither of them empty.
+    """Numbers of the training rows and of the held-out rows; neither is empty.
 
-    The hash of a prompt decides. In a table so small that it puts all rows on one side, the prompt with the
-    smallest hash is held out, in all rows that have it.
+    The hash of a prompt decides. If the hashes put all rows of a small table on one side, all rows with the prompt
+    with the smallest hash are held out.
     """
     ids = [prompt_id(name, text.as_py()) for text in prompts]
     held_out = np.array([is_held_out(identity, TABLE_SHARE) for identity in ids], dtype=bool)
@@ -86,6 +87,6 @@ def _split(name: str, prompts: pa.ChunkedArray) -> tuple[NDArray[np.int64], NDAr
     if held_out.all():
         raise ConfigError(
             f"{name}: {len(ids)} rows with {len(set(ids))} different prompts. "
-            "Give at least two different ones: one is held out"
+            "Give at least two different prompts: one is held out"
         )
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)

@@ -1,13 +1,13 @@
-"""Which keys an object store accepts: relative paths with "/" that cannot leave their root."""
+"""Checks keys of object stores: relative paths with "/" that cannot leave the root."""
 
 from pipelinerl_core.errors import StoreError
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Names of files that are being written; no key may use it, no listing shows it."""
+"""Prefix of the names of unfinished files. Keys must not use the prefix; listings leave such files out."""
 
 
 def check_key(key: str) -> str:
-    """The key itself. Raises StoreError for one that could leave its root or could not be a file name."""
+    """The key. Raises StoreError if the key could leave the root or cannot be a file name."""
     if any(ord(character) < 32 or ord(character) == 127 or character == "\\" for character in key):
         raise StoreError(f"key {key!r} holds a control character or a backslash; keys are plain text with '/'")
     for part in key.split("/"):
@@ -19,7 +19,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """A prefix of whole parts, without the slash at its end; "" is the root."""
+    """The prefix without the slash at its end; "" is the root. Raises StoreError as `check_key`."""
     trimmed = prefix.removesuffix("/")
     return check_key(trimmed) if trimmed else ""
 

@@ -1,4 +1,4 @@
-"""Object stores without a network: a directory, and the memory of this process."""
+"""Object stores in a directory and in the memory of this process."""
 
 import errno
 import itertools
@@ -15,9 +15,9 @@ from pipelinerl_core.storage.keys import TEMPORARY_PREFIX, check_key, check_pref
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 60.0
-"""How long a write waits for room on a full disk; without it the role ends, and is restarted."""
+"""How long a write waits for space on a full disk; after that the role ends and is restarted."""
 _POLL_SECONDS = 0.5
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Full disk, spent quota, and the file size limit of this process (ulimit -f)."""
 
 
@@ -41,10 +41,10 @@ class FileStore:
             except OSError as error:
                 if isinstance(error, FileExistsError):
                     raise
-                if error.errno not in _NO_ROOM or time.monotonic() + _POLL_SECONDS > deadline:
+                if error.errno not in _NO_SPACE or time.monotonic() + _POLL_SECONDS > deadline:
                     raise StoreError(f"cannot write {key!r} below {self._root}: {error.strerror or error}") from error
                 if not has_warned:
-                    logger.warning("no room for %s below %s (%s): waiting for it", key, self._root, error.strerror)
+                    logger.warning("no space for %s below %s (%s): waiting", key, self._root, error.strerror)
                     has_warned = True
             time.sleep(_POLL_SECONDS)
 
@@ -68,7 +68,7 @@ class FileStore:
             if create_only and path.is_file():
                 raise FileExistsError(f"{path} exists already") from None
             raise StoreError(
-                f"cannot write {key!r} below {self._root}: a file stands where a directory is due"
+                f"cannot write {key!r} below {self._root}: a file has the name of a needed directory"
             ) from None
 
     def get(self, key: str) -> bytes:
@@ -109,7 +109,7 @@ class FileStore:
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
 
     def limited(self, seconds: float) -> "FileStore":
-        """The same store, but a full disk is given up after `seconds`."""
+        """The same store, with writes that fail after `seconds` on a full disk."""
         return FileStore(self._root, retry_seconds=seconds)
 
     def _path(self, key: str) -> Path:
@@ -117,7 +117,7 @@ class FileStore:
 
 
 def _make_synced(directory: Path) -> None:
-    """A directory and what lacks above it, each of them durable by its name in the one above."""
+    """Create a directory and its missing parents, and sync the parent of each new directory."""
     made: list[Path] = []
     for path in (directory, *directory.parents):
         if path.is_dir():
@@ -136,7 +136,7 @@ def _write_synced(path: Path, data: bytes | memoryview) -> None:
 
 
 def _sync_directory(path: Path) -> None:
-    """Make the new name itself durable, so that a commit never outlives the objects it names."""
+    """Make a new file name durable, so that after a crash a commit cannot exist without the objects in the commit."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -194,6 +194,10 @@ class MemoryStore:
     def child(self, prefix: str) -> "MemoryStore":
         """The store below a prefix."""
         return MemoryStore(join_key(self._root, check_key(prefix)))
+
+    def limited(self, seconds: float) -> "MemoryStore":
+        """This store: its requests never fail."""
+        return self
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"

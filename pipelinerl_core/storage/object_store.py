@@ -1,8 +1,14 @@
-"""Open an object store by its URL, and find out whether it can be used."""
+"""Open an object store by its URL, and check that the store can be written.
+
+To add a store: a file in this folder with a class that has the methods of `Store`, and a line in STORES.
+"""
 
 import hashlib
 import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.interfaces import ObjectStore
@@ -14,41 +20,55 @@ CHECK_SECONDS = 5.0
 """How long `check_writable` waits for an endpoint."""
 
 
-def open_store(url: str) -> ObjectStore:
-    """The store at a path, file://, memory:// or s3:// URL. Raises ConfigError for anything else; touches nothing."""
+class Store(ObjectStore, Protocol):
+    """An object store as `open_store` returns one."""
+
+    def child(self, prefix: str) -> "Store":
+        """The store below a prefix."""
+        ...
+
+    def limited(self, seconds: float) -> ObjectStore:
+        """The same store, which repeats a failing request for at most `seconds`."""
+        ...
+
+
+STORES: Mapping[str, Callable[[str], Store]] = MappingProxyType(
+    {
+        "file": lambda rest: FileStore(Path(rest).expanduser().absolute()),
+        "memory": lambda rest: MemoryStore(check_prefix(rest)),
+        "s3": lambda rest: S3Store(f"s3://{check_prefix(rest)}"),
+    }
+)
+"""URL scheme -> function from the part of the URL after "://" to the store."""
+
+
+def open_store(url: str) -> Store:
+    """The store at a path or at a URL with a scheme of STORES. Raises ConfigError; sends no request."""
     if not url:
         raise ConfigError("the store URL is empty; give a path, file://..., memory://... or s3://bucket/prefix")
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return FileStore(Path(url).expanduser().absolute())
-    if scheme == "file":
-        return FileStore(Path(rest).expanduser().absolute())
+        scheme, rest = "file", url
+    if scheme not in STORES:
+        raise ConfigError(
+            f"{url!r}: unknown scheme {scheme!r}; give a path, file://, memory:// or s3://bucket/prefix"
+        )
     try:
-        root = check_prefix(rest)
+        return STORES[scheme](rest)
     except StoreError as error:
         raise ConfigError(f"{url!r} is no store URL: {error}") from None
-    if scheme == "memory":
-        return MemoryStore(root)
-    if scheme == "s3":
-        return S3Store(url)
-    raise ConfigError(f"{url!r}: unknown scheme {scheme!r}; give a path, file://, memory:// or s3://bucket/prefix")
 
 
-def check_writable(store: ObjectStore) -> None:
+def check_writable(store: Store) -> None:
     """Write and remove a small object. Raises ConfigError (one line) if that fails or takes longer than 5 seconds."""
-    target = store.limited(CHECK_SECONDS) if isinstance(store, FileStore | S3Store) else store
+    target = store.limited(CHECK_SECONDS)
     key = f"check-{uuid.uuid4().hex}"
     try:
         target.put(key, b"check")
         target.delete([key])
     except StoreError as error:
         line = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to one that can") from None
-
-
-def supports_create_only(store: ObjectStore) -> bool:
-    """Whether the store itself refuses a second creator. Files and memory: yes; S3: if it knows conditional PUT."""
-    return store.is_conditional if isinstance(store, S3Store) else True
+        raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to a writable store") from None
 
 
 def sha256_hex(data: bytes | memoryview) -> str:

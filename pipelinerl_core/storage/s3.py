@@ -1,6 +1,7 @@
-"""An object store on Amazon S3 or anything that speaks its protocol, through s3fs.
+"""An object store on Amazon S3 or on a server with the S3 protocol, through s3fs.
 
-Nothing is cached, every request is bounded, and failures that may pass are repeated with growing pauses.
+Nothing is cached, every request has a time limit, and requests with transient failures are repeated with growing
+pauses.
 """
 
 import functools
@@ -21,17 +22,17 @@ from pipelinerl_core.storage.keys import check_key, check_prefix, join_key
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
 RETRY_SECONDS = 60.0
-"""How long failing requests are repeated; a store that is away for longer ends the role, which is restarted."""
+"""How long failing requests are repeated; after a longer outage the role ends and is restarted."""
 ATTEMPT_SECONDS = 900.0
-"""Limit of one request, whatever its size."""
+"""Time limit of one request of any size."""
 CONNECT_SECONDS = 5
 STALL_SECONDS = 15
-"""Longest silence within one request."""
+"""Longest time without data within one request."""
 _SETTLE_SECONDS = 0.5
 
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
 _NO_ROOM_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
-"""What Ceph and MinIO answer when they are full; somebody may make room."""
+"""Codes of a full Ceph or MinIO; transient, because space may be freed."""
 
 _Result = TypeVar("_Result")
 
@@ -60,17 +61,18 @@ class S3Store:
                 "response_checksum_validation": "when_required",
                 "connect_timeout": CONNECT_SECONDS,
                 "read_timeout": STALL_SECONDS,
-                "retries": {"total_max_attempts": 1},  # _call repeats; two loops would multiply
+                "retries": {"total_max_attempts": 1},  # `_call` repeats; two retry loops would multiply
                 "s3": {"addressing_style": "path" if self._endpoint else "auto"},
             },
         )
         self._fs.retries = 1
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        """Write an object whole; readers see the old or the new one.
+        """Write a whole object; readers see the old or the new object.
 
-        create_only is atomic where the store honours If-None-Match. Elsewhere (`is_conditional`) the write is looked
-        at again a moment later: of several writers the last one has created the object, and the others are told so.
+        create_only is atomic if the store supports If-None-Match (`is_conditional`). Otherwise the object is read
+        again after a moment: of several concurrent writers the last writer succeeds, and the others get
+        FileExistsError.
         """
         if create_only:
             self._create_once(key, bytes(data))
@@ -80,7 +82,7 @@ class S3Store:
 
     @functools.cached_property
     def is_conditional(self) -> bool:
-        """Whether the store honours If-None-Match; two writes of a small object find out."""
+        """Whether the store supports If-None-Match, tested by two writes of a small object."""
         key = f"check-{uuid.uuid4().hex}"
         try:
             self.create(key, b"first")
@@ -88,7 +90,7 @@ class S3Store:
         except FileExistsError:
             return True
         except StoreError:
-            return False  # a store may also answer that it does not know If-None-Match
+            return False  # a store may also refuse requests with If-None-Match
         finally:
             self.delete([key])
         return False
@@ -101,13 +103,13 @@ class S3Store:
             self.create(key, data)
             return
         self.put(key, data)
-        # Whoever has not seen it yet writes within the time that looking and writing takes.
+        # A writer that has not found the object writes within about the time that `exists` and `put` take.
         time.sleep(_SETTLE_SECONDS + 2 * (time.monotonic() - begun))
         if self.get(key) != data:
             raise FileExistsError(f"{self.url}/{key} was created by another writer at the same time")
 
     def create(self, key: str, data: bytes) -> None:
-        """One PUT with If-None-Match: FileExistsError where the store honours it and the key exists."""
+        """One PUT with If-None-Match. If the store supports it and the key exists, FileExistsError."""
         path, writer = self._path(key), uuid.uuid4().hex
 
         def write(timeout: float) -> None:
@@ -116,7 +118,8 @@ class S3Store:
         try:
             self._call("write", key, write)
         except FileExistsError:
-            # An earlier attempt of ours may have arrived although its answer was lost (the HTTP client repeats too).
+            # An earlier attempt of this writer may have arrived although its answer was lost (the HTTP client repeats
+            # too).
             if self._head(key).get("Metadata", {}).get("writer") != writer:
                 raise
 
@@ -129,7 +132,7 @@ class S3Store:
         return data
 
     def exists(self, key: str) -> bool:
-        """One HEAD request; never from a cache, and a mere prefix of other keys is no object."""
+        """One HEAD request, never from a cache. A prefix of other keys is not an object."""
         try:
             self._head(key)
         except MissingObject:
@@ -162,7 +165,7 @@ class S3Store:
         )
 
     def limited(self, seconds: float) -> "S3Store":
-        """The same store, but everything is given up after `seconds`."""
+        """The same store, with requests that fail after `seconds`."""
         return S3Store(self.url, retry_seconds=seconds, attempt_seconds=seconds)
 
     def _head(self, key: str) -> dict[str, Any]:
@@ -179,7 +182,7 @@ class S3Store:
         return f"{self._root}/{check_key(key)}"
 
     def _call(self, verb: str, key: str, operation: Callable[[float], _Result]) -> _Result:
-        """Run `operation(timeout)` until it succeeds, fails for good, or the time is up."""
+        """Repeat `operation(timeout)` until it succeeds, fails with a final error, or retry_seconds have passed."""
         deadline = time.monotonic() + self._retry_seconds
         pause_seconds = 0.1
         while True:
@@ -200,7 +203,7 @@ class S3Store:
 
 
 def _response(error: Exception) -> dict[str, Any]:
-    """The S3 answer behind an error that s3fs has translated; empty if there was none."""
+    """The S3 response of an error that s3fs has translated; empty if the error has no response."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     return response if isinstance(response, dict) else {}
 
@@ -216,7 +219,7 @@ def _error_code(error: Exception) -> str | None:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether repeating cannot help: the store has answered no, or the request could never be sent."""
+    """Whether a repetition cannot help: the store refused the request, or the request could not be built."""
     status = _status(error)
     if status is not None:
         return status not in _TRANSIENT_STATUS and _error_code(error) not in _NO_ROOM_CODES

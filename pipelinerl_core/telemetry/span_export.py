@@ -3,7 +3,6 @@
 Each line of the file is one message of OTLP's JSON encoding, which a collector's otlpjsonfile receiver reads.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -103,14 +102,13 @@ def _otlp_exporter() -> SpanExporter:
     # A batch that a collector refuses is not worth much waiting; the variable is OpenTelemetry's own.
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
     try:
-        module = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
             "tracking.traces=otlp needs opentelemetry-exporter-otlp-proto-http, which is not installed. "
             "Run `make install`, or set tracking.traces=file"
         ) from None
-    exporter: SpanExporter = module.OTLPSpanExporter()
-    return exporter
+    return OTLPSpanExporter()
 
 
 def _context(ref: SpanRef) -> SpanContext:

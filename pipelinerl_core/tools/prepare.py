@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 
 from pipelinerl_core.config.model_path import SumsModel, builtin_recipe, model_directory, resolve_model_path
@@ -51,8 +50,9 @@ def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir()
         report(f"building {directory}")
-        warm_start = import_module("pipelinerl_core.training.warm_start")  # imports torch, which takes seconds
-        warm_start.build_model(recipe, demonstrations(recipe), partial, report)
+        from pipelinerl_core.training.warm_start import build_model  # noqa: PLC0415  (torch takes long to import)
+
+        build_model(recipe, demonstrations(recipe), partial, report)
         (partial / "recipe.json").write_text(recipe.model_dump_json(indent=2) + "\n", encoding="ascii")
         partial.rename(directory)
     return directory

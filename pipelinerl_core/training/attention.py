@@ -1,19 +1,18 @@
-"""Attention over packed sequences, as attention functions of transformers; none of them has a dense mask.
+"""Attention over packed sequences, as attention functions of transformers without a dense mask.
 
-Every other layer works on the packed tokens alone. For attention there are three ways:
+All other layers treat every packed token alike. Attention has three kinds:
 
     padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
-             results. Padding stands right of the real tokens, so the causal rule alone keeps it away from them.
-             Anywhere, any type; costs S * L^2 whatever the other lengths.
-    varlen   torch's flash attention, which is told where sequences begin. A GPU, bfloat16 or float16.
-    flex     torch's flex attention, compiled, which is told which blocks of the pack are seen. A GPU, any type.
+             results. Padding is right of the real tokens, so causal attention already excludes padding.
+             Any device and type; cost S * L^2.
+    varlen   torch's flash attention, with the first token of each sequence as an argument. GPU, bfloat16 or float16.
+    flex     torch's flex attention, compiled, with a mask of the blocks of the pack. GPU, any type.
 
 `learner.attention` chooses (training/attention_choice.py).
 
 Shapes: B = 1, T = packed tokens, S = sequences, L = longest sequence, H = heads, D = head size, F = H * D.
 """
 
-import importlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -31,9 +30,11 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.block_masks import block_mask
 
 varlen_attn: Any = None
-"""Torch's flash attention over packed sequences, in the versions that have it."""
-with suppress(ImportError):  # the benchmark of GPUs runs with older versions too
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+"""Torch's flash attention over packed sequences; None in versions of torch without it."""
+with suppress(ImportError):  # the GPU benchmark also runs with older versions of torch
+    from torch.nn.attention import varlen
+
+    varlen_attn = varlen.varlen_attn
 
 # Names for `set_attn_implementation`. No mask function is registered under them, so transformers builds no mask.
 PACKED_ATTENTION = "pipelinerl_packed"
@@ -42,7 +43,7 @@ FLEX_ATTENTION = "pipelinerl_flex"
 
 
 class _Unpad(torch.autograd.Function):
-    """[S * L, F] -> [T, F]. Slots are unique: a copy backward too, where torch's own index_select adds."""
+    """[S * L, F] -> [T, F]. Slots are unique, so backward can copy; torch's own index_select would add."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots_T: Tensor) -> Tensor:
@@ -73,13 +74,13 @@ def packed_attention(
     """Causal attention inside each packed sequence; `layout` arrives through the keyword arguments of the model.
 
     Keys and values may have fewer heads than queries (grouped-query attention). Returns [B, T, H, D].
-    Raises ConfigError when a sliding window would cut a sequence, and ValueError without a layout.
+    Raises ConfigError if a sequence is longer than the sliding window, and ValueError without a layout.
     """
     layout = _needed(layout)
     if sliding_window is not None and layout.longest > sliding_window:
         raise ConfigError(
             f"a sequence of {layout.longest} tokens is longer than the model's sliding window of {sliding_window}; "
-            "learner.attention=padded knows full attention only. Lower rollouts.max_tokens, or take a model with "
+            "learner.attention=padded supports full attention only. Lower rollouts.max_tokens, or take a model with "
             "full attention"
         )
     attended_SHLD = scaled_dot_product_attention(
@@ -120,7 +121,7 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """`packed_attention` by torch's flash attention, whose work is sum L^2 over the sequences. Without dropout.
 
-    Raises ValueError without a layout, and whatever torch says of a device or type that it has no kernel for.
+    Raises ValueError without a layout, and torch's error if torch has no kernel for the device or type.
     """
     layout = _needed(layout)
     query_THD, key_THD, value_THD = (heads[0].transpose(0, 1) for heads in (query_BHTD, key_BHTD, value_BHTD))
@@ -133,7 +134,7 @@ def varlen_attention(
         layout.longest,
         layout.longest,
         scale=scaling,
-        # How far a query sees back and ahead. transformers counts the query itself as one of its window.
+        # Tokens before and after the query. The window of transformers includes the query.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=key_THD.shape[1] != query_THD.shape[1],
     )
@@ -152,7 +153,7 @@ def flex_packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`packed_attention` by torch's flex attention, over the blocks that some sequence needs. Without dropout.
+    """`packed_attention` by torch's flex attention, over the needed blocks. Without dropout.
 
     Raises ValueError without a layout, and NotImplementedError for gradients on a CPU.
     """
@@ -171,7 +172,7 @@ def flex_packed_attention(
 
 @cache
 def _compiled() -> Any:
-    # Packs have any number of tokens: one kernel for all of them. Not compiled it would hold all scores, T * T.
+    # dynamic: one kernel for packs of any length. Without compilation flex attention stores all T * T scores.
     return torch.compile(flex_attention, dynamic=True)
 
 

@@ -1,4 +1,4 @@
-"""Which way of attention a model takes: the configured one, or the best of those that work where it is."""
+"""Chooses the kind of attention: the configured kind, or the fastest kind that works on the model's device."""
 
 import logging
 from typing import Literal, NamedTuple
@@ -13,22 +13,22 @@ from pipelinerl_core.training import attention
 from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
 
 AttentionKind = Literal["auto", "padded", "varlen", "flex"]
-"""Of `learner.attention`."""
+"""Values of `learner.attention`."""
 ATTENTION_NAMES = {"padded": PACKED_ATTENTION, "varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}
-"""For `set_attn_implementation`."""
+"""Kind -> name for `set_attn_implementation`."""
 
-# In the order in which "auto" would have them, on a GPU.
+# In the order in which "auto" tries them on a GPU.
 _FAST = ("varlen", "flex")
-# Of the trial: more than a block of flex attention, sequences of one token and such as end inside a block.
+# Lengths in the trial: more than one block of flex attention, a sequence of one token, ends inside of a block.
 _LENGTHS = (5, 150, 1, 130)
-# Largest difference from padded attention, as a share of the largest number: rounding of the type.
+# Largest difference from padded attention, relative to the largest value: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 _log = logging.getLogger(__name__)
 
 
 class Heads(NamedTuple):
-    """What attention works on."""
+    """Shape, type and device of the inputs of attention."""
 
     num: int
     num_kv: int
@@ -38,33 +38,33 @@ class Heads(NamedTuple):
 
 
 def choose_attention(kind: AttentionKind, heads: Heads) -> str:
-    """Name for `set_attn_implementation`; whatever is not padded has been tried here and found to compute the same.
+    """Name for `set_attn_implementation`. Kinds other than padded are first compared with padded attention.
 
-    Raises ConfigError when the configured kind does not work; "auto" then takes the next and warns.
+    Raises ConfigError if the configured kind does not work; "auto" then logs a warning and tries the next kind.
     """
     if kind == "padded" or (kind == "auto" and heads.device.type != "cuda"):
         return PACKED_ATTENTION
     if kind != "auto":
-        problem = lack(kind, heads) or trial(kind, heads)
+        problem = missing_for(kind, heads) or trial(kind, heads)
         if problem is not None:
             raise ConfigError(f"learner.attention={kind}: {problem}. Set learner.attention=auto")
         return ATTENTION_NAMES[kind]
     for one in _FAST:
-        if lack(one, heads) is None:
+        if missing_for(one, heads) is None:
             problem = trial(one, heads)
             if problem is None:
                 _log.info("attention over packs: %s", one)
                 return ATTENTION_NAMES[one]
-            _log.warning("attention: %s does not work here (%s); the next best is taken", one, problem)
+            _log.warning("attention: %s does not work here (%s); trying the next kind", one, problem)
     return PACKED_ATTENTION
 
 
-def lack(kind: str, heads: Heads) -> str | None:
-    """What a kind of attention needs and does not have here; None: nothing."""
+def missing_for(kind: str, heads: Heads) -> str | None:
+    """Why a kind of attention cannot work here; None: no reason found without a trial."""
     if heads.device.type != "cuda":
-        return f"the model is on {heads.device}, and it needs a GPU"
+        return f"the model is on {heads.device}, this kind of attention needs a GPU"
     if kind == "varlen" and heads.dtype not in (torch.bfloat16, torch.float16):
-        return f"flash attention has no {str(heads.dtype).removeprefix('torch.')}"
+        return f"flash attention does not support {str(heads.dtype).removeprefix('torch.')}"
     if kind == "varlen" and attention.varlen_attn is None:
         return f"torch {torch.__version__} has no varlen_attn"
     if kind == "flex" and not has_triton():
@@ -73,7 +73,7 @@ def lack(kind: str, heads: Heads) -> str | None:
 
 
 def trial(kind: str, heads: Heads) -> str | None:
-    """What is wrong with a kind of attention, forward and backward on a small pack beside padded; None: nothing."""
+    """Compare a kind of attention with padded attention on a small pack, forward and backward; None: equal."""
     layout = layout_of(_LENGTHS).to(heads.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, num, sum(_LENGTHS), heads.size) for num in (heads.num, heads.num_kv, heads.num_kv)]
@@ -81,19 +81,19 @@ def trial(kind: str, heads: Heads) -> str | None:
     wanted = _results(PACKED_ATTENTION, inputs, layout)
     try:
         found = _results(ATTENTION_NAMES[kind], inputs, layout)
-    except Exception as error:  # noqa: BLE001 - kernels and compilers fail in ways of their own
+    except Exception as error:  # noqa: BLE001 - kernels and compilers raise many types of errors
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     differences = [
         ((one - other).abs().max() / other.abs().max()).item() for one, other in zip(found, wanted, strict=True)
     ]
     tolerance = _TOLERANCE[heads.dtype]
-    if all(difference <= tolerance for difference in differences):  # so that a nan is none
+    if all(difference <= tolerance for difference in differences):  # False for a nan
         return None
-    return f"it differs from padded attention by {max(differences):.2g} of its values (at most {tolerance:g})"
+    return f"relative difference from padded attention {max(differences):.2g} (at most {tolerance:g})"
 
 
 def _results(name: str, inputs: list[Tensor], layout: PackLayout) -> list[Tensor]:
-    """What comes out, and the gradients of its sum of squares."""
+    """The output of attention, and the gradients of the sum of its squares."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     attended, _ = ATTENTION_FUNCTIONS[name](torch.nn.Module(), *leaves, None, layout=layout)
     return [attended.detach(), *torch.autograd.grad(attended.float().square().sum(), leaves)]

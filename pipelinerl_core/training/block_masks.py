@@ -1,8 +1,8 @@
-"""Which blocks of a pack's attention flex attention computes, from the lengths of its sequences alone.
+"""The blocks that flex attention computes for a pack, from the lengths of its sequences.
 
-torch's `create_block_mask` asks the mask for every pair of tokens, T * T of them on the device. Sequences that stand
-one after the other need no such question: a block of keys matters to a block of queries if its last token belongs to
-the sequence of their first, and is masked nowhere if both lie inside one sequence.
+torch's `create_block_mask` evaluates the mask for all T * T pairs of tokens on the device. For sequences in a row
+this is not necessary: queries of a block attend to a block of keys before them if the last key is in the sequence of
+the first query, and no pair of the two blocks is masked if both blocks are inside one sequence.
 
 Shapes: T = packed tokens, Q and K = blocks of queries and of keys, as many.
 """
@@ -22,7 +22,7 @@ BoolArray = NDArray[np.bool_]
 
 
 def block_mask(layout: PackLayout, window: int | None) -> BlockMask:
-    """Causal attention inside each sequence, to the `window` newest tokens if that is given; made once per pack."""
+    """Mask of causal attention inside each sequence, within the `window` newest tokens if given; cached per pack."""
     found = layout.block_masks.get(window)
     if found is None:
         found = layout.block_masks[window] = _make(layout, window)
@@ -39,34 +39,34 @@ def _make(layout: PackLayout, window: int | None) -> BlockMask:
         return seen if window is None else seen & (query - key < window)
 
     num_tokens = sequence_T.numel()
-    (kv, kv_places), (full_kv, full_kv_places), (q, q_places), (full_q, full_q_places) = (
+    (kv, kv_indices), (full_kv, full_kv_indices), (q, q_indices), (full_q, full_q_indices) = (
         [moved(table, sequence_T.device) for table in _ordered(used)]
         for used in (partial_QK, whole_QK, partial_QK.T, whole_QK.T)
     )
     return BlockMask(
         seq_lengths=(num_tokens, num_tokens),
         kv_num_blocks=kv,
-        kv_indices=kv_places,
+        kv_indices=kv_indices,
         full_kv_num_blocks=full_kv,
-        full_kv_indices=full_kv_places,
+        full_kv_indices=full_kv_indices,
         q_num_blocks=q,
-        q_indices=q_places,
+        q_indices=q_indices,
         full_q_num_blocks=full_q,
-        full_q_indices=full_q_places,
+        full_q_indices=full_q_indices,
         BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
         mask_mod=is_seen,
     )
 
 
 def blocks(lengths: tuple[int, ...], window: int | None) -> tuple[BoolArray, BoolArray]:
-    """Two [Q, K]: blocks of which some pairs are seen, and blocks of which all are."""
+    """Two [Q, K]: pairs of blocks that are partly masked, and pairs of blocks that are not masked at all."""
     sequence_T = np.repeat(np.arange(len(lengths)), lengths)
     num_tokens = len(sequence_T)
     first_Q = np.arange(0, num_tokens, BLOCK_TOKENS)
     last_Q = np.minimum(first_Q + BLOCK_TOKENS, num_tokens) - 1
     opening_Q, closing_Q = sequence_T[first_Q], sequence_T[last_Q]
     is_before_QK = np.tri(len(first_Q), k=-1, dtype=np.bool_)
-    # Sequences stand in order: keys before the queries share one with them only at the seam.
+    # A block of earlier keys shares a sequence with the queries only if its last token does with the first query.
     some_QK = is_before_QK & (closing_Q[None] == opening_Q[:, None])
     is_filled_Q = last_Q - first_Q + 1 == BLOCK_TOKENS
     all_QK = is_before_QK & (opening_Q[None] == closing_Q[:, None]) & is_filled_Q[:, None]
@@ -77,7 +77,7 @@ def blocks(lengths: tuple[int, ...], window: int | None) -> tuple[BoolArray, Boo
 
 
 def _ordered(used_QK: BoolArray) -> tuple[Tensor, Tensor]:
-    """[1, 1, Q] number of blocks in each row, [1, 1, Q, K] their places, then those of all others; int32."""
+    """[1, 1, Q] number of used blocks in each row, [1, 1, Q, K] their indices before all other indices; int32."""
     order_QK = np.argsort(~used_QK, axis=1, kind="stable").astype(np.int32)
     num_Q = used_QK.sum(axis=1, dtype=np.int32)
     return torch.from_numpy(num_Q)[None, None], torch.from_numpy(order_QK)[None, None]

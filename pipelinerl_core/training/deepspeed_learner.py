@@ -1,16 +1,15 @@
 """The Learner on DeepSpeed: ZeRO 0 to 3, on one or many ranks, with the gradient and the state of the torch learner.
 
-DeepSpeed divides a loss by its accumulation steps and gradients by the number of ranks. Here nothing may divide:
-loss_weight carries the normalisation. So accumulation is bounded by hand, and the loss is multiplied by the ranks
-before it is averaged over them.
+DeepSpeed divides the loss by the number of accumulation steps, and the gradients by the number of ranks. Neither
+division is wanted, because loss_weight contains the normalisation. So this module sets the accumulation boundary, and
+multiplies the loss by the number of ranks before DeepSpeed averages over the ranks.
 
-Checkpoints have the names and the values of the torch learner's: any number of ranks, any stage and either learner
-can go on with them. They are gathered parameter by parameter.
+Checkpoints have the same names and values as the torch learner's checkpoints: any number of ranks, any ZeRO stage and
+both learners can load them. State is gathered parameter by parameter.
 
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
-import importlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,9 +37,9 @@ from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
-# Weights are gathered in lots of about this many elements: few collectives, little memory.
+# Weights are gathered in batches of about this many elements: few collectives, little memory.
 _GATHERED_ELEMENTS = 64 << 20
-# Where ZeRO keeps the float32 masters of this rank, by optimizer class: 1 and 2, 1 in bfloat16, 3.
+# Attribute with the float32 masters of this rank, by optimizer class: stages 1 and 2, stage 1 in bfloat16, stage 3.
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 
 
@@ -58,9 +57,9 @@ class DeepSpeedLearner:
         reference: Any = None,
         note: AdapterNote | None = None,
     ) -> None:
-        """As TorchLearner; torch's default process group exists already, with one rank too.
+        """Arguments as for TorchLearner. torch's default process group must exist, also with one rank.
 
-        Raises ConfigError when DeepSpeed is not installed.
+        Raises ConfigError if DeepSpeed is not installed.
         """
         self.version = version
         self._config = config
@@ -74,7 +73,7 @@ class DeepSpeedLearner:
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
         self._stage = config.learner.zero_stage
-        if self._stage == 3:  # the head is used in the policy's forward, not in its own
+        if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
             self._deepspeed.zero.register_external_parameter(self._policy, self._policy.head)
         self._engine = self._deepspeed.initialize(
             model=self._policy,
@@ -88,14 +87,14 @@ class DeepSpeedLearner:
         return self._stage > 0
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """One optimizer step of a rank that is alone."""
+        """One optimizer step of a single rank."""
         return self.step_packs(self._batcher.rows(rows))
 
     def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
-        """One optimizer step; every rank gives as many packs, at least one, some of them perhaps without rows.
+        """One optimizer step. Every rank passes the same number of packs, at least one; packs may be without rows.
 
-        Raises TrainingDiverged when loss, gradient or ratios are not finite. The weights of this process may be
-        spoilt then; nothing of the step is committed.
+        Raises TrainingDiverged if loss, gradient or ratios are not finite. The weights of this process may be invalid
+        then; the step is not committed.
         """
         started = time.perf_counter()
         step = self.version + 1
@@ -122,7 +121,7 @@ class DeepSpeedLearner:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm = None
-        if self._stage == 0:  # gradients are whole on every rank, and DeepSpeed does not tell their norm
+        if self._stage == 0:  # gradients are whole on every rank, and DeepSpeed does not report their norm
             norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm)
         self._engine.step()
         return float(self._engine.get_global_grad_norm() if norm is None else norm)
@@ -132,16 +131,16 @@ class DeepSpeedLearner:
         return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
 
     def weights(self) -> dict[str, Tensor]:
-        """As the torch learner's; empty on ranks but 0."""
+        """As `TorchLearner.weights`; empty on all ranks except 0."""
         found: dict[str, Tensor] = {}
-        for lot in self._lots():
-            with self._gathered([part for weight in lot for part in weight.parts]):
+        for chunk in self._chunks():
+            with self._gathered([part for weight in chunk for part in weight.parts]):
                 if self._ranks.rank == 0:
-                    found |= {weight.name: weight.merged() for weight in lot}
+                    found |= {weight.name: weight.merged() for weight in chunk}
         return found if self._note is None else Adapters(found, self._note)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """As the torch learner's, whatever the stage and the number of ranks; tensors are empty on ranks but 0."""
+        """As `TorchLearner.state`, for any stage and number of ranks; tensors are empty on all ranks except 0."""
         tensors = {"rng.torch": torch.get_rng_state()}
         for name, parameter in self._parameters.items():
             master = self._full(parameter, None)
@@ -157,7 +156,7 @@ class DeepSpeedLearner:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The inverse of `state`, given the same tensors on every rank."""
+        """The inverse of `state`; every rank passes the same tensors."""
         shapes = {
             name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in self._parameters.items()
         }
@@ -174,21 +173,21 @@ class DeepSpeedLearner:
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
 
-    # ---- where DeepSpeed keeps what ----------------------------------------------------------------------------
+    # ---- DeepSpeed's parameters and optimizer state ------------------------------------------------------------
 
-    def _lots(self) -> Iterator[list[PublishedWeight]]:
-        lot: list[PublishedWeight] = []
+    def _chunks(self) -> Iterator[list[PublishedWeight]]:
+        chunk: list[PublishedWeight] = []
         scale, is_alone = self._config.learner.lora_scale, self._note is not None
         for weight in published_weights(self._policy.model, scale, adapters_alone=is_alone):
-            lot.append(weight)
+            chunk.append(weight)
             if (
-                sum(getattr(part, "ds_numel", part.numel()) for one in lot for part in one.parts)
+                sum(getattr(part, "ds_numel", part.numel()) for one in chunk for part in one.parts)
                 >= _GATHERED_ELEMENTS
             ):
-                yield lot
-                lot = []
-        if lot:
-            yield lot
+                yield chunk
+                chunk = []
+        if chunk:
+            yield chunk
 
     def _gathered(self, parameters: Sequence[Tensor], *, is_changed: bool = False) -> AbstractContextManager[Any]:
         if self._stage < 3:
@@ -209,7 +208,7 @@ class DeepSpeedLearner:
         return int(next((float(state["step"]) for state in self._adam.state.values()), 0.0))
 
     def _masters(self) -> list[Tensor]:
-        """What the optimizer keeps its moments for."""
+        """The tensors that the optimizer has moments for."""
         if self._stage == 0:
             return list(self._parameters.values())
         found = next(
@@ -218,7 +217,7 @@ class DeepSpeedLearner:
         return list(found)
 
     def _make_states(self, num_updates: float) -> None:
-        """Moments as after a step; AdamW itself makes them at its first one."""
+        """Create zero moments as after `num_updates` steps; AdamW creates moments only at its first step."""
         self._adam.state.clear()
         if not num_updates:
             return
@@ -234,7 +233,7 @@ class DeepSpeedLearner:
             link()
 
     def _full(self, parameter: Tensor, moment: str | None) -> Tensor:
-        """The float32 master of a parameter, or a moment of it, put together from all ranks."""
+        """The float32 master of a parameter, or one of its moments, gathered from all ranks."""
         utils = self._deepspeed.utils
         if self._stage == 0:
             return parameter if moment is None else self._adam.state[parameter][moment]
@@ -249,7 +248,7 @@ class DeepSpeedLearner:
             if moment is not None:
                 self._adam.state[parameter][moment].copy_(value)
             return
-        if self._stage == 3:  # its setter takes no parameter that the ranks do not divide evenly
+        if self._stage == 3:  # DeepSpeed's setter requires a size divisible by the number of ranks
             own, _ = self._engine.optimizer._get_fp32_opt_state_partition(
                 parameter, release_swap_buffers=False, optim_state_key=moment
             )
@@ -265,7 +264,7 @@ class DeepSpeedLearner:
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """What `deepspeed.initialize` is given; one place for all of it."""
+    """The configuration for `deepspeed.initialize`."""
     learner = config.learner
     zero: dict[str, Any] = {"stage": learner.zero_stage, "overlap_comm": False}
     if learner.offload != "none":
@@ -288,25 +287,25 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 
 
 def load_deepspeed(device: torch.device, ranks: Ranks) -> Any:
-    """The package, told which accelerator it has; ConfigError when it is not installed.
+    """The module `deepspeed`, set up for a device. Raises ConfigError if DeepSpeed is not installed.
 
-    On a CPU it would compile an extension of its own for ranks that share memory; gloo serves without a compiler.
+    On a CPU DeepSpeed would compile an extension for ranks that share memory; gloo needs no compiler.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ["LOCAL_RANK"] = str(ranks.local_rank)  # it asks for it
+    os.environ["LOCAL_RANK"] = str(ranks.local_rank)  # required by DeepSpeed
     try:
-        deepspeed: Any = importlib.import_module("deepspeed")
+        import deepspeed  # noqa: PLC0415
+        import deepspeed.utils  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"learner.kind=deepspeed: DeepSpeed cannot be imported ({error}). Install it with `make install "
             "LEARNER=deepspeed`, or set learner.kind=torch"
         ) from None
-    importlib.import_module("deepspeed.utils")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl")
     return deepspeed
 
 
 def _step_device(adam: torch.optim.Optimizer, master: Tensor) -> torch.device:
-    """Where AdamW counts its steps: beside the moments when it is fused, else on the CPU."""
+    """Device of AdamW's step counter: the device of the moments if AdamW is fused, else the CPU."""
     return master.device if adam.defaults.get("fused") else torch.device("cpu")

@@ -1,10 +1,10 @@
-"""One optimizer step on exactly the rows it is given.
+"""The learner in plain PyTorch: one optimizer step on the given rows.
 
 rows -> packs -> [forward, log-probabilities, loss, backward] per pack -> sum over ranks -> clip -> AdamW
 
-Gradients of packs are added and never divided: loss_weight carries the normalisation, so cutting the step into other
-packs, or sharing them out among ranks, changes nothing but rounding. On a CPU several packs are computed at once, one
-per thread, and added in their order: the sum is the same to the last bit, however many threads there are.
+Gradients of packs are added and never divided, because loss_weight contains the normalisation. So another division of
+the step into packs, or of the packs among ranks, changes only the rounding. On a CPU several packs are computed at
+once, one per thread, and added in their order: the sum has the same bits for every number of threads.
 
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
@@ -45,7 +45,7 @@ class Batcher(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PackResult:
-    """What the forward and backward pass of one pack gives."""
+    """The result of the forward and backward pass of one pack."""
 
     batch: PackedBatch
     sums: LossSums
@@ -74,11 +74,9 @@ class TorchLearner:
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
 
-        reference: a model of `load_reference` for loss.kl_coefficient; it needs as much memory as the weights.
-
-        threads: packs computed at once, each on one core; 1 leaves the number of torch's threads as it is.
-
-        note: publish adapters alone, with this; None: all weights, adapters merged.
+        reference: a model of `load_reference` for loss.kl_coefficient, which needs as much memory as the weights.
+        threads: packs computed at once, each on one core; with 1 torch's number of threads does not change.
+        note: publish only the adapters, with this note; None: publish all weights, adapters merged.
         """
         self.version = version
         self._config = config
@@ -90,7 +88,7 @@ class TorchLearner:
         self._ranks = ranks
         self._note = note
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
-        # One core per pack: a small model's matrix products are too small to share one among threads.
+        # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
@@ -101,7 +99,7 @@ class TorchLearner:
         return self.step_packs(self._batcher.rows(rows))
 
     def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
-        """`step` on packs of rows; with several ranks on this rank's share, at the same time as the others."""
+        """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
         started = time.perf_counter()
         step = self.version + 1
         packs = [batch.to(self._model.device) for batch in packs if not batch.is_empty]
@@ -113,7 +111,7 @@ class TorchLearner:
         if self._ranks.size > 1:
             self._ranks.sum_(self._optimizer.gradients())
         grad_norm = self._optimizer.grad_norm()
-        metrics = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the one wait for a GPU in a step
+        metrics = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the only wait for a GPU in a step
         check_finite(step, metrics)
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         self._optimizer.step(grad_norm, learning_rate=lr)
@@ -133,7 +131,7 @@ class TorchLearner:
     def weights(self) -> dict[str, Tensor]:
         """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged.
 
-        With a note it is `Adapters`.
+        With a note the result is `Adapters`.
         """
         scale, note = self._config.learner.lora_scale, self._note
         published = published_weights(self._model, scale, adapters_alone=note is not None)
@@ -143,14 +141,14 @@ class TorchLearner:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything that the next steps depend on: trained weights, moments, version, state of torch's generator.
 
-        With LoRA the trained weights are the adapters; the base model is where it was.
+        With LoRA the trained weights are the adapters; the base model is not included.
         """
         tensors = self._optimizer.state()
         tensors["rng.torch"] = torch.get_rng_state()
         return tensors, {"version": self.version}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """The inverse of `state`: the steps after it are equal bit for bit."""
+        """The inverse of `state`: the following steps give the same bits."""
         self._optimizer.load_state(tensors)
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
@@ -160,7 +158,7 @@ class TorchLearner:
 def score_rollouts(
     policy: Any, packs: Sequence[PackedBatch], num_rollouts: int, device: torch.device
 ) -> list[Float32Array]:
-    """[C] log-probabilities of every completion token of each rollout that the packs were made of."""
+    """[C] log-probabilities of every completion token of each rollout in the packs."""
     found = [np.zeros(0, dtype=np.float32) for _ in range(num_rollouts)]
     for batch in packs:
         logprobs_N = policy(batch.to(device))[0].cpu().numpy()

@@ -1,14 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): W + s * B @ A, where W is frozen and A and B are trained.
 
-peft puts them beside the linear layers of the decoder blocks. What leaves the trainer is the merged weight under the
-base model's own name, so nobody else has to know, or (weights.content=adapters) the factors alone, which the receiver
-merges by the same function; what a checkpoint holds are the adapters.
+peft adds the adapters to the linear layers of the decoder blocks. The trainer publishes merged weights under the
+names of the base model, or, with weights.content=adapters, only the factors, which the receiver merges with the same
+function. A checkpoint has the adapters.
 
 Shapes: O, I = outputs and inputs of a linear layer, R = rank of its adapter.
 """
 
 import copy
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,20 +21,20 @@ from pipelinerl_core.algo.adapters import factor_names, is_factor, merge
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError
 
-# peft's wrappers in a name: the layer that is wrapped, and the adapter's own name between factor and `weight`.
+# What peft inserts into names: the wrapped layer, and the adapter's name between factor and `weight`.
 _BASE, _OWN_NAME = ".base_layer.", re.compile(r"\.(lora_[AB])\.default\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedWeight:
-    """One weight as engines know it, and what it is made of."""
+    """One published weight, and the parameters that the weight is computed from."""
 
     name: str
-    """The base model's own name of it."""
+    """The name in the base model."""
     base: Tensor
-    """[O, I] where there is an adapter."""
+    """The base weight; [O, I] if the weight has an adapter."""
     adapter: tuple[Tensor, Tensor] | None
-    """A [R, I] and B [O, R]."""
+    """A [R, I] and B [O, R]; None: no adapter."""
     scale: float
 
     @property
@@ -45,23 +44,23 @@ class PublishedWeight:
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """W + s * B @ A in float32, rounded once to the type of W; a copy of its own, on the CPU."""
+        """W + s * B @ A in float32, rounded once to the type of W; a copy on the CPU."""
         if self.adapter is None:
             return self.base.detach().to("cpu", copy=True).contiguous()
         return merge(self.base, *self.adapter, self.scale).cpu().contiguous()
 
 
 def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:
-    """Freeze the model and put adapters of `config.lora_rank` beside its linear layers, in place.
+    """Freeze the model and add adapters of rank `config.lora_rank` to its linear layers, in place.
 
-    A is drawn from `seed` alone and B is 0: every rank and every start has the same, and the model computes what it
-    did. torch's generator is left as it was.
+    A depends only on `seed`, and B is 0: adapters are equal on every rank and at every start, and the outputs of the
+    model do not change. The state of torch's generator does not change.
 
-    Raises ConfigError when a name in `lora_targets` is not there, no layer fits, or peft is not installed.
+    Raises ConfigError if the model has no layer of a name in `lora_targets`, or if peft is not installed.
     """
     targets = _targets(model, config.lora_targets)
     try:
-        peft: Any = importlib.import_module("peft")
+        import peft  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"learner.lora_rank={config.lora_rank}: peft cannot be imported ({error}). Run `make install`, or set "
@@ -74,24 +73,27 @@ def add_adapters(model: Any, config: LearnerConfig, seed: int) -> None:
         lora_dropout=0.0,
         bias="none",
     )
-    with torch.random.fork_rng(devices=[]):  # they are drawn on the CPU, whatever the device
+    with torch.random.fork_rng(devices=[]):  # peft draws adapters on the CPU for every device
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
     model.eval()  # new modules are in training mode
 
 
 def share_frozen(model: Any) -> Any:
-    """The model as it is now, with the same parameters in memory: `add_adapters` changes the original alone."""
+    """A copy of the model's modules that shares the parameters, so that `add_adapters` changes only the original."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def trained_parameters(model: Any) -> dict[str, Tensor]:
-    """What the optimizer changes, by name, tied ones once: all weights, or the adapters if there are any."""
+    """The parameters that the optimizer changes, by name, tied ones once: the adapters if any, else all weights."""
     return {_clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def published_weights(model: Any, scale: float, *, adapters_alone: bool = False) -> list[PublishedWeight]:
-    """Every weight of the base model, tied ones once, in its order; `scale` is s. Or the factors as they are."""
+    """Every weight of the base model, tied ones once, in the model's order; `scale` is s.
+
+    With adapters_alone: the factors of the adapters instead.
+    """
     named = {_clean(name): parameter for name, parameter in model.named_parameters()}
     return [
         PublishedWeight(name, parameter, None if adapters_alone else _adapter(named, name), scale)
@@ -119,13 +121,13 @@ def _targets(model: Any, chosen: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"learner.lora_targets: the decoder blocks of {type(model).__name__} have no linear layer "
             f"{', '.join(unknown)}".rstrip()
-            + (f". Choose of {', '.join(kinds)}" if there else ". Set learner.lora_rank=0")
+            + (f". Choose from {', '.join(kinds)}" if there else ". Set learner.lora_rank=0")
         )
     return [name for name in there if not chosen or name.rpartition(".")[2] in chosen]
 
 
 def _linear_layers(model: Any) -> Iterator[str]:
-    """Full names of the linear layers in the decoder blocks: neither head nor embeddings are among them."""
+    """Full names of the linear layers in the decoder blocks: without head and embeddings."""
     for block_name, block in model.named_modules():
         if isinstance(block, GradientCheckpointingLayer):
             for name, layer in block.named_modules():

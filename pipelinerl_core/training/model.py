@@ -16,9 +16,9 @@ from pipelinerl_core.algo.packed import PackedBatch, PackLayout, layout_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.attention_choice import AttentionKind, Heads, choose_attention
 
-# Largest difference of log-probabilities between a plain forward and ours on a few tokens: rounding of the type.
+# Largest difference of log-probabilities between a plain and a packed forward on a few tokens: rounding of the type.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-# Lengths of the sequences of that comparison; different ones, so that a wrong layout shows.
+# Lengths of the compared sequences; different lengths, so that a wrong layout changes the result.
 _CHECK_LENGTHS = (5, 3, 4)
 
 
@@ -46,11 +46,11 @@ def load_model(
 ) -> Any:
     """The causal language model in a directory, on a device, ready for `hidden_states`.
 
-    Dropout is off for good (eval mode): the ratio compares the policy that sampled with the one that is trained, and
-    dropout would make them differ at equal weights.
+    Dropout is always off (eval mode): the importance ratio compares two policies, and dropout would change the ratio
+    at equal weights.
 
-    Raises ConfigError when there is no model, when it computes something that packs cannot reproduce, or when this
-    way of attention does not work on the device.
+    Raises ConfigError if the directory has no model, if packs cannot reproduce what the model computes, or if the
+    kind of attention does not work on the device.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path}: no config.json there. Give the directory of a Hugging Face model")
@@ -59,23 +59,23 @@ def load_model(
 
 
 def load_reference(path: Path | str, model: Any, attention: AttentionKind = "auto") -> Any:
-    """The frozen model in a directory that `model` is held against, of its type and on its device.
+    """The frozen reference model in a directory, with the type and on the device of `model`.
 
-    Raises ConfigError when there is none, or when its vocabulary is another.
+    Raises ConfigError if the directory has no model, or if the vocabulary sizes differ.
     """
     dtype: Literal["float32", "bfloat16"] = "bfloat16" if model.dtype is torch.bfloat16 else "float32"
     reference = load_model(path, dtype, model.device, attention).requires_grad_(False)
     sizes = reference.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"loss.ref_model={path}: its vocabulary has {sizes[0]} tokens, that of the model that learns {sizes[1]}. "
+            f"loss.ref_model={path}: {sizes[0]} tokens in the vocabulary, {sizes[1]} in the trained model's. "
             "Take a reference with the same tokenizer"
         )
     return reference
 
 
 def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
-    """Switch a transformers model to packed attention, in place, and check that it computes the same."""
+    """Switch a transformers model to packed attention, in place. Raises ConfigError if log-probabilities change."""
     model.eval()
     model.requires_grad_(True)
     model.config.use_cache = False
@@ -100,8 +100,8 @@ def prepare_model(model: Any, attention: AttentionKind = "auto") -> Any:
 def checkpoint_activations(model: Any) -> None:
     """Keep only the input of each layer for the backward pass, which computes the rest again: less memory, more time.
 
-    transformers does so while a layer is in training mode; the mode of a layer alone, not of what is in it, says
-    that and nothing else, so dropout stays off.
+    transformers checkpoints a layer whose attribute `training` is True. Only the layer's own attribute is set, not
+    the attributes of its submodules, so dropout stays off.
     """
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.modules():

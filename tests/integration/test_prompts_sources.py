@@ -55,7 +55,7 @@ def test_a_reasoning_gym_entry_survives_json_with_its_tuples():
     ("task", "message"),
     [
         ("chain_sums", r"no such task; did you mean chain_sum\?"),
-        ("composite", "makes no entry: AssertionError"),
+        ("composite", "cannot make an entry: AssertionError"),
         ("ransom_note", "PYTHONHASHSEED=0"),
     ],
 )

@@ -331,9 +331,9 @@ def test_an_engine_core_that_keeps_dying_ends_the_engine_with_its_reason(shared)
         task = asyncio.create_task(finish(engine, ask("a", max_tokens=180)))
         await sampled(engine, 8)
         kill_engine_core()
-        with pytest.raises(EngineError, match="could not be started again: no memory"):
+        with pytest.raises(EngineError, match="could not be restarted: no memory"):
             await task
-        with pytest.raises(EngineError, match="could not be started again"):
+        with pytest.raises(EngineError, match="could not be restarted"):
             engine.generate(ask("b"))
         await engine.close()
 

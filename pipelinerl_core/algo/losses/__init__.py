@@ -1,4 +1,8 @@
-"""Policy-gradient losses for asynchronous rollouts, by `loss.kind`."""
+"""Policy-gradient losses for asynchronous rollouts, by `loss.kind`.
+
+To add a loss: a file in this folder with a function of the trained tokens and the loss's section, the section (its
+options and their defaults) in config/losses.py, and a line in LOSSES.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,15 +34,15 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
         "decoupled_ppo": decoupled_ppo,
     }
 )
-"""Each takes the trained tokens of a pack and the section `loss` of its kind."""
+"""loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind."""
 
 
 def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
-    """The loss of `config.kind`, with what all losses may have beside it:
+    """The loss of `config.kind`, plus the terms that every loss may have:
 
         - entropy_bonus * sum(loss_weight * entropy) + kl_coefficient * sum(loss_weight * divergence)
 
-    Raises ValueError for a kl_coefficient without the reference's log-probabilities.
+    Raises ValueError if kl_coefficient is set and the reference's log-probabilities are missing.
     """
     if config.sequence_ratio_max:
         tokens = tokens.without_far_sequences(config.sequence_ratio_max)

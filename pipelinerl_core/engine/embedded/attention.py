@@ -1,9 +1,9 @@
-"""Keys and values of a fixed number of slots, and the attention function that reads and writes them.
+"""The KV cache of a fixed number of slots, and the attention function that reads and writes the cache.
 
 A forward pass runs over one flat row of N tokens: first one token for each of the slots 0 .. R-1 (decode), then the
-padded prompts of newly admitted sequences (prefill). Everything in a decoder but attention treats tokens alike, so
-the model's own code runs unchanged; only this function knows which token belongs to which slot. Both parts share one
-pass: a newly admitted slot decodes its last prompt token in the pass that stores the tokens before it.
+padded prompts of newly admitted sequences (prefill). All layers of a decoder except attention treat every token
+alike, so the model's own code runs unchanged; only attention needs to know which token is in which slot. Both parts
+share one pass: a newly admitted slot decodes its last prompt token in the pass that stores the tokens before.
 
 Shape suffixes: S slots, R decoded slots (a prefix of S), P prefilled sequences, T padded prefill length,
 N = R + P * T, K keys attended by decode, L max_len, H query heads, G key/value heads, Q = H / G, D head dimension.
@@ -21,7 +21,7 @@ from pipelinerl_core.errors import EngineError
 
 ATTENTION_NAME = "pipelinerl_slots"
 
-# Arguments of attention functions that change the result and that this one does not implement.
+# Arguments of attention functions that change the result and that `_slot_attention` does not implement.
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -36,13 +36,13 @@ class Layout:
     mask_RK: Tensor
     """Additive mask of decode: 0 up to the slot's own position, -inf beyond."""
     prefill_slots_P: Tensor | None
-    """int64 slot of each prefilled sequence, which starts at position 0; None without prefill."""
+    """int64 slot of each prefilled sequence, from position 0; None without prefill."""
     prefill_length: int
     """T"""
 
 
 class SlotMemory:
-    """One K and one V tensor [S, G, L, D] per layer, allocated by the first pass from what the model produces."""
+    """One K and one V tensor [S, G, L, D] per layer; the first pass allocates them in the model's shape and type."""
 
     def __init__(self, slots: int, max_len: int) -> None:
         self.slots = slots
@@ -52,7 +52,7 @@ class SlotMemory:
         self.layout: Layout | None = None
 
     def attach(self, model: Any) -> None:
-        """Make every attention module of `model` use this memory. The model belongs to one engine from now on."""
+        """Make every attention module of `model` use this memory. No other engine can use the model from here on."""
         model.set_attn_implementation(ATTENTION_NAME)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
@@ -73,11 +73,11 @@ class SlotMemory:
         """Store keys and values of this pass, then attend. Returns [N, H, D]."""
         layout = self.layout
         if layout is None:
-            raise EngineError("slot attention was called outside of a pass: this model belongs to an engine")
+            raise EngineError("slot attention was called outside of a pass: only the engine may call its model")
         store = self._layer(layer, k_NGD, v_NGD)
         if layout.prefill_slots_P is None:
             return self._decode(layout, store, q_NHD, k_NGD, v_NGD, scaling)
-        # Before decode: a newly admitted slot reads in this very pass what prefill stores for it.
+        # Before decode: the decode of a newly admitted slot reads what prefill stores in the same pass.
         n = len(layout.slots_R)
         prefilled_NHD = self._prefill(layout, store, q_NHD[n:], k_NGD[n:], v_NGD[n:], scaling)
         if n == 0:
@@ -98,7 +98,7 @@ class SlotMemory:
         keys_SGLD[layout.slots_R, :, layout.positions_R] = k_RGD
         values_SGLD[layout.slots_R, :, layout.positions_R] = v_RGD
         num_rows, num_keys = layout.mask_RK.shape
-        # Query heads that share a key head stand in as query positions: no copy of K and V per query head.
+        # Query heads that share a key head become query positions, which avoids a copy of K and V per query head.
         q_RGQD = q_RHD.reshape(num_rows, k_RGD.shape[1], -1, q_RHD.shape[-1])
         out_RGQD = functional.scaled_dot_product_attention(
             q_RGQD,
@@ -118,7 +118,7 @@ class SlotMemory:
         v_NGD: Tensor,
         scaling: float | None,
     ) -> Tensor:
-        """Causal attention within each padded sequence. What padding stores is overwritten before it can be read."""
+        """Causal attention within each padded sequence. Keys of padding are overwritten before any read."""
         num_tokens = layout.prefill_length
         q_PHTD, k_PGTD, v_PGTD = (
             x.reshape(-1, num_tokens, *x.shape[1:]).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD)
@@ -154,7 +154,7 @@ def _slot_attention(
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise EngineError(
-                f"the model's attention uses {name}={kwargs[name]!r}, which the embedded engine does not have"
+                f"the model's attention uses {name}={kwargs[name]!r}, which the embedded engine does not support"
             )
     if sliding_window is not None and sliding_window < memory.max_len:
         raise EngineError(

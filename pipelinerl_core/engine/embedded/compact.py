@@ -1,7 +1,7 @@
-"""Move sequences into low slots when many of the decoded rows are free: the tail of a phase.
+"""Move sequences into low slots when many of the decoded rows are free.
 
-A step decodes all slots up to the highest running one, so one long sequence in a high slot would make every step as
-slow as a full one. A row of a step costs more than the move of its sequence does.
+A step decodes all slots up to the highest running slot, so one long sequence in a high slot makes every step as slow
+as a step with all slots. A row of a step costs more than the move of a sequence.
 """
 
 import heapq
@@ -10,13 +10,13 @@ import torch
 
 from pipelinerl_core.engine.embedded.attention import SlotMemory
 from pipelinerl_core.engine.embedded.slots import SlotTable
-from pipelinerl_core.engine.sequence import Sequence
+from pipelinerl_core.engine.sequence import SlotSequence
 
 
-def compact(table: SlotTable, memory: SlotMemory, in_slot: dict[int, Sequence], free_slots: list[int]) -> None:
-    """Fill the lowest slots when over a quarter of those up to the highest running one are free.
+def compact(table: SlotTable, memory: SlotMemory, in_slot: dict[int, SlotSequence], free_slots: list[int]) -> None:
+    """Fill the lowest slots if more than a quarter of the slots up to the highest running slot are free.
 
-    in_slot: slot -> sequence; free_slots: a heap. Both are brought up to date, and every moved sequence's own slot.
+    in_slot: slot -> sequence; free_slots: a heap. Both are updated, and the attribute `slot` of every moved sequence.
     """
     num_running = len(in_slot)
     if not in_slot or 4 * num_running > 3 * (max(in_slot) + 1):

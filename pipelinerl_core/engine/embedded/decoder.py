@@ -19,9 +19,9 @@ from pipelinerl_core.errors import EngineError, SwapError
 
 IntArray = NDArray[np.int64]
 
-# Padded tokens of one prefill pass: bounds its activations and how long it can hold up decoding.
+# Padded tokens of one prefill pass: bounds the memory of activations and the time in which no slot decodes.
 PREFILL_TOKENS = 4096
-# A pass of its own costs about as much as this many tokens, so a batch may hold that much padding.
+# A separate pass costs about as much as this many tokens, so a batch may have this much padding.
 PADDING_TOKENS = 32
 
 # Settings of transformers models that scale or bend the logits outside of the head.
@@ -31,8 +31,8 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 class SlotDecoder:
     """The model's own forward over a fixed number of slots.
 
-    The model must be this engine's own object: its attention is replaced and its parameters are written by swaps.
-    Raises EngineError for models that are not decoders with full attention throughout.
+    No other code may use the model: the constructor replaces its attention, and swaps write its parameters.
+    Raises EngineError unless the model is a decoder with full attention in all layers.
     """
 
     def __init__(self, model: Any, *, slots: int, max_len: int) -> None:
@@ -51,7 +51,7 @@ class SlotDecoder:
         self._nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         self._refresh_head()
         with torch.inference_mode():
-            # One pass allocates the memory and meets every unsupported argument before the first request does.
+            # One pass allocates the memory and finds unsupported arguments before the first request.
             self.decode(np.zeros(slots, np.int64), np.zeros(slots, np.int64), num_keys=1)
         if sorted(self.memory.keys) != list(range(model.config.num_hidden_layers)):
             raise EngineError(
@@ -69,8 +69,8 @@ class SlotDecoder:
     ) -> Tensor:
         """Feed one token to each of the slots 0 .. R-1; returns float32 logits [R, V].
 
-        num_keys (> every position) is how much of the memory is attended. `prefill` = (slots_P, token_ids_PT) stores
-        those sequences, from position 0, in the same pass.
+        num_keys, above every position: attended keys of each slot. `prefill` = (slots_P, token_ids_PT) stores these
+        sequences, from position 0, in the same pass.
         """
         tokens_R, positions = self._put(token_ids_R), self._put(positions_R)
         is_hidden_RK = self._key_range_K[:num_keys] > positions[:, None]
@@ -86,7 +86,7 @@ class SlotDecoder:
         return functional.linear(hidden_RC.float(), self._head_weight_VC, self._head_bias_V)
 
     def prefill(self, slots_P: IntArray, token_ids_PT: IntArray) -> None:
-        """Store sequences from position 0 and sample nothing."""
+        """Store sequences from position 0 without decoding."""
         layout = Layout(
             slots_R=self._nothing,
             positions_R=self._nothing,
@@ -97,9 +97,9 @@ class SlotDecoder:
         self._forward(self._nothing, layout, (slots_P, token_ids_PT))
 
     def check_rows_are_alike(self) -> None:
-        """Raise EngineError unless this machine computes every slot alike, to the last bit.
+        """Raise EngineError unless this machine computes the same bits in every slot.
 
-        All slots are fed the same few tokens; matrix libraries may use other instructions for some rows of a matrix.
+        All slots are fed the same tokens; matrix libraries may use other instructions for some rows of a matrix.
         """
         rows = self.memory.slots
         with torch.inference_mode():
@@ -115,9 +115,9 @@ class SlotDecoder:
                     )
 
     def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
-        """Raise SwapError unless `tensors` are exactly the weights of this model, or some of them; touches nothing.
+        """Raise SwapError unless `tensors` are all weights of this model, or some of them if is_partial.
 
-        Of tied weights (an embedding that is also the head) one name is enough.
+        For tied weights (an embedding that is also the head) one of the two names is enough.
         """
         targets = self.model.state_dict()
         unknown = sorted(set(tensors) - set(targets))
@@ -141,7 +141,7 @@ class SlotDecoder:
                     raise SwapError(f"{given[0]!r} and {name!r} are tied in this model but differ in the update")
 
     def stage(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The same weights where the model is, so that the pause holds a copy within its memory."""
+        """The same weights on the model's device, so that the pause only copies within the memory of the device."""
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -152,13 +152,13 @@ class SlotDecoder:
                 targets[name].copy_(tensor)
             self._refresh_head()
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a pause that has not copied yet is no pause
+            torch.cuda.synchronize(self.device)  # the reported pause includes the copy
 
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _refresh_head(self) -> None:
-        """The head is computed in float32; for a float32 model this is the weight itself, not a copy."""
+        """The head is computed in float32; for a float32 model `float()` returns the weight without a copy."""
         self._head_weight_VC = self._head.weight.detach().float()
         bias = getattr(self._head, "bias", None)
         self._head_bias_V = None if bias is None else bias.detach().float()
@@ -181,8 +181,8 @@ class SlotDecoder:
 def prefill_batches(sequences: list[tuple[int, NDArray[np.int32]]]) -> list[tuple[IntArray, IntArray]]:
     """Pad (slot, token ids) pairs into batches (slots_P, token_ids_PT) of at most PREFILL_TOKENS padded tokens.
 
-    Longest first, so that sequences of like length share a batch, with at most PADDING_TOKENS of padding; a longer
-    single sequence is a batch of its own.
+    Sorted by length, so that sequences of similar length share a batch, with at most PADDING_TOKENS of padding. A
+    sequence longer than PREFILL_TOKENS is a batch of its own.
     """
     batches: list[tuple[IntArray, IntArray]] = []
     pending = sorted((pair for pair in sequences if len(pair[1])), key=lambda pair: -len(pair[1]))
@@ -200,7 +200,7 @@ def prefill_batches(sequences: list[tuple[int, NDArray[np.int32]]]) -> list[tupl
 
 
 def _aliases(targets: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names grouped by the memory they name."""
+    """Names grouped by memory: tied weights are in one group."""
     groups: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for name, tensor in targets.items():
         groups.setdefault((tensor.data_ptr(), tuple(tensor.shape)), []).append(name)

@@ -1,15 +1,15 @@
 """The embedded engine: a transformers decoder over a fixed number of slots, on one thread of one event loop.
 
-One loop admits, decodes, samples, stamps and retires; between two of its steps it gives the event loop a turn. A step
-is a plain function, so every coroutine that runs is between two steps: a swap or an abort needs no lock and no pause
-protocol, it just happens. An engine with nothing to do has no task at all.
+One loop admits, decodes, samples, stamps and retires sequences, and yields to the event loop between two steps. A
+step is a plain function, so other coroutines run only between two steps: a swap or an abort needs neither a lock nor
+a pause protocol. An idle engine has no task.
 """
 
 import asyncio
 import heapq
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -17,8 +17,8 @@ from pipelinerl_core.engine.embedded.compact import compact
 from pipelinerl_core.engine.embedded.decoder import SlotDecoder, prefill_batches
 from pipelinerl_core.engine.embedded.sampling import sample
 from pipelinerl_core.engine.embedded.slots import SlotTable
-from pipelinerl_core.engine.queued import QueuedEngine
-from pipelinerl_core.engine.sequence import Sequence
+from pipelinerl_core.engine.queued import KVPolicy, QueuedEngine
+from pipelinerl_core.engine.sequence import SlotSequence
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import StepClock, WeightUpdate
 from pipelinerl_core.types import (
@@ -30,29 +30,28 @@ from pipelinerl_core.types import (
     SwapReport,
 )
 
-KVPolicy = Literal["keep", "recompute", "drain"]
-
-# Rows of a deterministic step come in multiples of this: vectorised loops take what is left at the end of a tensor
-# by other instructions, whose last bit may differ, so no row may be such a rest.
+# The number of rows of a deterministic step is a multiple of this. Vectorised loops compute the remainder at the end
+# of a tensor with other instructions, whose last bit may differ, so there must be no remainder.
 _ROW_STEP = 32
 
 
-class EmbeddedEngine(QueuedEngine[Sequence]):
+class EmbeddedEngine(QueuedEngine[SlotSequence]):
     """`interfaces.Engine` over `slots` sequences of at most `max_len` tokens, prompt included.
 
-    model: a transformers causal LM, this engine's own object, on whatever device it is; full attention only.
-    eos_token_ids: tokens that end a completion and belong to it.
-    weight_version: version of the weights the model holds now.
-    kv: at a swap, keep the KV cache of running sequences (they go on at once, attending to keys of older weights);
-        recompute it under the new weights within the pause; or drain: admit nothing, swap when the slots are empty.
-    deterministic: every step has one shape (all slots, all max_len keys) and prompts are fed through decode steps,
-        so that tokens and log-probabilities depend on the request and the weights alone, bit for bit, in a
-        continuation too. Slower: attention is over max_len, and each prompt token takes a step. float32 weights and
-        a fixed thread count are up to the caller.
-    stream_interval: emit a chunk every so many tokens; 0: only at a swap and at the end, which is the fastest.
+    model: a transformers causal LM that only this engine uses, on any device; full attention only.
+    eos_token_ids: tokens that end a completion and are part of the completion.
+    weight_version: version of the model's weights now.
+    kv: what a swap does with the KV cache of running sequences. keep: nothing, the sequences continue and attend to
+        keys of older weights; recompute: compute the cache again under the new weights, within the pause; drain:
+        admit nothing and swap when the slots are empty.
+    deterministic: every step has the same shape (all slots, all max_len keys) and prompts are fed through decode
+        steps, so that tokens and log-probabilities depend only on the request and the weights, bit for bit, also when
+        the request continues a prior. Slower: attention is over max_len, and each prompt token takes a step. The
+        caller must use float32 weights and a fixed number of threads.
+    stream_interval: tokens between two chunks of a sequence; 0: chunks only at a swap and at the end (fastest).
 
-    A continuation whose prior holds tokens of a newer version than the engine's waits until that version is swapped
-    in. Nothing is cut off: a request that could outgrow its slot is refused.
+    If the prior of a request has tokens of a newer version than the engine's, the request waits until the engine has
+    that version. A request that could outgrow its slot is refused, so no completion is cut off below max_tokens.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         super().__init__(max_len=max_len, vocab_size=self._decoder.vocab_size, eos_token_ids=eos_token_ids)
         self._table = SlotTable(num_rows, max_len, self._is_eos_V, fixed_shape=deterministic)
         self._num_slots = slots
-        self._num_places = slots * max_len
+        self._capacity_tokens = slots * max_len
         self._version = weight_version
         self._kv = kv
         self._deterministic = deterministic
         self._stream_interval = stream_interval
-        self._in_slot: dict[int, Sequence] = {}
+        self._in_slot: dict[int, SlotSequence] = {}
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
@@ -98,9 +97,9 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Make `update` the weights of the next token; see `interfaces.Engine`.
 
-        Names, shapes, types and the version are checked before anything is touched. Versions never decrease.
-        pause_seconds is the time the engine's thread is taken, checks and chunks included; of kv=drain it does not
-        include the wait for running sequences, which still sample.
+        Names, shapes, types and the version are checked before any weight changes. Versions never decrease.
+        pause_seconds is the time in which the engine's thread does not decode, checks and chunks included. With
+        kv=drain the wait for running sequences is not included, because the sequences still sample.
         """
         async with self._swap_lock:
             start = time.perf_counter()
@@ -130,7 +129,7 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         )
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """Take sequences back with what they have sampled; see `interfaces.Engine`."""
+        """End sequences, and return what was sampled; see `interfaces.Engine`."""
         completions: dict[str, Completion] = {}
         for request_id in list(request_ids):
             sequence = self._running.get(request_id) or self._waiting.get(request_id)
@@ -139,32 +138,32 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         return completions
 
     def flush(self) -> None:
-        """A chunk for every running sequence with new tokens; see `interfaces.Engine`."""
+        """Send a chunk for every running sequence with new tokens; see `interfaces.Engine`."""
         for sequence in self._running.values():
             self._emit(sequence)
 
     def set_pace(self, delay_seconds: float) -> None:
-        """Pause this long after each decode step; swaps and aborts happen in it without waiting."""
+        """Sleep this long after each decode step; swaps and aborts run during the sleep."""
         self._delay_seconds = delay_seconds
 
     def set_clock(self, clock: StepClock) -> None:
-        """Let a clock say when the next decode step is due, the pace included."""
+        """Let a clock decide when the next decode step is due; the clock applies the pace too."""
         self._clock = clock
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stand still between two decode steps, every sequence and its KV kept, or go on; see `interfaces.Engine`."""
+        """Pause between two decode steps and keep all sequences and KV, or continue; see `interfaces.Engine`."""
         self._count_time()
         self._is_paused = is_paused
         self._wake()
 
     def stats(self) -> EngineStats:
-        """A glance at the engine; kv_usage is the share of token places in the slots that hold a token."""
+        """Load of the engine now; kv_usage is the share of the slots' token capacity that is in use."""
         self._count_time()
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
             slots=self._num_slots,
-            kv_usage=float(self._table.num_fed.sum()) / self._num_places,
+            kv_usage=float(self._table.num_fed.sum()) / self._capacity_tokens,
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             running_seconds=self._running_seconds,
@@ -172,7 +171,7 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         )
 
     async def close(self) -> None:
-        """Stop and release memory; running generators end with EngineError. Closing twice is harmless."""
+        """Stop and release memory; running generators end with EngineError. A second call has no effect."""
         self._fail("the engine was closed")
         task, self._task = self._task, None
         if task is not None and not task.done():
@@ -182,13 +181,13 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, request: EngineRequest) -> Sequence:
-        sequence = self._waiting[request.request_id] = Sequence(request)
+    def _enqueue(self, request: EngineRequest) -> SlotSequence:
+        sequence = self._waiting[request.request_id] = SlotSequence(request)
         self._wake()
         return sequence
 
     def _wake(self) -> None:
-        """Make sure the loop runs if there is something to do."""
+        """Start the loop if there is work and the loop does not run."""
         if (self._task is None or self._task.done()) and self._has_work():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="embedded-engine")
 
@@ -206,10 +205,10 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
                     rest_seconds = self._clock.rest_seconds(num_running, self._delay_seconds)
                 await asyncio.sleep(rest_seconds)
         except asyncio.CancelledError:
-            # Steps are whole, so the engine stays usable; only those that wait for it must hear of it.
+            # No step is half done, so the engine stays usable; only the open requests must end.
             self._end_all("the engine's task was cancelled")
             raise
-        except Exception as error:  # noqa: BLE001 - every generator must hear why nothing comes any more
+        except Exception as error:  # noqa: BLE001 - every open request must end with the reason
             self._fail(f"the engine failed under weight version {self._version}: {type(error).__name__}: {error}")
 
     def _step(self) -> int:
@@ -241,11 +240,11 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
                     self._emit(sequence)
         return num_running
 
-    def _admissible(self, count: int) -> list[Sequence]:
-        """The first waiting sequences, at most `count`, that may start under the present weights."""
+    def _admissible(self, count: int) -> list[SlotSequence]:
+        """The first waiting sequences, at most `count`, that may start under the current weights."""
         if self._drained is not None:
             return []
-        found: list[Sequence] = []
+        found: list[SlotSequence] = []
         for sequence in self._waiting.values():
             if len(found) == count:
                 break
@@ -254,7 +253,7 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
         return found
 
     def _admit(self) -> list[tuple[int, Int32Array]]:
-        """Fill free slots in order of arrival; returns what is to be prefilled: all but the last token of each."""
+        """Fill free slots in order of arrival; returns the tokens to prefill: all of a sequence but the last."""
         if not self._free_slots or not self._waiting:
             return []
         self._count_time()
@@ -266,7 +265,7 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
             self._running[request.request_id] = sequence
             self._in_slot[slot] = sequence
             sequence.slot = slot
-            # The last known token is always fed by a decode step, which samples what follows it.
+            # A decode step feeds the last known token and samples the next.
             num_prefilled = 0 if self._deterministic else len(request.prompt_token_ids) + sequence.num_prior - 1
             self._table.admit(slot, request, num_fed=num_prefilled)
             admitted.append((slot, self._table.fed_tokens(slot)))
@@ -274,18 +273,18 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
 
     # ---- ends and swaps ------------------------------------------------------------------------------------------
 
-    def _emit(self, sequence: Sequence, reason: FinishReason | None = None) -> Completion | None:
+    def _emit(self, sequence: SlotSequence, reason: FinishReason | None = None) -> Completion | None:
         whole = sequence.prior_tokens() if sequence.slot is None else self._table.completion(sequence.slot)
         return sequence.emit(*whole, self._version, reason)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Completion:
+    def _finish(self, sequence: SlotSequence, reason: FinishReason) -> Completion:
         completion = self._emit(sequence, reason)
         assert completion is not None
         self._forget(sequence)
         return completion
 
-    def _forget(self, sequence: Sequence) -> None:
-        """Free what a sequence holds. Harmless when it has ended already."""
+    def _forget(self, sequence: SlotSequence) -> None:
+        """Release what a sequence holds; no effect if the sequence has ended already."""
         request_id = sequence.request.request_id
         if self._waiting.get(request_id) is sequence:
             del self._waiting[request_id]
@@ -302,18 +301,18 @@ class EmbeddedEngine(QueuedEngine[Sequence]):
 
     def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         for sequence in self._running.values():
-            self._emit(sequence)  # tokens up to here are of the old version
+            self._emit(sequence)  # tokens up to here have the old version
         try:
             self._decoder.load(tensors)
         except Exception as error:
-            self._fail(f"the swap to version {version} broke off half-way: {type(error).__name__}: {error}")
+            self._fail(f"the swap to version {version} failed half-way: {type(error).__name__}: {error}")
             raise SwapError(self._failure) from error
         self._version = version
         if self._kv == "recompute":
             self._recompute()
 
     def _recompute(self) -> None:
-        """Store the keys and values of all running sequences again, under the present weights."""
+        """Compute the keys and values of all running sequences again, under the current weights."""
         with torch.inference_mode():
             if self._deterministic:
                 for position in range(int(self._table.num_fed.max())):

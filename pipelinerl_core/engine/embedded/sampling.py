@@ -1,7 +1,7 @@
 """Drawing tokens: noise by a counter-based hash, inverse transform sampling, exact log-probabilities.
 
-The uniform number of a token depends on (seed of its sampler, its position in the completion) alone: not on the slot,
-the batch, or what was drawn before. So a completion that is continued elsewhere draws what it would have drawn.
+The uniform number of a token depends only on the seed of the sampler and the token's position in the completion, not
+on the slot, the batch, or earlier draws. So another engine that continues a completion draws the same numbers.
 
 The hash is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): the state
 of a sequence is mix(seed), output i is mix(state + (i + 1) * golden gamma), all modulo 2^64.
@@ -21,7 +21,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def noise_key(seed: int) -> np.uint64:
-    """The hash state of one sequence; any Python int is a seed (taken modulo 2^64)."""
+    """The hash state of one sequence; the seed is any Python int, modulo 2^64."""
     return np.uint64(_mix(np.array([seed & _MASK_64], np.uint64))[0])
 
 
@@ -44,7 +44,7 @@ def sample(
     top_p_R: NDArray[np.float32] | None,
     uniform_R: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """`draw`, from arrays to arrays."""
+    """`draw` with arrays instead of tensors."""
     device = logits_RV.device
     token_ids_R, logprobs_R = draw(
         logits_RV,
@@ -60,23 +60,23 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row: its id [R], and its log-probability [R] under the distribution it was drawn from.
 
-    That distribution is softmax(logits / temperature), truncated to the nucleus and renormalised where top_p < 1
-    (None: nowhere). Token = the first whose cumulative probability exceeds uniform * total. The cumulative sum is in
-    float64: in float32 it stops growing in the tail of a large vocabulary. uniform < 1 - 2^-53 and "exceeds" together
-    never pick a token of probability zero.
+    The distribution is softmax(logits / temperature), truncated to the nucleus and renormalised where top_p < 1
+    (None: top_p is 1 everywhere). The drawn token is the first whose cumulative probability exceeds uniform * total.
+    The cumulative sum is in float64: a float32 sum stops growing in the tail of a large vocabulary. Because of
+    "exceeds" and uniform < 1 - 2^-53 a token of probability zero is never drawn.
     """
     logprobs_RV = torch.log_softmax(logits_RV / temperature_R[:, None], dim=-1)
     if top_p_R is not None:
         logprobs_RV = _nucleus(logprobs_RV, top_p_R)
     cumulative_RV = logprobs_RV.exp().cumsum(dim=-1, dtype=torch.float64)
     threshold = uniform_R[:, None] * cumulative_RV[:, -1:]
-    # The clamp matters for rows of NaN only, which the engine finds by their log-probability.
+    # The clamp matters only for rows of NaN, which the engine detects by the log-probability.
     token_ids = torch.searchsorted(cumulative_RV, threshold, right=True).clamp_(max=logits_RV.shape[1] - 1)
     return token_ids[:, 0], logprobs_RV.gather(1, token_ids)[:, 0]
 
 
 def _nucleus(logprobs_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Keep the fewest most likely tokens that reach top_p together, renormalised. Rows of top_p 1 stay bit for bit.
+    """Keep the fewest most likely tokens whose sum reaches top_p, renormalised. Rows with top_p 1 keep their bits.
 
     Holtzman et al., "The curious case of neural text degeneration", ICLR 2020.
     """

@@ -1,8 +1,8 @@
-"""The sequences in the slots as arrays: one vectorised update per step, Python only for sequences that begin or end.
+"""The sequences in the slots as arrays: one vectorised update per step; Python loops only over starts and ends.
 
 Positions are absolute: the prompt of slot s is token_ids[s, :prompt_len[s]], its completion so far
-token_ids[s, prompt_len[s]:num_known[s]]. Of the known tokens the first num_fed[s] are in the KV memory. A step feeds
-token num_fed[s]; where that is the last known one, the token after it is sampled.
+token_ids[s, prompt_len[s]:num_known[s]]. The first num_fed[s] known tokens are in the KV memory. A step feeds token
+num_fed[s]; if that token is the last known token, the step samples the next.
 
 Shape suffixes: S slots, L max_len, R the slots 0 .. R-1 that are decoded.
 """
@@ -17,13 +17,13 @@ from pipelinerl_core.types import EngineRequest, Float32Array, Int32Array
 
 IntArray = NDArray[np.int64]
 
-# Decode attends over the longest sequence rounded up to this, so that slice sizes repeat.
+# Decode attends over the length of the longest sequence, rounded up to this, so that slice sizes repeat.
 _KEY_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInput:
-    """What one step feeds: token and position per slot, and how many keys decode attends."""
+    """The input of one step: token and position per slot, and the number of attended keys."""
 
     token_ids_R: IntArray
     positions_R: IntArray
@@ -32,17 +32,17 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """What one step changed."""
+    """The result of one step."""
 
     num_sampled: int
     stopped: IntArray
     """Slots whose new token is an end token."""
     exhausted: IntArray
-    """Slots that have reached their limit without one."""
+    """Slots that have reached their limit without an end token."""
 
 
 class SlotTable:
-    """Bookkeeping of all slots. With fixed_shape every step decodes all slots over max_len keys."""
+    """State of all slots. With fixed_shape every step decodes all slots over max_len keys."""
 
     def __init__(self, slots: int, max_len: int, is_eos_V: NDArray[np.bool_], *, fixed_shape: bool) -> None:
         self.slots = slots
@@ -80,13 +80,13 @@ class SlotTable:
         self.is_running[slot] = True
 
     def release(self, slot: int) -> None:
-        """Free a slot. It is still decoded while a higher slot runs, so its neutral values keep that harmless."""
+        """Free a slot. Neutral values replace its state, because steps decode the slot while a higher slot runs."""
         self.is_running[slot] = False
         self.num_fed[slot] = self.num_known[slot] = self._prompt_len[slot] = 0
         self._temperature[slot] = self._top_p[slot] = 1.0
 
     def move(self, source: int, target: int) -> None:
-        """Put a sequence into another slot, a free one; its own is free then."""
+        """Move a sequence from slot `source` to the free slot `target`, and free `source`."""
         for array in (
             self._token_ids_SL, self._logprobs_SL, self._prompt_len, self.num_known, self.num_fed, self._limit,
             self._temperature, self._top_p, self._key, self.is_running,
@@ -100,7 +100,7 @@ class SlotTable:
         return self._token_ids_SL[slot, begin:end].copy(), self._logprobs_SL[slot, begin:end].copy()
 
     def num_completion(self, slot: int) -> int:
-        """Completion tokens so far, those of a prior included."""
+        """Completion tokens so far, including the tokens of a prior."""
         return int(self.num_known[slot] - self._prompt_len[slot])
 
     def fed_tokens(self, slot: int) -> Int32Array:
@@ -108,15 +108,15 @@ class SlotTable:
         return self._token_ids_SL[slot, : self.num_fed[slot]]
 
     def refeed_input(self, position: int) -> StepInput:
-        """A fixed-shape pass that stores what is known at `position` of every slot, under whatever weights there are.
+        """Input of a fixed-shape pass that feeds the token at `position` of every slot again.
 
-        What it stores beyond a sequence's end is overwritten before it can be read.
+        Keys and values stored beyond the end of a sequence are overwritten before any read.
         """
         token_ids_R = self._token_ids_SL[:, position].astype(np.int64)
         return StepInput(token_ids_R, np.full(self.slots, position, np.int64), self.max_len)
 
     def step_input(self) -> StepInput:
-        """What the next step feeds. Free slots below the highest running one feed token 0 at position 0."""
+        """Input of the next step. Free slots below the highest running slot feed token 0 at position 0."""
         if self._fixed_shape:
             num_rows, num_keys = self.slots, self.max_len
         else:
@@ -135,7 +135,7 @@ class SlotTable:
         return self._temperature[:num_rows], top_p if (top_p < 1).any() else None, uniform
 
     def advance(self, token_ids_R: IntArray, logprobs_R: NDArray[np.float32]) -> StepOutcome:
-        """Take in a step: the fed token is in memory now; the sampled one counts where no token was known yet."""
+        """Apply a step: the fed token is in memory; the sampled token is kept if the fed token was the last known."""
         num_rows = len(token_ids_R)
         self.num_fed[:num_rows] += self.is_running[:num_rows]
         new = np.flatnonzero(self.is_running[:num_rows] & (self.num_fed[:num_rows] == self.num_known[:num_rows]))

@@ -1,13 +1,12 @@
-"""vLLM's own API and nothing else: the one module that knows what vLLM 0.32 and 0.33 call things.
+"""Every call of vLLM's API (0.32 and 0.33) from outside of vLLM's own processes.
 
-AsyncLLM runs in this process; its engine core (scheduler, model) in processes of its own, which this class starts,
+AsyncLLM runs in this process; the engine core (scheduler, model) runs in separate processes, which `VLLMCore` starts,
 updates, watches and ends.
 """
 
 import asyncio
 import contextlib
 import gc
-import importlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -20,30 +19,30 @@ from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta
 from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-# Read by vLLM when it is imported, or by the processes it starts.
+# vLLM reads these when it is imported, or in the processes that it starts.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "pipelinerl",
-    # One core is not bound to one engine: trainer and actors share them (design: passive threads, few of them).
+    # No binding of threads to CPU cores: trainer and actors share the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# The longest answer is that to new weights: hundreds of gigabytes from shared memory.
-_ANSWER_SECONDS = 600.0
-# How soon the death of an engine core is noticed by a call that waits for it.
-_LOOK_SECONDS = 0.5
-# A core that is asked to stop ends its workers in 3 to 5 s.
+# Loading new weights takes longest: hundreds of gigabytes from shared memory.
+_CALL_SECONDS = 600.0
+# How often a waiting call checks whether the engine core is alive.
+_POLL_SECONDS = 0.5
+# An engine core needs 3 to 5 s to end its workers.
 _SHUTDOWN_SECONDS = 15.0
 
 
 class CoreDied(EngineError):
-    """vLLM's engine core is gone, and with it every request in it."""
+    """vLLM's engine core has ended, and with it all requests in the engine core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """What an engine core is started with."""
+    """The arguments of a start of an engine core."""
 
     model: str
     """Directory of the model."""
@@ -51,15 +50,15 @@ class CoreSettings:
     max_len: int
     """Longest sequence, prompt included."""
     max_sequences: int
-    """Most sequences decoded at once."""
+    """Sequences decoded at once, at most."""
     seed: int
-    """Of the sampling noise; two actors must not share one."""
+    """Seed of the sampling noise; two actors must not have the same seed."""
     kv_bytes: int | None = None
-    """Memory of the KV cache; None leaves it to vLLM."""
+    """Memory of the KV cache; None: vLLM decides."""
     tensor_parallel: int = 1
     data_parallel: int = 1
     is_eager: bool = True
-    """No compilation and no CUDA graphs: starts in seconds."""
+    """No compilation and no CUDA graphs, which makes the start faster."""
     block_size: int | None = None
     stream_interval: int = 16
     """Tokens of a sequence between two of its outputs."""
@@ -67,18 +66,18 @@ class CoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class CoreOutput:
-    """New tokens of one request; the last output has a reason and says which weights sampled what."""
+    """New tokens of one request. Only the last output has a finish reason and the weight spans."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason | None
     spans: tuple[WeightSpan, ...]
-    """Over all tokens of the request, not of this output; empty before the last."""
+    """Over all tokens of the request; empty before the last output."""
 
 
 @dataclass(slots=True)
 class CoreLoad:
-    """What the engine core last said of itself."""
+    """The load that the engine core reported last."""
 
     running: int = 0
     waiting: int = 0
@@ -88,7 +87,7 @@ class CoreLoad:
 
 
 class VLLMCore:
-    """One AsyncLLM and its engine core; can be started again after a death."""
+    """One AsyncLLM and its engine core; `start` works again after the engine core has died."""
 
     def __init__(self, settings: CoreSettings) -> None:
         self.settings = settings
@@ -96,16 +95,16 @@ class VLLMCore:
         self._num_submitting = 0
         self.llm: Any = None
         """The AsyncLLM; None before the start and after the end."""
-        # Linux ends a child that asked to die with its parent when the thread that started it ends: keep one thread.
+        # Linux kills a child with a parent-death signal when the thread that started the child ends: keep one thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-start")
 
     @property
     def is_dead(self) -> bool:
-        """Whether there is no engine core to ask."""
+        """Whether no engine core runs."""
         return self.llm is None or bool(self.llm.errored)
 
     async def start(self) -> None:
-        """Start an engine core with the weights of the model directory; an old one is ended first."""
+        """End the old engine core and start one with the weights of the model directory. Raises EngineError."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._stop)
         self.load = CoreLoad(num_preemptions=self.load.num_preemptions, num_steps=self.load.num_steps)
@@ -116,7 +115,7 @@ class VLLMCore:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
-        """End the engine core; closing twice is harmless."""
+        """End the engine core; a second call has no effect."""
         await asyncio.get_running_loop().run_in_executor(self._starter, self._stop)
 
     async def generate(
@@ -129,9 +128,9 @@ class VLLMCore:
         stop_token_ids: list[int],
         salt: str,
     ) -> AsyncIterator[CoreOutput]:
-        """Outputs of one request. Raises CoreDied; closing the iterator early takes the request back.
+        """Outputs of one request. Raises CoreDied; closing the iterator early aborts the request.
 
-        salt: only requests of equal salt share cached prefixes.
+        salt: only requests with the same salt share cached prefixes.
         """
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
@@ -142,8 +141,8 @@ class VLLMCore:
             top_p=sampler.top_p,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
-            ignore_eos=True,  # stop_token_ids say it all
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # stop_token_ids has all end tokens
+            logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -164,7 +163,7 @@ class VLLMCore:
             raise EngineError(f"vLLM: {type(error).__name__}: {error}") from error
 
     async def _outputs(self, queue: Any) -> AsyncIterator[CoreOutput]:
-        """AsyncLLM.generate after its first line, which does not say when the core has been told of a request."""
+        """AsyncLLM.generate without its first line, which does not report when the request was sent to the core."""
         is_finished = False
         try:
             while not is_finished:
@@ -177,33 +176,33 @@ class VLLMCore:
             queue.close()
 
     async def _submitted(self) -> None:
-        """Returns when the core has been told of every request: it is told in the order of what is asked."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        """Wait until every request was sent to the core. The core receives calls in the order of sending."""
+        deadline = time.monotonic() + _CALL_SECONDS
         while self._num_submitting and not self.is_dead:
             if time.monotonic() > deadline:
-                raise EngineError(f"vLLM: {self._num_submitting} requests not taken within {_ANSWER_SECONDS:g} s")
+                raise EngineError(f"vLLM: {self._num_submitting} requests were not sent within {_CALL_SECONDS:g} s")
             await asyncio.sleep(0.001)
 
     async def abort(self, request_ids: Iterable[str]) -> None:
-        """Take requests back; each ends with an output of reason ABORT."""
+        """Abort requests; each request ends with an output with reason ABORT."""
         await self._submitted()
-        await self._ask(self.llm.abort(list(request_ids)))
+        await self._call(self.llm.abort(list(request_ids)))
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Stop between two steps; requests keep their places and, unless the cache is cleared, their KV.
+        """Pause between two steps; requests stay scheduled and, unless the cache is cleared, keep their KV.
 
-        AsyncLLM.pause_generation would add a sleep of 20 ms "for more intuitive ordering"; the call beneath it
-        returns when the engine core is idle, which is all that a swap needs.
+        AsyncLLM.pause_generation adds a sleep of 20 ms to `pause_scheduler_async`, which returns when the engine core
+        is idle; a swap needs no more.
         """
         await self._submitted()
-        await self._ask(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
+        await self._call(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache))
 
     async def resume(self) -> None:
-        """Go on after a pause."""
-        await self._ask(self.llm.resume_generation())
+        """Continue after a pause."""
+        await self._call(self.llm.resume_generation())
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Let every worker meet the other members of a broadcast group; generation stands still until they have."""
+        """Let every worker join a broadcast group; generation stands still until all receivers have joined."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {
@@ -212,14 +211,14 @@ class VLLMCore:
             "world_size": group.world_size,
             "deadline_seconds": group.deadline_seconds,
         }
-        await self._ask(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
+        await self._call(self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info)))
 
     async def load_weights(self, path: str, version: int) -> None:
-        """Inside a pause: load a verified safetensors file, and stamp what follows with `version`."""
+        """In a pause: load a verified safetensors file; tokens sampled afterwards have `version`."""
         await self._update({"path": path}, version)
 
     async def receive_weights(self, layout: Sequence[TensorMeta], version: int) -> None:
-        """Inside a pause: load what the trainer broadcasts, and stamp what follows with `version`."""
+        """In a pause: load the trainer's broadcast; tokens sampled afterwards have `version`."""
         info = {
             "names": [meta.name for meta in layout],
             "dtype_names": [meta.dtype for meta in layout],
@@ -230,26 +229,26 @@ class VLLMCore:
     async def _update(self, info: dict[str, Any], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._ask(self.llm.start_weight_update())
-        await self._ask(self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
-        await self._ask(self.llm.finish_weight_update(str(version)))
+        await self._call(self.llm.start_weight_update())
+        await self._call(self.llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
+        await self._call(self.llm.finish_weight_update(str(version)))
 
     async def set_version(self, version: int) -> None:
-        """Stamp what follows with `version`."""
-        await self._ask(self.llm.update_weight_version(str(version)))
+        """Tokens sampled from here on have `version`."""
+        await self._call(self.llm.update_weight_version(str(version)))
 
-    async def _ask(self, question: Coroutine[Any, Any, Any]) -> None:
-        """Await one of vLLM's calls; a dead engine core leaves some of them without an answer for ever."""
-        name = getattr(question, "__qualname__", "a call").rpartition(".")[2]
-        task = asyncio.ensure_future(question)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> None:
+        """Await one of vLLM's calls, which may never return if the engine core dies. Raises CoreDied, EngineError."""
+        name = getattr(call, "__qualname__", "a call").rpartition(".")[2]
+        task = asyncio.ensure_future(call)
+        deadline = time.monotonic() + _CALL_SECONDS
         try:
             while not task.done() and not self.is_dead and time.monotonic() < deadline:
-                await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+                await asyncio.wait({task}, timeout=_POLL_SECONDS)
         finally:
             task.cancel()
         if not task.done() and not self.is_dead:
-            raise EngineError(f"vLLM: no answer to {name} within {_ANSWER_SECONDS:g} s")
+            raise EngineError(f"vLLM: no answer to {name} within {_CALL_SECONDS:g} s")
         error = task.exception() if task.done() and not task.cancelled() else None
         if self.is_dead:
             raise CoreDied(f"vLLM's engine core died: {error or f'no answer to {name}'}")
@@ -291,12 +290,12 @@ class VLLMCore:
         llm, self.llm = self.llm, None
         if llm is None:
             return
-        if llm.output_handler is not None:  # or it would report the end as a failure
+        if llm.output_handler is not None:  # otherwise the handler reports the shutdown as a failure
             with contextlib.suppress(RuntimeError):
                 llm.output_handler.get_loop().call_soon_threadsafe(llm.output_handler.cancel)
         llm.shutdown(timeout=_SHUTDOWN_SECONDS)
         del llm
-        gc.collect()  # it would be shut down once more when the interpreter ends
+        gc.collect()  # otherwise the interpreter shuts the AsyncLLM down a second time at its end
 
     def _stat_logger(self) -> Any:
         from vllm.v1.metrics.loggers import StatLoggerBase
@@ -304,7 +303,7 @@ class VLLMCore:
         core = self
 
         class LoadRecorder(StatLoggerBase):  # type: ignore[misc]
-            """Keeps the last glance; with data parallelism that of the engine core that spoke last."""
+            """Stores the newest statistics; with data parallelism those of the engine core that reported last."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
@@ -331,21 +330,23 @@ class VLLMCore:
 
 
 def _import_vllm() -> None:
-    """Import it with its environment set.
+    """Import vLLM with its environment variables set.
 
-    By a call of its own: an import within vLLM fails and is caught, but the traceback is kept, and with it every
-    frame up to here. An AsyncLLM in one of them would live until the interpreter ends and fail to close then.
+    In a function of its own: vLLM catches the error of an import inside of vLLM but keeps the traceback, which keeps
+    all frames up to this function alive. An AsyncLLM in such a frame would live until the interpreter ends, and its
+    shutdown would fail then.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    importlib.import_module("vllm.v1.engine.async_llm")
+    import vllm.v1.engine.async_llm  # noqa: F401
+
     from pipelinerl_core.engine.vllm.plugin import DIE_WITH_PARENT
 
     os.environ[DIE_WITH_PARENT] = str(os.getpid())
 
 
 def _core_output(output: Any, is_finished: bool) -> CoreOutput:
-    """Of vLLM's CompletionOutput; spans of an engine core that has not been told its version have no number."""
+    """From vLLM's CompletionOutput. An engine core without a version reports spans without version numbers."""
     spans = output.weight_versions if is_finished and output.weight_versions else ()
     return CoreOutput(
         token_ids=output.token_ids,

@@ -1,7 +1,7 @@
-"""Keeps an engine core alive, paused or going on, under weights that are known at all times.
+"""Pauses, updates and restarts one engine core, so that its weight version is known at all times.
 
-An engine core that fails an update is of unknown weights, and one that died has none: both are started again on the
-last good version. Nothing is resumed after an error.
+After a failed update the weights of an engine core are unknown, and a dead engine core has none. In both cases the
+engine core is started again with the last good version, and the sequences return to the queue.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, WeightUpdate
 from pipelinerl_core.restart_budget import RestartBudget
 
-# More restarts than this within the window are no accident.
+# With more restarts within the window the engine gives up.
 _RESTARTS = 3
 _RESTART_WINDOW_SECONDS = 600.0
-# A reason to be closed: nobody has the weights that the core should have.
+# A reason to be closed: the restarted core has weights older than `version`, which was never in a file.
 _WEIGHTS = "weights"
 
 
 class CoreKeeper:
     """One engine core and its weights.
 
-    on_open is called whenever requests may be sent again; on_failure once, with the reason, when it is given up.
+    on_open is called whenever requests may be sent again; on_failure once, with the reason, after the last restart.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class CoreKeeper:
         self.is_paused = False
         self.num_deaths = 0
         self.group: BroadcastGroup | None = None
-        """The broadcast group that the core's workers are in."""
+        """The broadcast group of the core's workers, if any."""
         self._num_received = 0
-        """Broadcasts of that group."""
+        """Broadcasts received in `group`."""
         self._is_on_disk = True
         self._staged = staged
         self._on_open = on_open
@@ -54,7 +54,7 @@ class CoreKeeper:
         self._closed_for = {"start"}
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._revival: asyncio.Task[None] | None = None
+        self._restart_task: asyncio.Task[None] | None = None
         self._restarts = RestartBudget(
             _RESTARTS, f"at most {_RESTARTS} within {_RESTART_WINDOW_SECONDS:.0f} s", clock=time.monotonic,
             window_seconds=_RESTART_WINDOW_SECONDS,
@@ -63,32 +63,32 @@ class CoreKeeper:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests may be sent: no pause, no swap, and an engine core that is up."""
+        """Whether requests may be sent: no pause, no swap, no restart."""
         return not self._closed_for
 
     @property
     def needs_weights(self) -> bool:
-        """The core started again, but its weights had come by broadcast: it waits for a file of them, or newer."""
+        """Whether the restarted core waits for a file with `version` or newer; `version` itself came by broadcast."""
         return _WEIGHTS in self._closed_for
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Join a broadcast group, outside of swaps. Raises EngineError, and is in none then."""
+        """Join a broadcast group, outside of swaps. After an EngineError the engine is in no group."""
         async with self._lock:
             self.group = None
             try:
                 await self.core.join(group, first_rank)
             except CoreDied as error:
-                self.revive(str(error))
+                self.restart(str(error))
                 raise
             self.group, self._num_received = group, 0
 
     async def open(self) -> None:
-        """Stamp the weights of a started core and begin."""
+        """Set the version of a started core, and allow requests."""
         await self.core.set_version(self.version)
         self._open("start")
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stand still between two steps, or go on."""
+        """Pause between two steps, or continue."""
         if is_paused == self.is_paused:
             return
         self.is_paused = is_paused
@@ -99,19 +99,19 @@ class CoreKeeper:
     async def swap(
         self, update: WeightUpdate, *, clear_cache: bool, in_pause: Callable[[], Awaitable[None]]
     ) -> float:
-        """Load a checked update; returns the seconds of the pause. SwapError: the core starts again, unchanged.
+        """Load a checked update; returns the seconds of the pause.
 
-        A broadcast whose turn it is not is refused before anything is touched: the core goes on.
-        in_pause is awaited in the pause, before the weights change.
+        in_pause is awaited in the pause, before the weights change. Raises SwapError: if the update is not the next
+        broadcast of the group, the core continues unchanged; otherwise the core restarts with the last good version.
         """
         path = None if update.group else await asyncio.to_thread(self._staged.stage, update)
-        if self._revival is not None:
-            await self._revival
+        if self._restart_task is not None:
+            await self._restart_task
         self._closed_for.add("swap")
         try:
             async with self._lock:
                 if update.group:
-                    self._check_turn(update)
+                    self._check_next_broadcast(update)
                 start = time.perf_counter()
                 await self.core.pause(clear_cache=clear_cache)
                 await in_pause()
@@ -120,25 +120,25 @@ class CoreKeeper:
                 if not self.is_paused:
                     await self.core.resume()
                 return time.perf_counter() - start
-        except SwapError:  # nothing was touched
+        except SwapError:  # raised before the pause
             raise
         except EngineError as error:
-            self.revive(str(error))
-            raise SwapError(f"no swap to version {update.version}, vLLM starts again: {error}") from error
+            self.restart(str(error))
+            raise SwapError(f"no swap to version {update.version}, vLLM restarts: {error}") from error
         finally:
             self._open("swap")
 
-    def revive(self, cause: str) -> None:
-        """Start the engine core again, unless that is under way or has been tried too often."""
-        if self._has_failed or (self._revival is not None and not self._revival.done()):
+    def restart(self, cause: str) -> None:
+        """Start a restart of the engine core unless one is in progress; fail if the restart budget is spent."""
+        if self._has_failed or (self._restart_task is not None and not self._restart_task.done()):
             return
         self.num_deaths += 1
         if not self._restarts.take():
             self._fail(f"vLLM's engine core died, {self._restarts.spent_text}; last: {cause}")
             return
-        self._closed_for.add("revival")
+        self._closed_for.add("restart")
         self.group = None
-        self._revival = self._spawn(self._start_again(), "vllm-revival")
+        self._restart_task = self._spawn(self._restart(), "vllm-restart")
 
     async def close(self) -> None:
         """End the engine core; closing twice is harmless."""
@@ -150,11 +150,12 @@ class CoreKeeper:
         await self.core.close()
         self._staged.close()
 
-    def _check_turn(self, update: WeightUpdate) -> None:
-        """Raise SwapError unless what the workers would receive now is this update.
+    def _check_next_broadcast(self, update: WeightUpdate) -> None:
+        """Raise SwapError unless this update is the broadcast that the workers would receive next.
 
-        The trainer is done with a broadcast before the last member has it. One that stood still meanwhile, and hears
-        of the next, would be given the old weights in the new one's name: it leaves the group, and takes a file.
+        The trainer may announce a broadcast before the last receiver has read the previous broadcast. If this engine
+        has missed a broadcast, its workers would load old weights under the new version; so the engine leaves the
+        group and loads the version from a file.
         """
         number = self.group.number if self.group is not None else 0
         if update.group != number:
@@ -165,24 +166,24 @@ class CoreKeeper:
             self.group = None
             raise SwapError(
                 f"version {update.version} is broadcast {update.broadcast_index} of group {number}, the engine has "
-                f"received {self._num_received}: it leaves the group"
+                f"received {self._num_received}: the engine leaves the group"
             )
 
     async def _load(self, path: Path | None, version: int) -> None:
-        """From a file, or without one from the broadcast that is under way."""
+        """Load from a file, or, if `path` is None, from the current broadcast."""
         if path is not None:
             await self.core.load_weights(str(path), version)
         elif self.group is not None:
             await self.core.receive_weights(self.group.layout, version)
             self._num_received += 1
         else:
-            raise EngineError("it has left the broadcast group")
+            raise EngineError("the engine has left the broadcast group")
         self.version = version
         self._is_on_disk = path is not None
-        self._staged.take(path)
+        self._staged.set_current(path)
 
     async def _follow_pause(self) -> None:
-        """Bring the core to the state that was last asked for."""
+        """Pause or resume the core as requested last."""
         async with self._lock:
             try:
                 if self.is_paused:
@@ -190,11 +191,11 @@ class CoreKeeper:
                     return
                 await self.core.resume()
             except EngineError as error:
-                self.revive(str(error))
+                self.restart(str(error))
             if not self.is_paused:
                 self._open("pause")
 
-    async def _start_again(self) -> None:
+    async def _restart(self) -> None:
         try:
             async with self._lock:
                 await self.core.start()
@@ -207,9 +208,9 @@ class CoreKeeper:
                 if self.is_paused:
                     await self.core.pause(clear_cache=False)
         except EngineError as error:
-            self._fail(f"vLLM's engine core could not be started again: {error}")
+            self._fail(f"vLLM's engine core could not be restarted: {error}")
             return
-        self._open("revival")
+        self._open("restart")
 
     def _open(self, reason: str) -> None:
         self._closed_for.discard(reason)

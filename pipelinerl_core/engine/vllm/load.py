@@ -28,9 +28,10 @@ async def start_vllm_engine(
     eos_token_ids: Iterable[int] | None = None,
     weight_version: int = 0,
 ) -> VLLMEngine:
-    """The engine of a run on vLLM, started (20 to 30 s); the counterpart of `load.load_engine`. Raises EngineError.
+    """The engine of a run on vLLM, started, which takes 20 to 30 s. Raises EngineError.
 
-    name: of the actor and its epoch: no two of a run may draw the same noise. staging: see `StagedWeights`.
+    name: role and epoch, different for every engine of a run: the name determines the seed of the sampling noise.
+    staging: see `StagedWeights`.
     """
     directory = Path(path)
     model = model_config(directory)
@@ -52,7 +53,7 @@ async def start_vllm_engine(
 
 
 def model_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory; EngineError if it is none."""
+    """config.json of a model directory. Raises EngineError if the file is missing."""
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -61,7 +62,7 @@ def model_config(directory: Path) -> dict[str, Any]:
 
 
 def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str) -> CoreSettings:
-    """What vLLM is started with; on a CPU nothing is compiled and the KV cache is small, unless the run says so."""
+    """Arguments of vLLM. On a CPU the defaults are no compilation and a KV cache of 1 GiB."""
     on_cpu = not torch.cuda.is_available()
     kv_gigabytes = config.engine.kv_gigabytes or (1.0 if on_cpu else 0)
     is_compiled = config.engine.compile == "always" or (config.engine.compile == "auto" and not on_cpu)

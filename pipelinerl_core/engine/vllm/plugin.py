@@ -1,8 +1,8 @@
-"""What runs inside vLLM's processes: a weight-transfer engine that loads a staged, verified file or a broadcast.
+"""The code inside vLLM's processes: a weight-transfer engine that loads a staged, verified file or a broadcast.
 
-Registered by the entry point `vllm.general_plugins`, which vLLM calls in its engine core and in every worker. Nothing
-is verified here: an update that fails half-way leaves an engine core of unknown weights, so whoever calls it has
-checked names, shapes and checksum before.
+Registered by the entry point `vllm.general_plugins`, which vLLM calls in its engine core and in every worker. This
+module verifies nothing: an update that fails half-way leaves the engine core with unknown weights, so the caller must
+have checked names, shapes and checksum before.
 """
 
 import os
@@ -35,7 +35,7 @@ DIE_WITH_PARENT = "PIPELINERL_VLLM_DIES_WITH_PARENT"
 
 @dataclass
 class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """A broadcast group to join (interfaces.BroadcastGroup); files need no agreement."""
+    """The broadcast group to join (interfaces.BroadcastGroup)."""
 
     ticket: str
     first_rank: int
@@ -46,7 +46,7 @@ class GroupInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One update: a safetensors file that every worker can read, or, without a path, what a broadcast will hold."""
+    """One update: the path of a safetensors file that every worker can read, or the layout of a broadcast."""
 
     path: str = ""
     names: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooReceiver:
-    """The counterpart of weights.broadcast.GlooSender."""
+    """Receives the broadcasts of weights.broadcast.GlooSender."""
 
     def __init__(self, init: GroupInit, rank: int) -> None:
         host, _, port = init.ticket.removeprefix("gloo:").rpartition(":")
@@ -87,7 +87,7 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
     _nccl: Any = None
 
     def init_transfer_engine(self, init_info: GroupInit) -> None:
-        """Join a broadcast group, and leave the last one."""
+        """Leave the previous broadcast group and join a new one."""
         self.shutdown()
         if init_info.ticket.startswith("gloo:"):
             parallel = self.parallel_config
@@ -106,11 +106,11 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
         self._nccl = nccl
 
     def start_weight_update(self) -> None:
-        """Make every layer ready to be loaded anew."""
+        """Prepare every layer for loading."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load, and wait for the device where there is one (the base class would ask the CPU, which refuses)."""
+        """Load, and wait for the GPU if there is one (the base class also synchronizes a CPU, which fails)."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -125,10 +125,10 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
             names, dtypes, shapes = update_info.names, update_info.dtype_names, update_info.shapes
             self._nccl.receive_weights(NCCLWeightTransferUpdateInfo(names=names, dtype_names=dtypes, shapes=shapes))
         else:
-            raise RuntimeError("a broadcast was announced to a worker that is in no group")
+            raise RuntimeError("a broadcast was announced to a worker that is in no broadcast group")
 
     def finish_weight_update(self) -> None:
-        """Finish the layers that wait for others."""
+        """Finish the layers that wait for tensors of other layers."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack_heads(self.model)
@@ -142,10 +142,10 @@ class TransferEngine(WeightTransferEngine[GroupInit, Update]):  # type: ignore[m
 
 
 def _repack_heads(model: torch.nn.Module) -> None:
-    """Renew the copy of its weight that a head keeps on a CPU, repacked.
+    """Repack the weights of the heads again; on a CPU a head computes with a repacked copy of its weight.
 
-    The layerwise reload passes over a head that is tied to the embedding: its weight comes with the embedding, and
-    the copy would stay that of the old version, without an error.
+    The layerwise reload skips a head that is tied to the embedding, because the head's weight is the embedding's.
+    Without this function the repacked copy would silently keep the old version.
     """
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
@@ -153,7 +153,7 @@ def _repack_heads(model: torch.nn.Module) -> None:
 
 
 def _tensors(path: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Memory-mapped: pages are read as they are copied."""
+    """Names and tensors of a file, memory-mapped."""
     with safe_open(path, framework="pt", device=str(device)) as file:
         for name in file.keys():  # noqa: SIM118 - not a dict
             yield name, file.get_tensor(name)

@@ -1,4 +1,4 @@
-"""One request on its way through one or several engine cores of vLLM."""
+"""One request that one or several engine cores of vLLM serve, one after the other."""
 
 import asyncio
 
@@ -11,51 +11,53 @@ from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Weigh
 
 
 class VLLMSequence(OpenSequence):
-    """Everything known of a request, so that it can continue anywhere.
+    """A request with all its tokens, so that another engine core can continue the request.
 
-    `spans` cover all tokens: exact up to `start`, lower bounds beyond.
+    Each start of the sequence, first and after every return to the queue, is one core request to an engine core.
 
-    vLLM says which weights sampled what with the last output alone. Until then the version of a token is a lower
-    bound: of those not yet seen when a swap happens, some may have been sampled before it.
+    `spans` cover all tokens: versions are exact before `start` and lower bounds from there on. vLLM reports the
+    versions only with the last output of a core request. Until then the version of a token is a lower bound: tokens
+    that arrive after a swap may have been sampled before the swap.
     """
 
     def __init__(self, request: EngineRequest, order: int) -> None:
         super().__init__(request)
         self.order = order
-        """Place in the queue."""
+        """Position in the queue."""
         prior = request.prior
         self.token_ids: list[int] = [] if prior is None else prior.token_ids.tolist()
         self.logprobs: list[float] = [] if prior is None else prior.rollout_logprobs.tolist()
         self.start = len(self.token_ids)
-        """Tokens known before the present stay in an engine core."""
+        """Tokens known before the current core request."""
         self.core_id = ""
-        self.is_taken_back = False
+        """Id of the current core request."""
+        self.is_aborted = False
         self.may_start = asyncio.Event()
-        self.server: asyncio.Task[None] | None = None
-        """Sees it through."""
+        self.task: asyncio.Task[None] | None = None
+        """Serves the sequence until its end."""
         self.ended: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
-        self._num_stays = 0
+        self._num_core_requests = 0
         self._bound = 0
 
     @property
     def num_new(self) -> int:
-        """Tokens of the present stay."""
+        """Tokens of the current core request."""
         return len(self.token_ids) - self.start
 
     def begin(self, version: int) -> str:
-        """A stay in an engine core begins under `version`; returns the id of the request there."""
+        """Begin a core request under `version`; returns its id."""
         self.start = len(self.token_ids)
         self._bound = version
-        self._num_stays += 1
-        self.core_id = f"{self.request.request_id}#{self._num_stays}"
+        self._num_core_requests += 1
+        self.core_id = f"{self.request.request_id}#{self._num_core_requests}"
         return self.core_id
 
     def swapped(self, old_version: int) -> None:
-        """Newer weights are in: tokens that come from here on were sampled by `old_version` at the oldest."""
+        """Newer weights were loaded: tokens that arrive from here on were sampled by `old_version` or newer."""
         self._bound = max(self._bound, old_version)
 
-    def take(self, output: CoreOutput) -> None:
-        """Add new tokens; the last output of a stay makes the versions of all its tokens exact."""
+    def add(self, output: CoreOutput) -> None:
+        """Add new tokens; the last output of a core request makes the versions of all its tokens exact."""
         start = len(self.token_ids)
         self.token_ids.extend(output.token_ids)
         self.logprobs.extend(output.logprobs)

@@ -1,6 +1,6 @@
-"""Weights on their way into vLLM: checked against the model, and staged in a file that its workers can read.
+"""Checks new weights against the model and stages them in a file that vLLM's workers can read.
 
-A failed update kills an engine core, so everything that can be known before it is asked here.
+A failed update ends the engine core, so this module makes every check that is possible before the update.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class StagedWeights:
-    """Files of the weights that are loaded and of those that are about to be, in shared memory if there is any."""
+    """Files of the loaded weights and of the next weights, in shared memory if the host has shared memory."""
 
     def __init__(self, model: str, directory: Path | None = None) -> None:
         """Raises EngineError.
 
-        model: directory with config.json and safetensors. directory: where to stage, made if need be; on the file
-        system of the published files a file needs no second copy. None: a new directory in shared memory.
+        model: directory with config.json and safetensors. directory: where to stage, created if missing; on the file
+        system of the published files a hard link replaces a copy. None: a new directory in shared memory.
         """
         self._model = Path(model)
         self._shapes = _shapes(self._model)
@@ -43,12 +43,12 @@ class StagedWeights:
             path.mkdir(mode=0o700, exist_ok=True)
         self._directory = directory
         self.current: Path | None = None
-        """What the engine core is started with again; None: the model directory itself."""
+        """Weights for the next start of the engine core; None: the model directory."""
 
     def check(self, tensors: Mapping[str, Tensor], *, is_partial: bool = False) -> None:
-        """Raise SwapError unless `tensors` are the weights of this model, or some of them; touches nothing.
+        """Raise SwapError unless `tensors` are all weights of this model, or some of them if is_partial.
 
-        Of tied weights (an embedding that is also the head) one name is enough.
+        For tied weights (an embedding that is also the head) one of the two names is enough.
         """
         for name, tensor in tensors.items():
             if name not in self._shapes and name not in self._tied:
@@ -71,10 +71,11 @@ class StagedWeights:
                 raise SwapError(f"{name!r} and {alias!r} are tied in this model but differ in the update")
 
     def stage(self, update: WeightUpdate) -> Path:
-        """Put an update where every worker of this host can read it; returns the file.
+        """Put an update into a file that every worker of this host can read; returns the file.
 
-        The file that it was read from is linked: it stays whole when its publisher removes it. What a partial update
-        lacks is taken from the weights that are loaded: vLLM loads all or none, and starts again from this file.
+        The published file is hard-linked, so the staged file stays complete when the publisher removes the published
+        file. Weights that a partial update lacks are copied from the loaded weights: vLLM loads all weights or none,
+        and a restart of the engine core reads this file.
         """
         path = self._directory / f"{update.version:08d}.safetensors"
         path.unlink(missing_ok=True)
@@ -90,25 +91,25 @@ class StagedWeights:
         return path
 
     def _loaded(self, files: contextlib.ExitStack, leave_out: Collection[str]) -> dict[str, Tensor]:
-        """The other weights that the engine core holds, memory-mapped from files that `files` closes."""
+        """The other weights of the engine core, memory-mapped from files that `files` closes."""
         found: dict[str, Tensor] = {}
         for path in sorted(self._model.glob("*.safetensors")) if self.current is None else [self.current]:
             file = files.enter_context(safe_open(path, framework="pt"))
             found |= {name: file.get_tensor(name) for name in file.keys() if name not in leave_out}  # noqa: SIM118
         return found
 
-    def take(self, path: Path | None) -> None:
-        """The engine core holds the weights of `path` now, or such as are in no file; older files are of no use."""
+    def set_current(self, path: Path | None) -> None:
+        """Record that the engine core has the weights of `path` (None: of a broadcast), and remove other files."""
         self.current = path
         for other in self._directory.iterdir():
             if other != path:
                 other.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove all files, and the directories that were made for them."""
+        """Remove all files, and the directories that this object created."""
         shutil.rmtree(self._directory, ignore_errors=True)
         for path in self._made:
-            with contextlib.suppress(OSError):  # somebody else's things are in it
+            with contextlib.suppress(OSError):  # not empty: another process uses the directory
                 path.rmdir()
 
 
@@ -124,7 +125,7 @@ def _shapes(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _tied_names(model: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Name of a head that is the embedding -> name of the embedding, where the model ties them."""
+    """Name of the head -> name of the embedding if the model ties the two; else empty."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     embeddings = [name for name in shapes if name.endswith("embed_tokens.weight")]
     is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in shapes

@@ -12,7 +12,8 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.engine.load import load_engine, start_engine
+from pipelinerl_core.engine.embedded.load import load_engine
+from pipelinerl_core.engine.load import EngineStart, start_engine
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
@@ -54,19 +55,14 @@ async def open_engine(config: RunConfig, *, run_id: str, name: str, epoch: int =
 
     name, epoch: of the role and of its start; the pair is unique among the engines that sample for training.
     """
-    if config.engine.kind == "vllm":
-        return await start_engine(
-            model_directory(config),
-            config,
-            max_prompt_tokens=config.rollouts.max_prompt_tokens,
-            name=f"{name}/{epoch}",
-            staging=staging_directory(run_id, name),
-        )
-    engine = build_engine(config)
-    clock = emulated_clock(config)
-    if clock is not None:
-        engine.set_clock(clock)
-    return engine
+    start = EngineStart(
+        directory=model_directory(config),
+        name=f"{name}/{epoch}",
+        staging=staging_directory(run_id, name),
+        device=lambda: model_device(config),
+        clock=emulated_clock(config),
+    )
+    return await start_engine(config, start)
 
 
 def build_codec(config: RunConfig) -> TextCodec:

@@ -1,6 +1,5 @@
 """Spans of actors and trainers (see telemetry/traces.py); created only if traces are enabled."""
 
-import importlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -25,9 +24,9 @@ def build_tracer(context: RunContext, role: str, name: str) -> Tracer | None:
     tracking = context.config.tracking
     if tracking.traces == "none" or role not in TRACED_ROLES:
         return None
-    # Imports OpenTelemetry, only if traces are enabled.
-    export = importlib.import_module("pipelinerl_core.telemetry.span_export")
-    sink = export.build_sink(
+    from pipelinerl_core.telemetry.span_export import build_sink  # noqa: PLC0415  (OpenTelemetry takes long to import)
+
+    sink = build_sink(
         tracking.traces,
         role=role,
         name=name,

@@ -1,55 +1,55 @@
-"""The places of an engine with a shared KV cache: up additively, down multiplicatively."""
+"""The concurrency limit of an engine with a shared KV cache: up additively, down multiplicatively."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.engine.concurrency_limit import KVLoad, Places
+from pipelinerl_core.engine.concurrency_limit import ConcurrencyLimit, KVLoad
 
 
 def load(running, kv_usage, *, queued=0, num_preemptions=0):
     return KVLoad(running=running, queued=queued, kv_usage=kv_usage, num_preemptions=num_preemptions)
 
 
-def after(places, *loads, every=10.0, start=0.0):
-    """The number of places after each observation."""
-    return [places.update(one, now=start + (i + 1) * every) for i, one in enumerate(loads)]
+def after(limit, *loads, every=10.0, start=0.0):
+    """The limit after each observation."""
+    return [limit.update(one, now=start + (i + 1) * every) for i, one in enumerate(loads)]
 
 
 def test_it_starts_at_the_ceiling_and_stays_there_while_there_is_room():
-    assert after(Places(64, now=0), *[load(64, 0.5)] * 3) == [64, 64, 64]
+    assert after(ConcurrencyLimit(64, now=0), *[load(64, 0.5)] * 3) == [64, 64, 64]
 
 
 def test_a_preemption_and_a_full_cache_cut_what_runs_to_four_fifths():
-    places = Places(100, now=0)
-    assert after(places, load(100, 0.9, num_preemptions=1), load(80, 0.96, num_preemptions=1)) == [80, 64]
-    assert after(Places(100, now=0), load(50, 0.99)) == [40]  # places that stood empty are no measure
+    limit = ConcurrencyLimit(100, now=0)
+    assert after(limit, load(100, 0.9, num_preemptions=1), load(80, 0.96, num_preemptions=1)) == [80, 64]
+    assert after(ConcurrencyLimit(100, now=0), load(50, 0.99)) == [40]  # places that stood empty are no measure
 
 
 def test_it_grows_by_a_sixteenth_of_the_ceiling_only_while_all_places_are_in_use_and_nothing_queues():
-    places = Places(64, now=0)
-    after(places, load(64, 1.0))  # 51
-    assert after(places, load(51, 0.5), load(54, 0.5), load(59, 0.5, queued=1), load(59, 0.9), start=10) == [
+    limit = ConcurrencyLimit(64, now=0)
+    after(limit, load(64, 1.0))  # 51
+    assert after(limit, load(51, 0.5), load(54, 0.5), load(59, 0.5, queued=1), load(59, 0.9), start=10) == [
         55,
         55,
         55,
         55,
     ]
-    assert after(places, load(55, 0.5), load(59, 0.5), load(63, 0.5), load(64, 0.5), start=60) == [59, 63, 64, 64]
+    assert after(limit, load(55, 0.5), load(59, 0.5), load(63, 0.5), load(64, 0.5), start=60) == [59, 63, 64, 64]
 
 
 def test_it_looks_once_a_second_and_waits_five_after_a_cut():
-    places = Places(100, now=0)
-    assert places.update(load(100, 1.0), now=0.9) == 100
-    assert places.update(load(100, 1.0), now=1.0) == 80
-    assert places.update(load(100, 1.0), now=5.9) == 80
-    assert places.update(load(80, 1.0), now=6.0) == 64
+    limit = ConcurrencyLimit(100, now=0)
+    assert limit.update(load(100, 1.0), now=0.9) == 100
+    assert limit.update(load(100, 1.0), now=1.0) == 80
+    assert limit.update(load(100, 1.0), now=5.9) == 80
+    assert limit.update(load(80, 1.0), now=6.0) == 64
 
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3)), max_size=60))
 def test_it_never_leaves_one_to_ceiling(ceiling, observations):
-    places, preemptions = Places(ceiling, now=0), 0
+    limit, preemptions = ConcurrencyLimit(ceiling, now=0), 0
     for index, (usage, new) in enumerate(observations):
         preemptions += new
-        number = places.update(load(places.number, usage, num_preemptions=preemptions), now=index * 7.0)
+        number = limit.update(load(limit.value, usage, num_preemptions=preemptions), now=index * 7.0)
         assert 1 <= number <= ceiling

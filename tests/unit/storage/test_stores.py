@@ -11,7 +11,7 @@ import pytest
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.storage.local import FileStore
-from pipelinerl_core.storage.object_store import check_writable, open_store, supports_create_only
+from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.storage.s3 import S3Store
 
 
@@ -100,7 +100,7 @@ def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
     store.put("commits/1.json", b"{}", create_only=True)
     assert store.get("commits/1.json") == b"{}"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no room for commits/1.json below {tmp_path} (No space left on device): waiting for it"
+        f"no space for commits/1.json below {tmp_path} (No space left on device): waiting"
     ]
     with pytest.raises(FileExistsError):
         store.put("commits/1.json", b"other", create_only=True)
@@ -244,7 +244,7 @@ def test_s3_gives_up_at_its_deadline(faulty):
 def test_s3_create_whose_answer_was_lost_is_recognised_as_its_own(faulty):
     server = faulty()
     store = open_store("s3://bucket/runs")
-    assert supports_create_only(store)
+    assert store.is_conditional
     server.requests.clear()
     server.script[:] = [None, "lose"]  # HEAD, then the PUT that arrives
     store.put("epochs/1", b"mine", create_only=True)
@@ -255,7 +255,7 @@ def test_s3_create_whose_answer_was_lost_is_recognised_as_its_own(faulty):
 def test_s3_create_that_another_won_is_refused(faulty):
     server = faulty()
     store = open_store("s3://bucket/runs")
-    assert supports_create_only(store)
+    assert store.is_conditional
     server.writers.clear()
     server.script[:] = [404]  # HEAD does not see it yet
     server.objects["/bucket/runs/epochs/1"] = b"same bytes"
@@ -266,11 +266,10 @@ def test_s3_create_that_another_won_is_refused(faulty):
 
 def test_the_probe_tells_conditional_stores_from_others(faulty, monkeypatch):
     server = faulty()
-    assert supports_create_only(open_store("s3://bucket/runs"))
+    assert open_store("s3://bucket/runs").is_conditional
     assert server.objects == {}
     monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (200, b""))
-    assert not supports_create_only(open_store("s3://bucket/runs"))
-    assert supports_create_only(open_store("memory://probe"))
+    assert not open_store("s3://bucket/runs").is_conditional
 
 
 def test_s3_missing_object_and_missing_bucket_differ(faulty):

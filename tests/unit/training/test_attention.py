@@ -26,7 +26,7 @@ from pipelinerl_core.training.attention import (
     PACKED_ATTENTION,
     VARLEN_ATTENTION,
 )
-from pipelinerl_core.training.attention_choice import Heads, choose_attention, lack
+from pipelinerl_core.training.attention_choice import Heads, choose_attention, missing_for
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import hidden_states, prepare_model
@@ -196,9 +196,9 @@ def test_a_gpu_takes_the_best_that_works_there(monkeypatch, caplog, kind, dtype,
 @pytest.mark.parametrize(
     ("kind", "heads", "says"),
     [
-        ("varlen", heads_on(torch.device("cpu")), "the model is on cpu, and it needs a GPU"),
-        ("flex", heads_on(torch.device("cpu")), "the model is on cpu, and it needs a GPU"),
-        ("varlen", heads_on(GPU, torch.float32), "flash attention has no float32"),
+        ("varlen", heads_on(torch.device("cpu")), "the model is on cpu, this kind of attention needs a GPU"),
+        ("flex", heads_on(torch.device("cpu")), "the model is on cpu, this kind of attention needs a GPU"),
+        ("varlen", heads_on(GPU, torch.float32), "flash attention does not support float32"),
         ("flex", heads_on(GPU), "Triton is missing"),
     ],
 )
@@ -214,7 +214,7 @@ def test_what_does_not_work_is_refused_in_one_line(monkeypatch, kind, heads, say
 def test_without_a_kernel_or_a_compiler_auto_is_padded_and_says_nothing(monkeypatch, caplog):
     monkeypatch.setattr(attention_choice, "has_triton", lambda: False)
     monkeypatch.setattr(attention, "varlen_attn", None)
-    assert "has no varlen_attn" in lack("varlen", heads_on(GPU))
+    assert "has no varlen_attn" in missing_for("varlen", heads_on(GPU))
     assert choose_attention("auto", heads_on(GPU)) == PACKED_ATTENTION
     assert choose_attention("auto", heads_on(torch.device("cpu"))) == PACKED_ATTENTION
     assert not caplog.records
@@ -229,7 +229,7 @@ def test_the_trial_finds_what_computes_something_else(monkeypatch, kind, dtype):
     name = {"varlen": VARLEN_ATTENTION, "flex": FLEX_ATTENTION}[kind]
     right = ATTENTION_FUNCTIONS[name]
     wrong = {
-        "differs from padded attention by": lambda *args, **kwargs: right(*args, **kwargs, scaling=0.1),
+        "difference from padded attention": lambda *args, **kwargs: right(*args, **kwargs, scaling=0.1),
         "RuntimeError: no kernel image": lambda *args, **kwargs: (_ for _ in ()).throw(
             RuntimeError("no kernel image\nis there")
         ),

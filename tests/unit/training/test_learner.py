@@ -266,7 +266,7 @@ def test_a_policy_is_drawn_to_its_reference_and_starts_at_no_distance():
 
 def test_a_reference_with_another_vocabulary_is_refused(tmp_path):
     tiny_model(vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="its vocabulary has 64 tokens, that of the model that learns 100"):
+    with pytest.raises(ConfigError, match="64 tokens in the vocabulary, 100 in the trained model"):
         load_reference(tmp_path, tiny_model())
 
 

@@ -182,7 +182,7 @@ def test_chosen_targets_alone_have_adapters():
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "q_porj"])
 def test_a_target_that_is_not_in_the_blocks_is_refused(target):
-    with pytest.raises(ConfigError, match=f"no linear layer {target}. Choose of down_proj, gate_proj") as raised:
+    with pytest.raises(ConfigError, match=f"no linear layer {target}. Choose from down_proj, gate_proj") as raised:
         adapted_model(lora_config(lora_targets=("q_proj", target)))
     assert "\n" not in str(raised.value)
 

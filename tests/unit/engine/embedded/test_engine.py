@@ -9,7 +9,7 @@ import torch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, prefill_batches
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.engine.load import load_engine
+from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of

@@ -84,7 +84,7 @@ class Staged:
     def stage(self, update):
         return str(int(update.tensors["w"][0]))
 
-    def take(self, path):
+    def set_current(self, path):
         self.current = path
 
     def close(self):

@@ -84,7 +84,7 @@ def test_a_file_that_names_the_head_of_tied_weights_is_written_under_the_name_vl
 def test_only_the_loaded_version_is_kept_and_nothing_after_the_end(model, tmp_path):
     staged = StagedWeights(model, tmp_path / "run" / "staged" / "actor-0")
     paths = [staged.stage(update(weights(), version)) for version in (1, 2)]
-    staged.take(paths[1])
+    staged.set_current(paths[1])
     assert staged.current == paths[1]
     assert [path.exists() for path in paths] == [False, True]
     assert staged.stage(update(weights(2), 2)) == paths[1]  # the same version once more replaces the file
@@ -151,6 +151,6 @@ def test_a_partial_update_is_staged_with_the_weights_that_are_loaded(model, tmp_
     for version, tensors in ((1, part), (2, other)):
         path = staged.stage(WeightUpdate(version=version, tensors=tensors, num_bytes=1, is_partial=True))
         torch.testing.assert_close(load_file(path), base | tensors, rtol=0, atol=0)
-        staged.take(path)
+        staged.set_current(path)
     with pytest.raises(SwapError, match="names 'x'"):
         staged.check({"x": torch.zeros(1)}, is_partial=True)

@@ -1,0 +1,47 @@
+"""The embedded engine of a run, from a model directory."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.errors import EngineError
+
+
+def load_engine(
+    path: str | Path,
+    config: RunConfig,
+    *,
+    max_prompt_tokens: int,
+    eos_token_ids: Iterable[int] | None = None,
+    weight_version: int = 0,
+    device: torch.device | str = "cpu",
+) -> EmbeddedEngine:
+    """The embedded engine on a model directory (config.json and safetensors), without any network access.
+
+    Slots, dtype, KV policy and completion length come from `config`; a slot holds max_prompt_tokens + max_tokens.
+    eos_token_ids default to the end tokens of the model's generation configuration. Raises EngineError.
+    """
+    if not Path(path).is_dir():
+        raise EngineError(f"{path}: no such model directory")
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    return EmbeddedEngine(
+        model.to(device),
+        slots=config.engine.concurrency,
+        max_len=max_prompt_tokens + config.rollouts.max_tokens,
+        eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
+        weight_version=weight_version,
+        kv=config.engine.kv,
+        deterministic=config.engine.deterministic,
+    )
+
+
+def _eos_of(model: Any) -> list[int]:
+    """End tokens of the generation configuration; transformers fills a missing value from config.json."""
+    eos = model.generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
