@@ -11,12 +11,12 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
-from pipelinerl.tasks.mlflow_runs import closing, log_comparison, open_comparison
 from pipelinerl.tasks.placement import Crew
 from pipelinerl.tasks.report import write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
+from pipelinerl_core.comparison.mlflow_run import log_comparison, open_comparison
 from pipelinerl_core.comparison.plan import (
     BUDGET_MINUTES,
     MARGIN,
@@ -32,6 +32,7 @@ from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
+from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 
 Arms = Annotated[

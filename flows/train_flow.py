@@ -13,11 +13,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
-from pipelinerl.tasks.mlflow_runs import RunTracker, open_tracker
+from pipelinerl.tasks.drain_request import clear_drain_request
 from pipelinerl.tasks.placement import HUB, TRAINER, Crew, hub_token
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
-from pipelinerl.tasks.restart_limit import count_start, forget_drain
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.context import RunContext, note_resume
@@ -32,7 +31,9 @@ from pipelinerl_core.run.locate import (
     remove_shared_memory,
     run_url,
 )
+from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.run.start_count import count_start
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def open_at(
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
-    forget_drain(run.store, flow_run_id)
+    clear_drain_request(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
 

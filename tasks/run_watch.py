@@ -19,7 +19,6 @@ from prefect.artifacts import (
 )
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
-from pipelinerl.tasks.mlflow_runs import RunTracker, mlflow_link
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.report.live_view import LiveView
@@ -29,10 +28,11 @@ from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.follow import RunFollower, forward
 from pipelinerl_core.run.hub_status import read_hub
-from pipelinerl_core.run.locate import MlflowRef
+from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.supervision.role_logs import digest_rows
+from pipelinerl_core.telemetry.mlflow import run_page
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class RunWatch:
         record = self._run.record
         if record.mlflow_uri is None or record.mlflow_run_id is None:
             return
-        link = mlflow_link(MlflowRef(uri=record.mlflow_uri, run_id=record.mlflow_run_id))
+        link = run_page(record.mlflow_uri, record.mlflow_run_id)
         if link:
             create_link_artifact(link, link_text="MLflow run", key=f"{record.run_id}-mlflow")
 
