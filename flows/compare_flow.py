@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
-from pipelinerl.tasks.placement import Crew
+from pipelinerl.tasks.placement import RunRoles
 from pipelinerl.tasks.report import write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
@@ -167,9 +167,9 @@ def run_arm(
 
         if watch.committed_step < run.config.trainer.steps and not is_enough():
             run_roles(run, watch, evaluates=False, is_enough=is_enough)
-        crew = Crew(run)
+        roles = RunRoles(run)
         try:
-            crew.evaluate("all", enough=target)
+            roles.evaluate("all", enough=target)
         finally:
-            crew.stop()
+            roles.stop()
         watch.finish(write_reports(run))

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_drain_request
-from pipelinerl.tasks.placement import HUB, TRAINER, Crew, hub_token
+from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -153,32 +153,32 @@ def run_roles(
     returns True, the run ends before its last step.
     """
     evaluates = evaluates and run.config.eval.num_prompts > 0
-    crew = Crew(run)
+    roles = RunRoles(run)
     try:
-        crew.start(HUB)
-        crew.start(TRAINER)
-        crew.wait_until(
+        roles.start(HUB)
+        roles.start(TRAINER)
+        roles.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
         )
         if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
-            crew.evaluate("first")
-        if not crew.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
+            roles.evaluate("first")
+        if not roles.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
             for index in range(run.config.placement.actors):
-                crew.start(f"actor-{index}")
-        follow(crew, watch, is_enough)
-        crew.stop()
+                roles.start(f"actor-{index}")
+        follow(roles, watch, is_enough)
+        roles.stop()
         if evaluates and not wants_drain(run.store):
-            crew.evaluate("last")
+            roles.evaluate("last")
     finally:
         try:
-            crew.stop()
+            roles.stop()
         finally:  # a second Ctrl-C may interrupt the stop
             remove_shared_memory(run)
 
 
-def follow(crew: Crew, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
+def follow(roles: RunRoles, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
     """Wait until the trainer has ended or `is_enough` returns True; raises the error of any role that fails."""
-    while not crew.has_ended(TRAINER) and not is_enough():
+    while not roles.has_ended(TRAINER) and not is_enough():
         watch.poll()
-        crew.wait(FOLLOW_SECONDS)
+        roles.wait(FOLLOW_SECONDS)
     watch.poll()
