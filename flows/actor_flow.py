@@ -1,4 +1,4 @@
-"""One actor on the machine of a work pool: the train flow starts it as deployment actor/actor."""
+"""The flow of one actor on a work pool; the train flow starts it as the deployment actor/actor."""
 
 from typing import Annotated, Any
 
@@ -10,12 +10,12 @@ from pydantic import Field
 from pipelinerl.flows.parameters import described
 from pipelinerl.tasks.pooled import run_pooled
 
-RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
+RunUrl = Annotated[str, Field(description="URL of the run in the object store; the train flow sets it.")]
 Name = Annotated[str, Field(description="Name of the actor in the run, unique among its actors.")]
 
 
 @flow(name="actor", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
 def actor(run_url: RunUrl, name: Name = "actor-0") -> State[Any] | None:
-    """Generate rollouts for a live run until it ends. Any number of actors may join, leave or die."""
+    """Generate rollouts for a live run until the run ends. Any number of actors may join, leave or die."""
     return run_pooled(run_url, name)

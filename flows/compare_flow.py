@@ -1,4 +1,4 @@
-"""The compare flow: arms x seeds, each a run of its own, accuracy measured after it, one table and one figure."""
+"""The compare flow: one run per arm and seed, evaluated after training; the result is one table and one figure."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.train_flow import Overrides, Preset, Root, open_at, run_roles
-from pipelinerl.tasks.mlflow_runs import closing, log_comparison, open_comparison
-from pipelinerl.tasks.placement import Crew
+from pipelinerl.tasks.placement import RunRoles
 from pipelinerl.tasks.report import write_comparison, write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
+from pipelinerl_core.comparison.mlflow_run import log_comparison, open_comparison
 from pipelinerl_core.comparison.plan import (
     BUDGET_MINUTES,
     MARGIN,
@@ -32,22 +32,23 @@ from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
+from pipelinerl_core.run.mlflow_run import closing
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 
 Arms = Annotated[
     dict[str, list[str]],
-    Field(description='Settings of each arm by name, for example {"four": ["schedule.kind=conventional"]}.'),
+    Field(description='Arm name -> settings of the arm, for example {"four": ["schedule.kind=conventional"]}.'),
 ]
-Seeds = Annotated[list[int], Field(description="Every arm runs once with each.")]
-Target = Annotated[float, Field(description="Held-out accuracy that the arms are timed to.")]
+Seeds = Annotated[list[int], Field(description="Every arm runs once with each seed.")]
+Target = Annotated[float, Field(description="Held-out accuracy; the comparison measures the time of each arm to it.")]
 Margin = Annotated[
-    float, Field(description="A run is stopped when its training reward is this far above the target.")
+    float, Field(description="A run stops when its training reward exceeds the target by this margin.")
 ]
 Minutes = Annotated[
-    float, Field(description="Seeds that do not fit into this time are left out, the last one first.")
+    float, Field(description="Time budget in minutes; seeds that do not fit are left out, the last seed first.")
 ]
-Reference = Annotated[str, Field(description="Arm that the others are compared with. Empty: the first.")]
-Name = Annotated[str, Field(description="Name of the comparison. Empty: that of the preset.")]
+Reference = Annotated[str, Field(description="Arm that the other arms are compared with. Empty: the first arm.")]
+Name = Annotated[str, Field(description="Name of the comparison. Empty: the name of the preset.")]
 
 
 @flow(name="compare", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
@@ -64,9 +65,9 @@ def compare(
     name: Name = "",
     root: Root = "",
 ) -> dict[str, Any]:
-    """Time every arm to the same accuracy. The same parameters again find what is done and go on with the rest.
+    """Measure the time of every arm to the same accuracy. The same parameters continue an interrupted comparison.
 
-    Returns the comparison (comparison.json); raises RunsFailed when a run failed, after all others were compared.
+    Returns the comparison (comparison.json). Raises RunsFailed if a run failed, after the other runs were compared.
     """
     wanted = Wanted(
         source=preset,
@@ -83,7 +84,7 @@ def compare(
 
 
 def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
-    """The work of the compare flow. checked: id of the run whose configuration whoever planned has checked."""
+    """The body of the compare flow. checked: id of the run whose configuration the caller has checked."""
     results = Results(plan, root)
     labels = {"preset": plan.wanted.source, "comparison": plan.name}
     tracker, parent = open_comparison(plan.runs[0].config, root_url(root), plan.key, labels, str(flow_run.id))
@@ -93,20 +94,23 @@ def compare_runs(plan: Plan, root: str, *, checked: str = "") -> dict[str, Any]:
         log_comparison(tracker, results.store, document)
     if results.failed:
         reasons = "; ".join(f"{run}: {reason}" for run, reason in results.failed.items())
-        raise RunsFailed(f"{reasons}. The others are compared in {results.store.url}")
+        raise RunsFailed(f"{reasons}. The comparison of the other runs is in {results.store.url}")
     return document
 
 
 def run_all(
     plan: Plan, results: Results, root: str, labels: Mapping[str, str], checked: str = ""
 ) -> list[PlannedRun]:
-    """Run whatever is left to do and fits into the budget; returns what did not. `labels`: tags of every run."""
+    """Run the planned runs that are not done and fit into the budget; returns the runs that were left out.
+
+    labels: MLflow tags of every run.
+    """
     pending = unsettled(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
     budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun)
     num_done = len(plan.runs) - len(pending)
     logger = get_run_logger()
-    logger.info("%d runs, %d of them done before", len(plan.runs), num_done)
+    logger.info("%d runs, %d of them already done", len(plan.runs), num_done)
     while pending := trimmed(budget, pending, len(plan.wanted.arms)):
         run, *pending = pending
         num_done += 1
@@ -136,7 +140,7 @@ def run_all(
 
 
 def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> list[PlannedRun]:
-    """What of the pending runs fits, said when it is less than before."""
+    """The pending runs that fit into the budget; logs a warning if more runs were left out."""
     num_dropped = len(budget.dropped)
     kept = budget.trim(pending)
     if len(budget.dropped) > num_dropped:
@@ -154,7 +158,7 @@ def run_arm(
     labels: dict[str, str],
     is_checked: bool = False,
 ) -> None:
-    """One run of a comparison: train until it is good enough, report, then measure the accuracy of its versions."""
+    """One run of a comparison: train until the reward is above target and margin, evaluate the versions, report."""
     run, tracker = open_at(url, config, labels, is_checked=is_checked)
     with RunWatch(run, tracker) as watch:
 
@@ -163,9 +167,9 @@ def run_arm(
 
         if watch.committed_step < run.config.trainer.steps and not is_enough():
             run_roles(run, watch, evaluates=False, is_enough=is_enough)
-        crew = Crew(run)
+        roles = RunRoles(run)
         try:
-            crew.evaluate("all", enough=target)
+            roles.evaluate("all", enough=target)
         finally:
-            crew.stop()
+            roles.stop()
         watch.finish(write_reports(run))

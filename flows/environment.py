@@ -1,22 +1,22 @@
-"""Settings of Prefect that must be in the environment before Prefect is imported. Imports nothing heavy."""
+"""Defaults for environment variables that Prefect reads when it is imported. This module imports only `os`."""
 
 import os
 
 _DEFAULTS = {
-    # No hidden second server: a client without a server is an error, not a reason to start one.
+    # Without a server a client must fail; it must not start a hidden second server.
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # What supervision logs belongs to the flow run in the UI; the roles' own output stays in their log files.
+    # The UI shows the supervision's log lines with the flow run; the output of the roles stays in their log files.
     "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_SHOW_PROMOTIONAL_CONTENT": "false",
-    # MLflow's own telemetry, imported in the same process.
+    # MLflow is imported in the same process; this switches off the telemetry of MLflow.
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
 }
 
 
 def set_defaults() -> None:
-    """Set what the user has not set."""
+    """Set each variable that the user has not set."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Held-out accuracy of weight versions of a finished, stopped or live run."""
+"""The evaluate flow: held-out accuracy of weight versions of a finished, stopped or live run."""
 
 from threading import Event
 from typing import Annotated, Any
@@ -14,14 +14,20 @@ from pipelinerl_core.run.locate import locate_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Version = Annotated[
-    str, Field(description="first, last, the number of a durable weight version, several with commas, or all.")
+    str, Field(description="first, last, all, or numbers of durable weight versions separated by commas.")
 ]
-Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL_ROOT, then ./runs.")]
+Root = Annotated[
+    str,
+    Field(description="Directory or URL below which runs are stored. Empty: $PIPELINERL_ROOT if set, else ./runs."),
+]
 
 
 @flow(name="evaluate", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
 def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> list[dict[str, Any]]:
-    """Mean reward of one sample per held-out prompt at temperature 1; also written to evals/<version>.json."""
+    """Measure the mean reward of one sample per held-out prompt at temperature 1.
+
+    The result of each version is also written to evals/<version>.json.
+    """
     records = run_evaluation(open_run(locate_run(run, root)), version, Event())
     return [record.model_dump(mode="json") for record in records or ()]

@@ -1,4 +1,4 @@
-"""What people set most, as fields of a form: typed, bounded, described; the server refuses bad ones at once."""
+"""The most common settings as typed, bounded fields of a form; the Prefect server rejects invalid values."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -30,9 +30,10 @@ KEYS: Mapping[str, str] = MappingProxyType(
 
 
 def _as_plain_fields(schema: dict[str, Any]) -> None:
-    """A field that may be empty as its own type alone: for "integer or null" Prefect's form asks which one first.
+    """Replace "type or null" by the type alone: for "integer or null" Prefect's form first asks for the type.
 
-    The form sends null for what is empty; the server takes that where there is no default, if the choices have it.
+    For an empty field the form sends null. The server accepts null for a field without a default; a field with an
+    enum must list null.
     """
     for field in schema["properties"].values():
         (given,) = (one for one in field.pop("anyOf") if one.get("type") != "null")
@@ -43,29 +44,30 @@ def _as_plain_fields(schema: dict[str, Any]) -> None:
 
 
 class Settings(BaseModel):
-    """The settings that differ between experiments; what is left empty is as in the preset."""
+    """The settings that differ between experiments; an empty field keeps the value of the preset."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Settings", json_schema_extra=_as_plain_fields)
 
     steps: int | None = Field(None, ge=1, description="Optimizer steps of the run.")
-    seed: int | None = Field(None, ge=0, description="Of prompts, sampling and initial order.")
-    actors: int | None = Field(None, ge=1, description="Engines that generate at the same time.")
+    seed: int | None = Field(None, ge=0, description="Seed of prompts, sampling and initial order.")
+    actors: int | None = Field(None, ge=1, description="Actors that generate at the same time; each has one engine.")
     placement: Literal["local", "work_pools"] | None = Field(
-        None, description="local: all roles on the machine of this flow run; work_pools: on pools of their own."
+        None,
+        description="local: all roles on the machine of this flow run; work_pools: actors and trainer on work pools.",
     )
-    engine: Literal["embedded", "vllm"] | None = Field(None, description="What generates.")
+    engine: Literal["embedded", "vllm"] | None = Field(None, description="The inference engine.")
     concurrency: int | None = Field(None, ge=1, description="Sequences in flight in each engine.")
     schedule: Literal["pipeline", "conventional", "april"] | None = Field(
-        None, description="When generation and training take place."
+        None, description="pipeline: generation and training overlap; conventional and april: they take turns."
     )
-    max_lag: int | None = Field(None, ge=0, description="Optimizer steps by which a trained token may be late.")
+    max_lag: int | None = Field(None, ge=0, description="Largest lag of a trained token, in optimizer steps.")
     groups_per_step: int | None = Field(None, ge=1, description="Prompts in one optimizer step.")
     group_size: int | None = Field(None, ge=2, description="Rollouts of one prompt.")
-    max_tokens: int | None = Field(None, ge=1, description="Longest completion.")
+    max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of a completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
     loss: (
         Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop", "decoupled_ppo"] | None
-    ) = Field(None, description="The objective, with the options of its paper.")
+    ) = Field(None, description="The loss, with the options of its paper.")
 
     def overrides(self) -> tuple[str, ...]:
         """ "section.key=value" for each field that is set."""
@@ -73,9 +75,10 @@ class Settings(BaseModel):
 
 
 def described(function: F) -> F:
-    """Below @flow: what `Annotated[..., Field(description=...)]` says of parameters, where Prefect looks for it.
+    """Append the descriptions of `Annotated[..., Field(description=...)]` parameters to the docstring as "Args:".
 
-    Prefect takes descriptions from the "Args:" of a docstring and drops those of annotations.
+    Prefect reads the descriptions of parameters from the docstring and ignores the annotations. Apply this decorator
+    below @flow.
     """
     lines = []
     for name, hint in get_type_hints(function, include_extras=True).items():

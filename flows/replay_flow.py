@@ -1,4 +1,4 @@
-"""Recorded batches trained again, on the machine of a work pool or from any flow."""
+"""The replay flow: train recorded batches again and compare the result with the recorded losses and weights."""
 
 from typing import Annotated, Any
 
@@ -12,12 +12,17 @@ from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.tools.replay_child import replay_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
-Step = Annotated[int, Field(description="First or last step to train again; 0: of the run.", ge=0)]
+Step = Annotated[
+    int, Field(description="First or last step to train again; 0: the first or last step of the run.", ge=0)
+]
 Overrides = Annotated[
     tuple[str, ...],
-    Field(description='Another loss or learner, for a study, for example "loss.ratio_max=2". Empty: prove the run.'),
+    Field(description='Settings of another loss or learner, for example "loss.ratio_max=2". Empty: verify the run.'),
 ]
-Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL_ROOT, then ./runs.")]
+Root = Annotated[
+    str,
+    Field(description="Directory or URL below which runs are stored. Empty: $PIPELINERL_ROOT if set, else ./runs."),
+]
 
 
 @flow(name="replay", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
@@ -25,8 +30,8 @@ Root = Annotated[str, Field(description="Where runs are kept. Empty: $PIPELINERL
 def replay(
     run: Run = "latest", from_step: Step = 0, to_step: Step = 0, overrides: Overrides = (), root: Root = ""
 ) -> dict[str, Any]:
-    """The same losses and weights bit for bit, or what other settings of loss or learner make of the same data.
+    """Train recorded batches again: without overrides to verify the run, with overrides to study another loss.
 
-    Fails when a replay without overrides differs from what the run recorded.
+    Without overrides the flow fails if any loss or weight differs, bit for bit, from the recorded one.
     """
     return replay_run(open_run(locate_run(run, root)), from_step, to_step, overrides)

@@ -1,11 +1,11 @@
-"""Where a worker finds the flows: a pull step of prefect.yaml."""
+"""The pull step of prefect.yaml: tells a worker in which directory the flows are installed."""
 
 from pathlib import Path
 
 
 def installed() -> dict[str, str]:
-    """The directory that the installed package `flows` lies in, whatever the worker's own is on this host.
+    """{"directory": parent directory of the installed package `flows` on this host}.
 
-    Prefect changes to it before it loads the entrypoint of a deployment.
+    Prefect changes to this directory before Prefect loads the entrypoint of a deployment.
     """
     return {"directory": str(Path(__file__).resolve().parents[1])}

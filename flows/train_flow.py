@@ -1,4 +1,4 @@
-"""The train flow: hub and trainer, first evaluation, actors, until the last step; then evaluation and report."""
+"""The train flow: starts hub, trainer and actors, evaluates before and after training, and writes the report."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -13,11 +13,10 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
-from pipelinerl.tasks.mlflow_runs import RunTracker, open_tracker
-from pipelinerl.tasks.placement import HUB, TRAINER, Crew, hub_token
+from pipelinerl.tasks.drain_request import clear_drain_request
+from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
-from pipelinerl.tasks.restart_limit import count_start, forget_drain
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.context import RunContext, note_resume
@@ -32,12 +31,14 @@ from pipelinerl_core.run.locate import (
     remove_shared_memory,
     run_url,
 )
+from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.run.start_count import count_start
 
 logger = logging.getLogger(__name__)
 
 INITIAL_WEIGHTS_SECONDS = 600.0
-"""Loading the model, or training again what followed the newest checkpoint, ends within this time."""
+"""Deadline of loading the model, or of training the steps after the newest checkpoint again."""
 FOLLOW_SECONDS = 1.0
 
 Preset = Annotated[
@@ -46,19 +47,24 @@ Preset = Annotated[
 Overrides = Annotated[
     tuple[str, ...],
     Field(
-        description='Any other settings, each "section.key=value", for example "learner.clip_norm=0.5"; '
+        description='Further settings, each "section.key=value", for example "learner.clip_norm=0.5"; '
         "`pipelinerl config --keys` lists them."
     ),
 ]
-Changes = Annotated[Settings, Field(description="What differs from the preset; empty fields are as it says.")]
+Changes = Annotated[
+    Settings, Field(description="Settings that differ from the preset; an empty field keeps the value of the preset.")
+]
 Root = Annotated[
-    str, Field(description="Where runs are kept, a path or s3://bucket/prefix. Empty: $PIPELINERL_ROOT, then ./runs.")
+    str,
+    Field(
+        description="A path or s3://bucket/prefix below which runs are stored. Empty: $PIPELINERL_ROOT, else ./runs."
+    ),
 ]
 Resume = Annotated[
     str,
     Field(
-        description="Go on with this run instead (id under the root, `latest`, path or URL); its own configuration "
-        "holds, preset and settings are not read; overrides may change what it runs on, such as trainer.ranks."
+        description="Resume this run (id under the root, `latest`, path or URL) with its stored configuration; "
+        "preset and settings are ignored. Overrides may change the placement of the run, such as trainer.ranks."
     ),
 ]
 
@@ -74,15 +80,15 @@ def train(
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Train a model: generation and training side by side, weights swapped in flight.
 
-    A retry of this flow run resumes the same run. Returns the report (report.json); of a run that was drained, in a
-    state of that name.
+    A retry of this flow run resumes the same run. Returns the report (report.json). If the run was drained, the
+    report is the data of a completed state named Drained.
     """
     changes = (*settings.overrides(), *overrides)
     return train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
 
 
 def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[dict[str, Any]]:
-    """The work of the train flow. is_checked: the configuration was checked where it was parsed."""
+    """The body of the train flow. is_checked: the caller has checked the configuration."""
     run, tracker = open_job(job, is_checked=is_checked)
     logger.info("run %s", run.store.url)
     with RunWatch(run, tracker) as watch:
@@ -92,13 +98,15 @@ def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[d
         watch.finish(report)
     if watch.committed_step < run.config.trainer.steps:
         return Completed(
-            name="Drained", message=f"stopped after step {watch.committed_step}; resume goes on", data=report
+            name="Drained",
+            message=f"stopped after step {watch.committed_step}; continue with `pipelinerl resume`",
+            data=report,
         )
     return report
 
 
 def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
-    """Start and resume are one path: a run whose run.json exists goes on, any other is created."""
+    """Create the run of a job, or open it if its run.json exists."""
     if job.run:
         note_resume(job.run.store, job.overrides)
         return open_at(job.run.store.url, job.config, {}, run=job.run, is_checked=is_checked)
@@ -109,9 +117,10 @@ def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
 def open_at(
     url: str, config: RunConfig, labels: Mapping[str, str], *, run: RunContext | None = None, is_checked: bool = False
 ) -> tuple[RunContext, RunTracker]:
-    """The run at a URL, created with this configuration if there is none; one that is there has its own.
+    """Open the run at a URL; if there is none, create the run with this configuration.
 
-    labels: tags of its MLflow run. run: the run, if it is open already. is_checked: the configuration was checked.
+    A run that exists keeps its stored configuration. labels: tags of the MLflow run. run: the run, if the caller has
+    opened it. is_checked: the caller has checked the configuration.
     """
     show_supervision()
     flow_run_id = str(flow_run.id)
@@ -124,13 +133,13 @@ def open_at(
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
-    forget_drain(run.store, flow_run_id)
+    clear_drain_request(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
 
 
 def show_supervision() -> None:
-    """What the supervision says belongs to the flow run: Prefect sends it there, but not below the root's level."""
+    """Let INFO lines of the supervision reach the flow run in the UI; the root logger's level would drop them."""
     for name in ("flows", "tasks"):
         logging.getLogger(name).setLevel(logging.INFO)
 
@@ -138,38 +147,38 @@ def show_supervision() -> None:
 def run_roles(
     run: RunContext, watch: RunWatch, *, evaluates: bool = True, is_enough: Callable[[], bool] = lambda: False
 ) -> None:
-    """From the first process to the last; whatever happens, none of them is left.
+    """Start the roles, wait for the last step and stop all roles, also after an error.
 
-    evaluates: measure accuracy before the first and after the last step. is_enough: asked now and then, ends the run
-    before its last step.
+    evaluates: measure accuracy before the first and after the last step. is_enough: polled about once a second; if it
+    returns True, the run ends before its last step.
     """
     evaluates = evaluates and run.config.eval.num_prompts > 0
-    crew = Crew(run)
+    roles = RunRoles(run)
     try:
-        crew.start(HUB)
-        crew.start(TRAINER)
-        crew.wait_until(
+        roles.start(HUB)
+        roles.start(TRAINER)
+        roles.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
         )
         if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
-            crew.evaluate("first")
-        if not crew.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no step is to be taken
+            roles.evaluate("first")
+        if not roles.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
             for index in range(run.config.placement.actors):
-                crew.start(f"actor-{index}")
-        follow(crew, watch, is_enough)
-        crew.stop()
+                roles.start(f"actor-{index}")
+        follow(roles, watch, is_enough)
+        roles.stop()
         if evaluates and not wants_drain(run.store):
-            crew.evaluate("last")
+            roles.evaluate("last")
     finally:
         try:
-            crew.stop()
-        finally:  # a second Ctrl-C may end the stop
+            roles.stop()
+        finally:  # a second Ctrl-C may interrupt the stop
             remove_shared_memory(run)
 
 
-def follow(crew: Crew, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Until the trainer has taken its last step or it is enough; raises what made any role fail before."""
-    while not crew.has_ended(TRAINER) and not is_enough():
+def follow(roles: RunRoles, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Wait until the trainer has ended or `is_enough` returns True; raises the error of any role that fails."""
+    while not roles.has_ended(TRAINER) and not is_enough():
         watch.poll()
-        crew.wait(FOLLOW_SECONDS)
+        roles.wait(FOLLOW_SECONDS)
     watch.poll()

@@ -1,4 +1,4 @@
-"""The trainer on the machine of a work pool: the train flow starts it as deployment trainer/trainer."""
+"""The flow of the trainer on a work pool; the train flow starts it as the deployment trainer/trainer."""
 
 from typing import Annotated, Any
 
@@ -12,12 +12,13 @@ from pipelinerl.tasks.placement import TRAINER
 from pipelinerl.tasks.pooled import run_pooled
 from pipelinerl.tasks.role_tasks import NODE_PREFIX
 
-RunUrl = Annotated[str, Field(description="URL of the run in the object store, as the train flow made it.")]
+RunUrl = Annotated[str, Field(description="URL of the run in the object store; the train flow sets it.")]
 
 Node = Annotated[
     int,
     Field(
-        description="Which host of the trainer this is; 0 has rank 0. placement.trainer_nodes says how many.", ge=0
+        description="Index of this host among the placement.trainer_nodes hosts of the trainer; host 0 has rank 0.",
+        ge=0,
     ),
 ]
 
@@ -25,5 +26,5 @@ Node = Annotated[
 @flow(name="trainer", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
 def trainer(run_url: RunUrl, node: Node = 0) -> State[Any] | None:
-    """Take the optimizer steps of a live run, or a part of each: with several nodes each has its ranks."""
+    """Take the optimizer steps of a live run. With several nodes, each node runs a part of the ranks."""
     return run_pooled(run_url, f"{NODE_PREFIX}{node}" if node else TRAINER)

@@ -1,1 +1,1 @@
-"""Prefect tasks: thin supervision of the roles."""
+"""Everything between the flows and the core that needs Prefect: tasks, deployments, artifacts, automations."""

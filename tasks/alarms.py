@@ -1,4 +1,4 @@
-"""Events that people want to be woken for: a run's reward has collapsed, or it stands still."""
+"""Prefect events for conditions that need a user: the reward of a run has collapsed, or a run makes no progress."""
 
 import logging
 import statistics
@@ -13,15 +13,16 @@ logger = logging.getLogger(__name__)
 REWARD_COLLAPSED = "pipelinerl.reward.collapsed"
 RUN_STALLED = "pipelinerl.run.stalled"
 WINDOW_STEPS = 20
-"""Steps over which the reward is averaged."""
+"""Window of the moving mean of the reward, in steps."""
 NOISE = 4.0
-"""A fall is larger than so many standard errors of such a mean."""
+"""Smallest fall that counts, in standard errors of a mean over WINDOW_STEPS steps."""
 
 
 def reward_fall(rewards: list[float]) -> tuple[float, float] | None:
-    """(best, newest) mean reward over WINDOW_STEPS steps, if the newest has lost what was gained and more; else None.
+    """(best, newest) moving mean of the reward if the reward has collapsed, else None.
 
-    Gained: since the first steps, so that no scale of rewards has to be known.
+    The reward has collapsed if the fall from the best to the newest mean is larger than the gain from the first to
+    the best mean, and larger than the noise. The rule is independent of the scale of the rewards.
     """
     if len(rewards) < 2 * WINDOW_STEPS:
         return None
@@ -32,29 +33,29 @@ def reward_fall(rewards: list[float]) -> tuple[float, float] | None:
 
 
 class Alarms:
-    """Tells the Prefect server, once per run and cause."""
+    """Emits each event at most once for a run."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._told: set[str] = set()
+        self._emitted: set[str] = set()
 
-    def look(self, commits: Mapping[int, Commit]) -> None:
+    def check(self, commits: Mapping[int, Commit]) -> None:
         """Emit an event if the reward has collapsed."""
-        if REWARD_COLLAPSED in self._told:
+        if REWARD_COLLAPSED in self._emitted:
             return
         rewards = [commit.metrics["reward/mean"] for commit in commits.values() if "reward/mean" in commit.metrics]
         fall = reward_fall(rewards)
         if fall is not None:
             best, newest = fall
-            self.tell(
-                REWARD_COLLAPSED, f"mean reward of the last {WINDOW_STEPS} steps {newest:.3f}, it was {best:.3f}"
+            self.emit(
+                REWARD_COLLAPSED, f"mean reward of the last {WINDOW_STEPS} steps: {newest:.3f}; best mean: {best:.3f}"
             )
 
-    def tell(self, event: str, message: str) -> None:
-        """Emit an event, the first time."""
-        if event in self._told:
+    def emit(self, event: str, message: str) -> None:
+        """Emit an event and log a warning, unless the event was emitted before."""
+        if event in self._emitted:
             return
-        self._told.add(event)
+        self._emitted.add(event)
         logger.warning("%s: %s", event, message)
         emit_event(
             event=event,

@@ -1,15 +1,16 @@
-"""Automations of a Prefect server that keep runs going and call people: made once, changed when they differ.
+"""The automations on a Prefect server that restart runs and send notifications; `pipelinerl deploy` applies them.
 
 | name | when | then |
 |------|------|------|
-| pipelinerl-unresponsive | a flow run of ours has sent no heartbeat for 90 s | it is Crashed |
-| pipelinerl-resume | a train run has Crashed once it ran | it is scheduled again |
-| pipelinerl-give-up | it was scheduled again so often without ever running | it is Failed, and says why |
-| pipelinerl-alarm | a run says that its reward has collapsed, or that it stands still | a notification |
+| pipelinerl-unresponsive | a PipelineRL flow run has sent no heartbeat for 90 s | the flow run becomes Crashed |
+| pipelinerl-resume | a train flow run becomes Crashed after it was Running | the flow run is scheduled again |
+| pipelinerl-give-up | a flow run was scheduled again too often without becoming Running | it becomes Failed |
+| pipelinerl-alarm | a run reports a collapsed reward or no progress | a notification is sent |
 
-A resumed run is the same run: a second copy is refused while the first one lives, and fenced if both start at once.
-A flow run that runs counts its starts without a new commit itself (tasks/restart_limit.py). If it dies before that,
-for example because an image is missing, it cannot count, and its run count does not change: then the server counts.
+A resumed flow run continues the same training run: a second copy is refused while the first copy is live, and fenced
+if both start at the same time. A flow run that becomes Running counts its starts without a new commit
+(pipelinerl_core/run/start_count.py). A flow run that dies before it becomes Running, for example because an image is
+missing, cannot count, and its run count does not change; pipelinerl-give-up counts such starts on the server.
 """
 
 from collections.abc import Iterable
@@ -29,23 +30,23 @@ from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
 
 HEARTBEAT_SECONDS = 30
-"""Set as PREFECT_FLOWS_HEARTBEAT_FREQUENCY in prefect.yaml; Prefect's own default is 180."""
+"""prefect.yaml sets PREFECT_FLOWS_HEARTBEAT_FREQUENCY to this value; Prefect's default is 180."""
 DEFAULT_MAX_RESUMES = PlacementConfig().max_resumes
 LEAST_RESUMES = 2
-"""One crash may be reported twice, by runner and worker, and is resumed twice then."""
+"""Runner and worker may both report one crash; the crash is then resumed twice."""
 RESUME_MESSAGE = "resumed after a crash"
-"""Of the state in which pipelinerl-resume puts a flow run, by which pipelinerl-give-up knows it."""
+"""Message of the state that pipelinerl-resume sets; pipelinerl-give-up counts states with this message."""
 COUNTING_TIME = timedelta(days=7)
-"""Resumes that lie further apart are not counted together."""
+"""pipelinerl-give-up counts the resumes within this time."""
 TAG = "pipelinerl"
-"""On every deployment of ours, and so on its flow runs."""
+"""Tag of every deployment in prefect.yaml; Prefect copies the tag to their flow runs."""
 
 _RESUMED_STATE = "AwaitingRetry"
 _WAITING_STATE = "AwaitingConcurrencySlot"
-"""Scheduled too, on the way from one that somebody has set."""
+"""Also of type Scheduled; Prefect sets this state after a Scheduled state that a user or an automation has set."""
 
 _FLOW_RUNS = ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]})
-# One that was never Running may never be able to: whoever started it sees that at once.
+# A flow run that was never Running may never be able to run, and its user sees the failure at once: no resume.
 _HAVE_RUN = ResourceSpecification(
     {"prefect.resource.id": ["prefect.flow-run.*"], "prefect.run-count": [str(count) for count in range(1, 1000)]}
 )
@@ -59,10 +60,10 @@ Change = Literal["created", "updated", "unchanged"]
 
 
 def wanted_automations(notify_block: UUID | None, max_resumes: int = DEFAULT_MAX_RESUMES) -> list[Automation]:
-    """All of them.
+    """The four automations.
 
     notify_block: document id of a notification block such as a SlackWebhook. max_resumes: how often a flow run is
-    scheduled again without coming to run, at least LEAST_RESUMES.
+    scheduled again without becoming Running, at least LEAST_RESUMES.
     """
     return [_unresponsive(), _resume(), _give_up(max_resumes), _alarm(notify_block)]
 
@@ -70,7 +71,7 @@ def wanted_automations(notify_block: UUID | None, max_resumes: int = DEFAULT_MAX
 def _unresponsive() -> Automation:
     return Automation(
         name="pipelinerl-unresponsive",
-        description="A flow run whose heartbeats have stopped is Crashed: its host or its process is gone.",
+        description="Marks a flow run as Crashed if its heartbeats have stopped: its host or its process is gone.",
         trigger=EventTrigger(
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.*"},
@@ -88,11 +89,11 @@ def _unresponsive() -> Automation:
 def _resume() -> Automation:
     return Automation(
         name="pipelinerl-resume",
-        description="A crashed train run goes on where its last commit is. pipelinerl-give-up ends one that never "
-        "comes to run; placement.max_resumes bounds the starts without a new commit of one that does.",
+        description="Schedules a crashed train run again; the run continues from its last commit. pipelinerl-give-up "
+        "ends a flow run that never becomes Running; placement.max_resumes limits the starts without a new commit.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Crashed"},
-            # Runner and worker both report a crash, one perhaps after it was scheduled again: each report counts.
+            # Runner and worker both report a crash, the second perhaps after the resume: each report triggers.
             match=_HAVE_RUN,
             match_related=[_OURS, _TRAIN],
             for_each={"prefect.resource.id"},
@@ -110,16 +111,17 @@ def _give_up(max_resumes: int) -> Automation:
     scheduled_again = {f"prefect.flow-run.{_RESUMED_STATE}"}
     return Automation(
         name="pipelinerl-give-up",
-        description=f"A train run that was resumed {max_resumes} times and died each time before it ran is Failed.",
+        description=f"Marks a train run as Failed if the run was resumed {max_resumes} times and died before "
+        "it was Running.",
         trigger=EventTrigger(
-            # It follows the resume, so that the two never race; a Failed flow run that crashes is not Crashed again.
-            # The first of these events opens the count, and one that comes too late to stop the flow run opens the
-            # next.
+            # The trigger is an event of pipelinerl-resume, so that the two automations never race; a Failed flow run
+            # does not become Crashed again. The first event opens a count; an event that arrives after the limit was
+            # reached opens the next count.
             after=scheduled_again,
             expect=scheduled_again,
             match=_RESUMED,
             match_related=[_OURS, _TRAIN],
-            # The run count grows when the flow run is Running: each life has a count of its own.
+            # The run count grows whenever the flow run becomes Running: the resumes are counted anew then.
             for_each={"prefect.resource.id", "prefect.run-count"},
             posture=Posture.Reactive,
             threshold=max_resumes,
@@ -129,9 +131,9 @@ def _give_up(max_resumes: int) -> Automation:
             ChangeFlowRunState(
                 state=StateType.FAILED,
                 name="GivenUp",
-                message=f"given up: this flow run never came to run, "
-                f"{spent_text(max_resumes, f'deploy --max-resumes={max_resumes}')}. The log of its worker says why "
-                "its process ends; Retry goes on with the run once that is mended",
+                message=f"given up: this flow run never became Running, "
+                f"{spent_text(max_resumes, f'deploy --max-resumes={max_resumes}')}. The log of its worker shows why "
+                "its process ends; correct the cause, then continue the run with Retry",
                 force=True,
             )
         ],
@@ -142,7 +144,7 @@ def _alarm(notify_block: UUID | None) -> Automation:
     body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
     return Automation(
         name="pipelinerl-alarm",
-        description="A run whose reward has collapsed, or that stands still.",
+        description="Sends a notification if the reward of a run has collapsed or a run makes no progress.",
         trigger=EventTrigger(
             expect={REWARD_COLLAPSED, RUN_STALLED},
             match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
@@ -160,7 +162,7 @@ def _alarm(notify_block: UUID | None) -> Automation:
 
 
 def was_resumed(flow_run_id: UUID) -> bool:
-    """Whether pipelinerl-resume has scheduled this start of a flow run; a person did otherwise."""
+    """Whether pipelinerl-resume scheduled this start of a flow run; if not, a user did."""
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(flow_run_id)
     scheduled = [state for state in states if state.is_scheduled() and state.name != _WAITING_STATE]
@@ -169,7 +171,7 @@ def was_resumed(flow_run_id: UUID) -> bool:
 
 
 def apply_automations(wanted: Iterable[Automation]) -> dict[str, Change]:
-    """Make the server's automations of these names what they should be; name -> what was done."""
+    """Create or update the server's automations of these names; returns name -> change."""
     return {automation.name: _apply(automation) for automation in wanted}
 
 
@@ -187,7 +189,7 @@ def _apply(wanted: Automation) -> Change:
 
 
 def _content(automation: Automation) -> dict[str, Any]:
-    """What a user could see change; not whether somebody has switched it off."""
+    """The fields that `deploy` sets. `enabled` is left out: a user may switch an automation off."""
     content = automation.model_dump(mode="json", include={"description", "trigger", "actions"})
     trigger = content["trigger"]
     trigger.pop("id", None)

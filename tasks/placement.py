@@ -1,6 +1,6 @@
-"""Where the roles of a run are started: on this host, or as deployments on work pools. Nothing else knows which.
+"""Starts and stops the roles of a run, on this host or as deployments on work pools.
 
-`Crew.start` is the one placement function; the flows see only names, whether a role has ended, and what ended it.
+The flows call RunRoles with names of roles and do not depend on where a role runs.
 """
 
 import logging
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 HUB, TRAINER = "hub", "trainer"
 WORKERS_SECONDS = 5.0
-"""While the workers end, the hub still answers them; then it is stopped too."""
+"""Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
 STOP_SECONDS = 9.5
-"""The whole crew is gone within this time."""
+"""Deadline for the end of all roles, the hub included."""
 EVALUATION_SECONDS = 1800.0
 """Deadline of one evaluation."""
 _POLL_DEPLOYMENT_SECONDS = 5.0
@@ -51,27 +51,27 @@ _POLL_SECONDS = 0.5
 _ALIVE = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED]
 
 
-class Member(Protocol):
-    """One started role."""
+class Role(Protocol):
+    """A role of a run."""
 
     def begin(self) -> None:
-        """Start it, if it is not running already."""
+        """Start the role, unless the role is running."""
         ...
 
     def has_ended(self) -> bool:
-        """Whether it ended by itself or was stopped."""
+        """Whether the role has ended or was stopped."""
         ...
 
     def check(self) -> None:
-        """Raise what made it fail, if it failed."""
+        """Raise the error of the role, if the role has failed."""
         ...
 
     def stop(self) -> None:
-        """Ask it to stop; returns at once."""
+        """Request the end of the role; does not wait."""
         ...
 
 
-class LocalMember:
+class LocalRole:
     """A role that a task of this flow run supervises on this host."""
 
     def __init__(self, submit: Callable[[Event], PrefectFuture[Any]], changed: Event) -> None:
@@ -81,7 +81,7 @@ class LocalMember:
         self._changed = changed
 
     def begin(self) -> None:
-        """Start it; who may have to stop it knows it by now."""
+        """Submit the task that supervises the role."""
         self._future = self._submit(self._stop)
         self._future.add_done_callback(self._note_end)
 
@@ -90,29 +90,30 @@ class LocalMember:
         self._changed.set()
 
     def has_ended(self) -> bool:
-        """Whether its task is over."""
+        """Whether the task of the role has ended."""
         return self._ended.is_set()
 
     def check(self) -> None:
-        """Raise the error of its task."""
+        """Raise the error of the task."""
         if self._ended.is_set():
             self._future.result()
 
     def stop(self) -> None:
-        """The supervising thread sees it within a poll."""
+        """Set the stop event, which the supervising thread polls."""
         self._stop.set()
 
 
-class DeployedMember:
-    """A role that a deployment's flow run supervises, on whatever machine its work pool has.
+class DeployedRole:
+    """A role that the flow run of a deployment supervises, on a machine of a work pool.
 
-    One that an earlier start of the train flow has left is taken over: it has its model loaded, and finds the new
-    hub. When that run crashes, because its process or machine is gone, another one takes its place; one that somebody
-    has cancelled is not replaced. The new one has a newer epoch: should the old one live on unseen, it is fenced.
+    If an earlier start of the train flow has left a live flow run of the role, this flow run is used: its model is
+    loaded, and the role connects to the new hub. If the flow run crashes because its process or machine is gone, a
+    new flow run replaces it; a cancelled flow run is not replaced. The replacement has a newer epoch, so the hub
+    fences the old role if the old role is still alive.
     """
 
     def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
-        """`max_restarts`: in a row; a life of STABLE_SECONDS starts the count again."""
+        """max_restarts: in a row; the count begins again after the role has run for STABLE_SECONDS."""
         self._deployment = deployment
         self._tag = f"pipelinerl.run:{parameters['run_url'].rstrip('/').rpartition('/')[2]}"
         self._parameters = parameters
@@ -124,7 +125,7 @@ class DeployedMember:
         self._follow(self._left_by_earlier_start() or self._start())
 
     def begin(self) -> None:
-        """It has begun."""
+        """Do nothing: the constructor has found or started the flow run."""
 
     def _follow(self, run: FlowRun) -> None:
         self._id: UUID = run.id
@@ -140,22 +141,22 @@ class DeployedMember:
             found = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.START_TIME_DESC)
         for run in found:
             if run.parameters == self._parameters:
-                logger.info("%s: flow run %s of an earlier start goes on", self._name, run.id)
+                logger.info("%s: using flow run %s of an earlier start", self._name, run.id)
                 return run
         return None
 
     def _start(self) -> FlowRun:
-        # timeout=0: returns as soon as the run is scheduled. Its state is ours to follow and to end.
+        # timeout=0: returns once the flow run is scheduled; this object polls the state and cancels the flow run.
         started = run_deployment(
             self._deployment, parameters=self._parameters, timeout=0, as_subflow=False, tags=[self._tag]
         )
         if not isinstance(started, FlowRun):
-            raise TypeError(f"run_deployment gave {type(started).__name__} outside of an event loop")
+            raise TypeError(f"run_deployment returned {type(started).__name__} instead of a FlowRun")
         logger.info("%s: deployment %s, flow run %s", self._name, self._deployment, started.id)
         return started
 
     def has_ended(self) -> bool:
-        """Whether its flow run is in a final state, for good; asks the API every few seconds."""
+        """Whether the flow run is in a final state and is not replaced; reads the state from the API every 5 s."""
         if not self._is_final() and time.monotonic() - self._polled_at >= _POLL_DEPLOYMENT_SECONDS:
             self._polled_at = time.monotonic()
             _quietly(f"{self._name}: could not read flow run {self._id}", self._refresh)
@@ -184,14 +185,14 @@ class DeployedMember:
         logger.warning("%s: flow run %s has crashed; %s", self._name, crashed, self._budget.restart_text)
 
     def check(self) -> None:
-        """RoleFailed unless it completed or was cancelled."""
+        """Raise RoleFailed if the flow run has failed or crashed."""
         state = self._state
         if state is not None and (state.is_failed() or state.is_crashed()):
             tried = f", {self._budget.spent_text}" if state.is_crashed() and self._budget.is_spent else ""
             raise RoleFailed(f"{self._name}: its flow run {self._id} is {state.name}: {state.message}{tried}")
 
     def stop(self) -> None:
-        """Cancel the flow run; its worker signals it, and its flow stops the child."""
+        """Cancel the flow run: the worker signals its process, and the flow stops the role."""
         self._is_stopping = True
         if not self._is_final():
             _quietly(f"{self._name}: could not cancel flow run {self._id}", self._cancel)
@@ -202,67 +203,69 @@ class DeployedMember:
             client.set_flow_run_state(self._id, Cancelling(message="the train flow has ended"))
 
 
-class Crew:
-    """The roles of one run."""
+class RunRoles:
+    """The roles of one run: starts them, checks them and stops them."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Role] = {}
         self._changed = Event()
         self._is_pooled = run.config.placement.kind == "work_pools"
         self._is_fenced = False
-        """Another start of the run goes on: it has taken over what deployments run for this one."""
+        """A newer start of the run uses the flow runs of the deployments; this start must not cancel them."""
         if self._is_pooled:
             Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
 
     def start(self, name: str) -> None:
-        """Start `hub`, `trainer` or an actor. The hub is always a child of this flow.
+        """Start `hub`, `trainer` or an actor. The hub always runs on this host.
 
-        A trainer on several hosts is started on each of them.
+        On work pools, a trainer on several hosts is started on each host.
         """
-        self._begin(name, self._place(name))
+        self._begin(name, self._create(name))
         if name == TRAINER and self._is_pooled:
             for node in range(1, self._run.config.placement.trainer_nodes):
-                self._begin(f"{NODE_PREFIX}{node}", self._place(f"{NODE_PREFIX}{node}"))
+                self._begin(f"{NODE_PREFIX}{node}", self._create(f"{NODE_PREFIX}{node}"))
 
-    def _begin(self, name: str, member: Member) -> None:
-        self._members[name] = member  # first: Ctrl-C may come at any moment
+    def _begin(self, name: str, member: Role) -> None:
+        self._members[name] = member  # before the start, so that a Ctrl-C during the start stops the role too
         member.begin()
 
     def evaluate(self, version: str, enough: float | None = None) -> None:
-        """Evaluate `first`, `last` or `all` on this host and wait for it; raises what made it or another role fail.
+        """Evaluate `first`, `last` or `all` on this host and wait for the result; raises the error of a failed role.
 
-        enough: accuracy after which, reached twice, the later versions of `all` are left out.
+        enough: accuracy after which, once two versions have reached it, the later versions of `all` are left out.
         """
         name = f"evaluator-{version}"
         self._begin(
-            name, LocalMember(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
+            name, LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
         )
         deadline = time.monotonic() + EVALUATION_SECONDS
         while not self.has_ended(name):
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Lower eval.num_prompts")
+                raise DeadlineExceeded(
+                    f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Set a lower eval.num_prompts"
+                )
             self.wait(_POLL_SECONDS)
 
-    def _place(self, name: str) -> Member:
+    def _create(self, name: str) -> Role:
         run, url, restarts = self._run, self._run.store.url, self._run.config.placement.max_restarts
         if name == HUB:
-            return LocalMember(lambda stop: run_hub.submit(run, stop), self._changed)
+            return LocalRole(lambda stop: run_hub.submit(run, stop), self._changed)
         if self._is_pooled:
             if name == TRAINER:
-                return DeployedMember("trainer/trainer", {"run_url": url}, name, restarts)
+                return DeployedRole("trainer/trainer", {"run_url": url}, name, restarts)
             if name.startswith(NODE_PREFIX):
                 node = int(name.removeprefix(NODE_PREFIX))
-                return DeployedMember("trainer/trainer", {"run_url": url, "node": node}, name, restarts)
-            return DeployedMember("actor/actor", {"run_url": url, "name": name}, name, restarts)
+                return DeployedRole("trainer/trainer", {"run_url": url, "node": node}, name, restarts)
+            return DeployedRole("actor/actor", {"run_url": url, "name": name}, name, restarts)
         if name == TRAINER:
-            return LocalMember(lambda stop: run_trainer.submit(run, stop), self._changed)
+            return LocalRole(lambda stop: run_trainer.submit(run, stop), self._changed)
         if name.startswith(NODE_PREFIX):
-            return LocalMember(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
-        return LocalMember(lambda stop: run_actor.submit(run, name, stop), self._changed)
+            return LocalRole(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
+        return LocalRole(lambda stop: run_actor.submit(run, name, stop), self._changed)
 
     def has_ended(self, name: str) -> bool:
-        """Whether a role is over; raises whatever made any role fail."""
+        """Whether a role has ended; raises the error of any failed role."""
         for other, member in self._members.items():
             if member.has_ended():
                 try:
@@ -274,81 +277,85 @@ class Crew:
         return self._members[name].has_ended()
 
     def _check_node(self, name: str) -> None:
-        """A host of the trainer that has left, cancelled perhaps, before the run is over."""
+        """Raise RoleFailed if a further host of the trainer has ended before the run, for example was cancelled."""
         if name.startswith(NODE_PREFIX) and self._is_pooled and not is_over(self._run):
             raise RoleFailed(
-                f"{name}: its flow run has ended, and without its ranks no step can be taken. `pipelinerl resume "
-                f"{self._run.run_id}` starts it again; trainer.ranks and placement.trainer_nodes may be lower then"
+                f"{name}: its flow run has ended, and the trainer cannot take a step without its ranks. Continue "
+                f"with `pipelinerl resume {self._run.run_id}`; if the host is gone, lower trainer.ranks and "
+                "placement.trainer_nodes"
             )
 
     def wait(self, seconds: float) -> None:
-        """Sleep, or until a role of this host ends."""
+        """Wait until a role of this host ends, at most `seconds`."""
         self._changed.wait(seconds)
         self._changed.clear()
 
     def wait_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait for a condition; raises what ended a role meanwhile, or DeadlineExceeded with its name."""
+        """Wait for a condition; raises the error of a role that ends meanwhile, or DeadlineExceeded.
+
+        what: name of the condition for the error.
+        """
         deadline = time.monotonic() + seconds
         while not condition():
             for name in self._members:
                 if self.has_ended(name):
                     raise RoleFailed(f"{name}: ended while waiting for {what}")
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{what}: not there after {seconds:.0f} s; the roles' logs say what they do")
+                raise DeadlineExceeded(f"{what}: not there after {seconds:.0f} s. See the logs of the roles")
             self.wait(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Stop everything: workers first, while the hub still answers them; then the hub. Never raises for a role.
+        """Stop all roles: actors and trainer, which need the hub until then, then the hub. Raises no error of a role.
 
-        A second Ctrl-C cuts the wait for the workers short, and a third the one for all: everybody is told even so,
-        for the flow waits for the threads that supervise them.
+        A second Ctrl-C ends the wait for actors and trainer, a third Ctrl-C the wait for all roles. All roles receive
+        the request to stop even then, because the flow waits for the threads that supervise them.
         """
         members = self._members
         if self._is_fenced:
-            members = {name: member for name, member in members.items() if isinstance(member, LocalMember)}
+            members = {name: member for name, member in members.items() if isinstance(member, LocalRole)}
         workers = [member for name, member in members.items() if name != HUB]
         begun = time.monotonic()
-        everyone = list(members.values())
+        all_members = list(members.values())
         try:
-            _tell_to_stop(workers)
+            _request_stop(workers)
             self._await(workers, begun + WORKERS_SECONDS)
         finally:
-            _tell_to_stop(everyone)
-            self._await(everyone, begun + STOP_SECONDS)
+            _request_stop(all_members)
+            self._await(all_members, begun + STOP_SECONDS)
         if self._is_pooled and not self._is_fenced:
             name = secret_name(self._run.run_id)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
             self._is_pooled = False  # a second stop finds nothing to do
 
-    def _await(self, members: list[Member], deadline: float) -> None:
+    def _await(self, members: list[Role], deadline: float) -> None:
         while time.monotonic() < deadline and not all(member.has_ended() for member in members):
             self.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def _tell_to_stop(members: list[Member]) -> None:
-    """Each of them, whatever happens in between: a deployment is told by a call that takes its time."""
+def _request_stop(members: list[Role]) -> None:
+    """Call `stop` of each member, also if an exception such as Ctrl-C interrupts one call."""
     with ExitStack() as stack:
         for member in reversed(members):
             stack.callback(member.stop)
 
 
 def _quietly(failure: str, action: Callable[[], Any]) -> None:
-    """Call the Prefect API; an outage of its server must neither end a run nor keep it from being stopped."""
+    """Call the Prefect API; an error is logged: an outage of the server must not end a run or prevent its stop."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 (whatever the client raises: the run does not depend on it)
+    except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
         logger.warning("%s: %s", failure, error)
 
 
 def secret_name(run_id: str) -> str:
-    """Prefect Secret block with the hub token of a run on work pools."""
+    """Name of the Prefect Secret block with the hub token of a run on work pools."""
     return f"pipelinerl-{run_id}"
 
 
 def hub_token(run: RunContext) -> str:
-    """The token for a start of a run: the one that is set, else the one that roles on work pools have, or a new one.
+    """The hub token for a start of a run: PIPELINERL_TOKEN, else the token in the run's Secret block, else a new one.
 
-    They live on when the train flow is killed, and find its successor's hub.
+    Roles on work pools outlive a killed train flow and connect to the hub of the next start with the token they have.
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and run.config.placement.kind == "work_pools":
@@ -358,13 +365,13 @@ def hub_token(run: RunContext) -> str:
 
 
 def load_token(run_id: str) -> str:
-    """The hub token of a run, from its Secret block; ConfigError when there is none."""
+    """The hub token in the Secret block of a run. Raises ConfigError if there is no such block."""
     try:
         block = Secret.load(secret_name(run_id))
     except ValueError as error:
         raise ConfigError(
-            f"no Prefect Secret block {secret_name(run_id)}: is the train flow running? ({error})"
+            f"no Prefect Secret block {secret_name(run_id)}: the train flow of the run must be running ({error})"
         ) from None
     if not isinstance(block, Secret):
-        raise PipelineRLError(f"{secret_name(run_id)} is no Secret block")
+        raise PipelineRLError(f"the Prefect block {secret_name(run_id)} is not a Secret block")
     return str(block.get())

@@ -1,4 +1,4 @@
-"""The Prefect task that checks a configuration before anything of it is started."""
+"""The Prefect task that checks a configuration before a run starts."""
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -9,5 +9,5 @@ from pipelinerl_core.supervision.checks import check_all
 
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
 def preflight(config: RunConfig, root: str) -> None:
-    """Raise ConfigError with one line if a run of this configuration cannot work."""
+    """Raise ConfigError, one line, if a run with this configuration cannot work."""
     check_all(config, root)

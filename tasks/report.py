@@ -1,4 +1,4 @@
-"""The Prefect tasks that write what a run, and what a comparison of runs, came to."""
+"""The Prefect tasks that write the report of a run and the result of a comparison."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from pipelinerl_core.run.context import RunContext
 
 @task(name="report", task_run_name="report", persist_result=False, cache_policy=NO_CACHE)
 def write_reports(run: RunContext) -> dict[str, Any]:
-    """Write report.json, report.html and weights.parquet, from the run's objects alone; returns the report."""
+    """Write report.json, report.html and weights.parquet from the stored objects of the run; returns the report."""
     model = resolve_model_path(run.config.model.path)
     return write_report(run.store, decode=token_decoder(str(model)) if model else None)
 
 
 @task(name="comparison", task_run_name="comparison", persist_result=False, cache_policy=NO_CACHE)
 def write_comparison(results: Results, dropped: list[PlannedRun]) -> dict[str, Any]:
-    """Compare the runs that are done and write the result; `dropped` are those that the budget left out."""
+    """Compare the finished runs and write the result. dropped: runs that the budget left out."""
     return results.write(dropped)

@@ -1,4 +1,4 @@
-"""One Prefect task per role: thin over `supervise_role`, one task run per role and flow run."""
+"""One Prefect task per role; each task run supervises one role process (supervision/run_roles.py)."""
 
 from threading import Event
 
@@ -11,7 +11,7 @@ from pipelinerl_core.supervision.run_roles import evaluate, supervise
 from pipelinerl_core.supervision.supervise import RoleReport
 
 NODE_PREFIX = "trainer-node-"
-"""Roles that hold the trainer's ranks on one more host are called so, and their number: 1, 2, ..."""
+"""Prefix of the name of the role that runs the trainer's ranks on a further host: trainer-node-1, ..."""
 
 
 @task(name="hub", task_run_name="hub", persist_result=False, cache_policy=NO_CACHE, retries=0)
@@ -28,7 +28,7 @@ def run_trainer(run: RunContext, stop: Event) -> RoleReport:
 
 @task(name="trainer-node", task_run_name="{name}", persist_result=False, cache_policy=NO_CACHE, retries=0)
 def run_trainer_node(run: RunContext, name: str, stop: Event) -> RoleReport:
-    """Supervise the trainer's ranks on one more host."""
+    """Supervise the trainer's ranks on a further host."""
     return supervise(run, "trainer_node", name, {"node": name.removeprefix(NODE_PREFIX)}, stop)
 
 
@@ -42,5 +42,8 @@ def run_actor(run: RunContext, name: str, stop: Event) -> RoleReport:
 def run_evaluation(
     run: RunContext, version: str, stop: Event, enough: float | None = None
 ) -> list[EvalRecord] | None:
-    """Held-out accuracy of durable versions: `first`, `last`, `all`, or numbers with commas."""
+    """Measure the held-out accuracy of durable versions: first, last, all, or numbers separated by commas.
+
+    enough: accuracy after which, once two versions have reached it, the later versions are left out.
+    """
     return evaluate(run, version, stop, enough)

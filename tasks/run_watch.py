@@ -1,6 +1,6 @@
-"""Follow a run from its objects: metrics to MLflow, artifacts to Prefect, a line to the terminal.
+"""Follows a run by its stored objects: logs metrics to MLflow, makes artifacts in Prefect, updates the terminal view.
 
-It costs little by construction: it pauses at least fifty times as long as its last reading took.
+After each reading, the watch pauses for at least 50 times the duration of the reading.
 """
 
 import logging
@@ -19,7 +19,6 @@ from prefect.artifacts import (
 )
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
-from pipelinerl.tasks.mlflow_runs import RunTracker, mlflow_link
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
 from pipelinerl_core.report.live_view import LiveView
@@ -29,37 +28,38 @@ from pipelinerl_core.report.samples import token_decoder
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.follow import RunFollower, forward
 from pipelinerl_core.run.hub_status import read_hub
-from pipelinerl_core.run.locate import MlflowRef
+from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.supervision.role_logs import digest_rows
+from pipelinerl_core.telemetry.mlflow import run_page
 
 logger = logging.getLogger(__name__)
 
 READ_SECONDS = 2.0
 """Shortest time between two readings of the run's commits."""
 READ_SHARE = 0.02
-"""Largest share of a core spent on reading: a long run or a slow store is read less often."""
+"""Largest share of a core for reading; if readings take longer, they are less frequent."""
 PROGRESS_SECONDS = 10.0
 """Shortest time between two updates of the progress artifact."""
 TABLE_SECONDS = 30.0
 """Shortest time between two writings of the table of sampled rollouts."""
 TABLE_BATCHES = 5
-"""Batches read for it at once while the run goes on."""
+"""Batches read for one update of the table during the run."""
 STALL_SECONDS = 1200.0
-"""Neither a commit nor a sampled token for this long: something hangs that no other deadline saw.
+"""Time without a commit and without a sampled token after which the run has stalled.
 
-After a start the trainer may train many steps again while the actors wait for it: each of them counts too.
+After a start, the trainer may train many steps again while the actors wait; each of these steps counts as progress.
 """
 TABLE_VERSIONS = 50
-"""Newest weight versions in the table artifact; weights.parquet has them all."""
+"""Newest weight versions in the table artifact; weights.parquet has all versions."""
 
 
 class RunWatch:
-    """Everything that looks at a run while it goes on. Losing MLflow or the Prefect server never ends the run."""
+    """Observes a live run. An outage of MLflow or of the Prefect server does not end the run."""
 
     def __init__(self, run: RunContext, tracker: RunTracker) -> None:
-        """`tracker` is closed at the end of the watch."""
+        """`tracker`: closed at the end of the context."""
         self._run = run
         self._view = LiveView(None, run.config.trainer.steps)
         self._follower = RunFollower(run.store)
@@ -85,7 +85,7 @@ class RunWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Hand the last metrics and rollouts to MLflow, with how the run ended, and close the view."""
+        """Log the last metrics and rollouts, close the view, and end the MLflow run with the status of the run."""
         was_stopped = kind is not None and not issubclass(kind, Exception)
         self._read()
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
@@ -95,28 +95,28 @@ class RunWatch:
 
     @property
     def committed_step(self) -> int:
-        """Newest committed step, -1 before there is one."""
+        """Newest committed step; -1 before the first commit."""
         last = self._follower.last
         return last.step if last else -1
 
     @property
     def commits(self) -> Mapping[int, Commit]:
-        """Step -> commit that counts, as of the last reading."""
+        """Step -> valid commit, as of the last reading."""
         return self._follower.commits
 
     def poll(self) -> None:
-        """Read what is new, if it is time. Raises DeadlineExceeded when the run has stalled."""
+        """Read new objects if the pause is over. Raises DeadlineExceeded if the run has stalled."""
         if time.monotonic() < self._next_reading:
             return
         self._read()
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
-            _quietly("alarm", lambda: self._alarms.look(self.commits))
+            _quietly("alarm", lambda: self._alarms.check(self.commits))
         self._check_stall()
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Read the rest and leave the run's artifacts: progress, weight versions, report, link to MLflow."""
+        """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow."""
         self._read()
         key = self._run.run_id
         _quietly("progress artifact", self._show_progress)
@@ -129,7 +129,7 @@ class RunWatch:
         _quietly("link artifact", self._show_link)
 
     def _read(self) -> None:
-        """Forward new commits and evaluations, and show them with the hub's live totals."""
+        """Log new commits and evaluations, and update the view with them and the hub's live totals."""
         begun = time.monotonic()
         try:
             forward(self._follower, self._tracker)
@@ -138,13 +138,13 @@ class RunWatch:
             self._view.update(hub, self._follower)
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()
-        except StoreError as error:  # the roles have their own deadlines for the store; watching waits for it
-            logger.warning("the run could not be read: %s", error)
+        except StoreError as error:  # the roles have deadlines for the store; the watch tries again later
+            logger.warning("could not read the run, trying again later: %s", error)
         now = time.monotonic()
         self._next_reading = now + max(READ_SECONDS, (now - begun) / READ_SHARE)
 
     def _write_table(self, limit: int = TABLE_BATCHES) -> None:
-        """Give the tracker the table of sampled rollouts if it has grown; reads at most `limit` batches."""
+        """Log the table of sampled rollouts if the table has new rows; reads at most `limit` batches."""
         self._table.update(self._follower.commits, limit)
         rows = self._table.rows
         if len(rows) > self._table_rows:
@@ -162,7 +162,7 @@ class RunWatch:
             update_progress_artifact(self._progress, percent)
 
     def _show_logs(self) -> None:
-        """How many warnings and errors each role of this host has logged, and the last of them."""
+        """Make a table artifact: number of warnings and errors of each role on this host, and the last of them."""
         rows = digest_rows(log_directory(self._run.store.url, self._run.run_id))
         if rows:
             create_table_artifact(rows, key=f"{self._run.run_id}-logs", description="logs of the roles of this host")
@@ -171,7 +171,7 @@ class RunWatch:
         record = self._run.record
         if record.mlflow_uri is None or record.mlflow_run_id is None:
             return
-        link = mlflow_link(MlflowRef(uri=record.mlflow_uri, run_id=record.mlflow_run_id))
+        link = run_page(record.mlflow_uri, record.mlflow_run_id)
         if link:
             create_link_artifact(link, link_text="MLflow run", key=f"{record.run_id}-mlflow")
 
@@ -179,27 +179,27 @@ class RunWatch:
         seen = (self.committed_step, self._live.get("step"), self._live.get("tokens"))
         if seen != self._seen:
             self._seen, self._changed_at = seen, time.monotonic()
-        elif time.monotonic() - self._changed_at > STALL_SECONDS and not self._starts_still():
-            self._alarms.tell(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
+        elif time.monotonic() - self._changed_at > STALL_SECONDS and not self._is_starting():
+            self._alarms.emit(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
             raise DeadlineExceeded(
                 f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
-                "the roles' logs say what they wait for. Resume the run to go on"
+                "the logs of the roles show what they wait for. Continue with `pipelinerl resume`"
             )
 
-    def _starts_still(self) -> bool:
-        """Whether the trainer has trained a step again, or come to its work, within the time: until then all wait."""
+    def _is_starting(self) -> bool:
+        """Whether the trainer is starting: within STALL_SECONDS it has begun its work or trained a step again."""
         try:
             trainer = read_record(self._run.store, role_key("trainer", "trainer"), RoleRecord)
         except MissingObject:
             return False
         except StoreError as error:
-            logger.warning("whether the trainer has started could not be read: %s", error)
+            logger.warning("could not read whether the trainer has started: %s", error)
             return True
         return time.time() - trainer.start_beat < STALL_SECONDS
 
 
 def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:
-    """One row per weight version, newest last: what it was trained on and what its swaps cost."""
+    """One row per weight version, newest last: figures of its training step and of its swaps."""
     pauses: dict[int, list[float]] = {}
     for commit in commits:
         for swap in commit.swaps:
@@ -224,8 +224,8 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _quietly(what: str, action: Callable[[], Any]) -> None:
-    """An artifact is for looking at: an outage of the Prefect server must not end the run."""
+    """Call `action`; an error is logged: a failed artifact or alarm must not end the run."""
     try:
         action()
-    except Exception as error:  # noqa: BLE001 (whatever the client raises: the run does not depend on it)
-        logger.warning("%s: %s", what, error)
+    except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
+        logger.warning("%s failed: %s", what, error)

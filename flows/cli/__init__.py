@@ -1,4 +1,4 @@
-"""The command line, light on purpose: commands import what they need when they run; --help answers at once."""
+"""The command line. Each command imports its heavy modules when the command runs, so that --help is fast."""
 
 import sys
 
@@ -45,7 +45,7 @@ COMMANDS = (
     doctor.doctor,
     deploy.deploy,
 )
-"""In the order of --help; `bench`, which hands its arguments on, comes last."""
+"""In the order of --help; `bench` is registered last because it passes its arguments on."""
 
 app = typer.Typer(
     name="pipelinerl",
@@ -59,11 +59,11 @@ app = typer.Typer(
 
     First steps:
 
-    - `pipelinerl doctor` says whether this machine is ready
+    - `pipelinerl doctor` checks this machine
     - `pipelinerl train quickstart` trains a small model on two cores
-    - `pipelinerl status latest` shows how it goes
-    - `pipelinerl resume latest` goes on after a stop or a crash
-    - `pipelinerl compare` says which settings learn sooner
+    - `pipelinerl status latest` shows the progress of a run
+    - `pipelinerl resume latest` continues a run after a stop or a crash
+    - `pipelinerl compare` measures which settings reach an accuracy sooner
 
     Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input.
     """,
@@ -74,9 +74,9 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 
 def main() -> None:
-    """Console script `pipelinerl`."""
+    """Entry point of the console script `pipelinerl`."""
     set_defaults()
     with exit_codes():
         if sys.platform != "linux":
-            raise ConfigError(f"PipelineRL runs on Linux only, and this is {sys.platform}")
+            raise ConfigError(f"PipelineRL runs on Linux only; this system is {sys.platform}")
         app()

@@ -1,24 +1,26 @@
-"""`pipelinerl actor`: one more actor of a live run."""
+"""`pipelinerl actor`: adds an actor to a live run."""
 
 from typing import Annotated
 
 import typer
 
 from pipelinerl.flows.cli.arguments import Root, Run
-from pipelinerl.flows.cli.child import take_over
+from pipelinerl.flows.cli.child import exit_with
 
 
 def actor(
     run: Run,
-    name: Annotated[str, typer.Option(help="Name in the run; default: of this host and process.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the actor in the run. Default: host name and process id.")] = "",
     root: Root = "",
 ) -> None:
-    """Join a run that is under way with one more actor, from anywhere that reaches its hub and store.
+    """Add an actor to a live run, from any machine that reaches the hub and the store of the run.
 
-    PIPELINERL_TOKEN must have the value that it had when the run was started. Ctrl-C or SIGTERM: its unfinished
-    groups go to the other actors, with the tokens they have. Example: `PIPELINERL_TOKEN=... pipelinerl actor latest`
+    PIPELINERL_TOKEN must have the value with which the run was started. After Ctrl-C or SIGTERM, other actors
+    continue the unfinished groups of this actor and keep their tokens.
+
+    Example: `PIPELINERL_TOKEN=... pipelinerl actor latest`
     """
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.supervision.join import join_run
 
-    raise take_over(join_run(locate_run(run, root), name))
+    raise exit_with(join_run(locate_run(run, root), name))

@@ -6,10 +6,12 @@ import typer
 
 Root = Annotated[
     str,
-    typer.Option(help="Where runs are kept: a path or s3://bucket/prefix. Default: $PIPELINERL_ROOT, then ./runs."),
+    typer.Option(
+        help="A path or s3://bucket/prefix below which runs are stored. Default: $PIPELINERL_ROOT, else ./runs."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-Run = Annotated[str, typer.Argument(help="Id under the root, `latest`, or the path or URL of a run.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Run = Annotated[str, typer.Argument(help="A run: id under the root, `latest`, path or URL.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Single settings, for example trainer.steps=20.")
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, for example trainer.steps=20.")
 ]

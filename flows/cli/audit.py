@@ -1,11 +1,11 @@
-"""`pipelinerl audit`: nothing of a run was lost or trained twice."""
+"""`pipelinerl audit`: checks that no rollout of a run was lost or trained twice."""
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
 from pipelinerl.flows.cli.child import run_module
 
 
 def audit(run: Run, root: Root = "", as_json: Json = False) -> None:
-    """Prove from the objects of a run that nothing was lost or trained twice; exit 1 if anything does not close.
+    """Check in the stored objects of a run that no rollout was lost or trained twice. Exit 1 if a check fails.
 
     Example: `pipelinerl audit latest`
     """

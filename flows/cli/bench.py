@@ -8,7 +8,7 @@ from pipelinerl.flows.cli.child import run_module
 from pipelinerl_core.errors import ConfigError
 
 MODULES = ("adapters", "engine", "gpu", "learner", "stream", "vllm")
-"""Benchmarks that are a module of pipelinerl_core.bench; `learning` is the compare flow."""
+"""Benchmarks with a module in pipelinerl_core.bench; `learning` runs the compare flow."""
 
 
 def bench(
@@ -16,13 +16,13 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="engine: tokens per second against its peers; vllm: what the adapter costs vLLM; "
-            "gpu: engines on a GPU; learner: its step against a bare loop and TRL; "
-            "adapters: versions of LoRA; stream: the channel and the hub; learning: schedules against each other."
+            help="engine: tokens per second of the engines; vllm: overhead of the adapter over plain vLLM; "
+            "gpu: engines on a GPU; learner: a step compared with a plain loop and TRL; adapters: versions of LoRA; "
+            "stream: the channel and the hub; learning: schedules compared."
         ),
     ],
 ) -> None:
-    """Run a benchmark; what follows its name goes to the benchmark.
+    """Run a benchmark. Arguments after its name are passed to the benchmark.
 
     Examples: `pipelinerl bench engine --json`, `pipelinerl bench learning --short`
     """

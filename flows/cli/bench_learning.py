@@ -19,21 +19,21 @@ from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.storage.object_store import open_store
 
 TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5}
-"""Held-out accuracy that the arms of a suite are timed to: where the curve is still steep."""
+"""Suite -> target accuracy, at which the learning curves of the suite are still steep."""
 SHORT = "short"
 SHORT_ARMS = ("pipeline", "conventional-1")
 RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the benchmark; a Markdown section on stdout, or the JSON of the comparison with its claims."""
+    """Run the benchmark; prints a Markdown section, or comparison.json with the claims."""
     options = _parse(arguments)
     if options.write and not RESULTS_PAGE.is_file():
-        raise ConfigError(f"--write: {RESULTS_PAGE} is not there; run it from a checkout")
+        raise ConfigError(f"--write: {RESULTS_PAGE} does not exist. Run the benchmark from a checkout")
     wanted = _wanted(options)
     peers = parse_peers(options.peers, _suite(options), options.overrides)
     if peers and options.suite == "emulated":
-        raise ConfigError("--peers: other libraries run at real speed, --suite emulated does not. Set --suite shared")
+        raise ConfigError("--peers: other libraries run at real speed; --suite emulated does not. Set --suite shared")
     plan = plan_comparison(wanted)
     document = carry_out(plan, options.root)
     if peers:
@@ -47,19 +47,21 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="pipelinerl bench learning", description="Schedules compared: time to the same held-out accuracy."
+        prog="pipelinerl bench learning", description="Compare schedules by the time to the same held-out accuracy."
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all arms")
-    parser.add_argument("--suite", choices=[*TARGETS], default="emulated")
-    parser.add_argument("--short", action="store_true", help="two arms, one seed, a few steps: within 5 minutes")
-    parser.add_argument("--arms", default="", help="names of the arms to run, with commas; default all")
-    parser.add_argument("--peers", default="", help=f"other libraries, with commas: {', '.join(PEERS)}")
-    parser.add_argument("--seeds", default="", help="default 0,1,2; with --short 0")
-    parser.add_argument("--target", type=float, help="held-out accuracy to reach, default that of the suite")
-    parser.add_argument("--budget-minutes", type=float, default=BUDGET_MINUTES)
-    parser.add_argument("--root", default="", help="where runs are kept")
+    parser.add_argument("--suite", choices=[*TARGETS], default="emulated", help="default: %(default)s")
+    parser.add_argument(
+        "--short", action="store_true", help="two arms, one seed, a few steps; takes at most 5 minutes"
+    )
+    parser.add_argument("--arms", default="", help="names of the arms, separated by commas; default: all")
+    parser.add_argument("--peers", default="", help=f"other libraries, separated by commas: {', '.join(PEERS)}")
+    parser.add_argument("--seeds", default="", help="default: 0,1,2; with --short: 0")
+    parser.add_argument("--target", type=float, help="held-out accuracy to reach; default: the target of the suite")
+    parser.add_argument("--budget-minutes", type=float, default=BUDGET_MINUTES, help="default: %(default)g")
+    parser.add_argument("--root", default="", help="path or URL below which runs are stored")
     parser.add_argument("--write", action="store_true", help="update docs/results.md and its figure")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(arguments)
 
 
@@ -83,7 +85,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Arm, ...]:
-    """The arms of --arms, in the order of the file."""
+    """The arms of --arms, in the order of config/arms/learning.toml."""
     arms = shipped_arms("learning")
     names = options.arms.split(",") if options.arms else SHORT_ARMS if options.short else [arm.name for arm in arms]
     known = [arm.name for arm in arms]
@@ -95,12 +97,12 @@ def _chosen(options: argparse.Namespace) -> tuple[Arm, ...]:
 
 def section(document: Mapping[str, Any]) -> str:
     """Heading, table and claims as Markdown."""
-    said = [f"* {line}" for line in claim_lines(document)]
-    return "\n".join([f"### {figure_title(document)}", "", markdown(document), *(["", *said] if said else [])])
+    lines = [f"* {line}" for line in claim_lines(document)]
+    return "\n".join([f"### {figure_title(document)}", "", markdown(document), *(["", *lines] if lines else [])])
 
 
 def _write(document: Mapping[str, Any]) -> None:
-    """Put the section between its marks in docs/results.md, and the figure beside the other pictures."""
+    """Replace the section between its marks in docs/results.md, and write the figure to docs/images/."""
     picture = RESULTS_PAGE.parent / "images" / f"{document['name']}.svg"
     picture.write_bytes(open_store(document["url"]).get(SVG_KEY))
     text = f"{section(document)}\n\n![{figure_title(document)}](images/{picture.name})"

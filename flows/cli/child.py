@@ -1,4 +1,4 @@
-"""Commands that are a tool or a benchmark of the core: one child process, whose result is that of the command."""
+"""Runs a tool or a benchmark of the core as a child process; its exit code becomes the exit code of the command."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,16 @@ from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
 
 
 def run_module(module: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
-    """Run `python -m pipelinerl_core.MODULE` as a child that writes to our stdout; its exit code becomes ours."""
+    """Run `python -m pipelinerl_core.MODULE` as a child process; raises typer.Exit with its exit code."""
     from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
     from pipelinerl_core.supervision.temporary_directories import own_temporary
 
     command = ending_with_parent([*module_command(f"pipelinerl_core.{module}", arguments), *flags])
     with own_temporary(role_environment(1, "")) as environment:
         code = subprocess.run(command, env=environment, check=False).returncode
-    raise take_over(code)
+    raise exit_with(code)
 
 
-def take_over(code: int) -> typer.Exit:
-    """The end of the command after a child that ended with this code."""
+def exit_with(code: int) -> typer.Exit:
+    """The typer.Exit for a child process that ended with this exit code; other codes than 0 and 2 become 1."""
     return typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT) else EXIT_FAILURE)

@@ -1,4 +1,4 @@
-"""`pipelinerl compare`: which settings learn sooner."""
+"""`pipelinerl compare`: measures which settings reach an accuracy sooner."""
 
 from typing import Annotated
 
@@ -9,21 +9,25 @@ from pipelinerl.flows.cli.arguments import Json, Overrides, Root
 
 def compare(
     source: Annotated[
-        str, typer.Argument(metavar="[PRESET|FILE.toml]", help="What all arms start from.")
+        str, typer.Argument(metavar="[PRESET|FILE.toml]", help="Preset or file of all arms.")
     ] = "quickstart",
     overrides: Overrides = None,
-    arm: Annotated[list[str] | None, typer.Option(help='"name: section.key=value ...", once for each arm.')] = None,
-    arms: Annotated[str, typer.Option(metavar="FILE.toml", help="Arms as tables of settings.")] = "",
-    seeds: Annotated[str, typer.Option(help="Every arm runs once with each.")] = "0,1,2",
-    target: Annotated[float, typer.Option(help="Held-out accuracy that the arms are timed to.")] = 0.5,
-    margin: Annotated[float, typer.Option(help="A run ends when its training reward is this far above.")] = 0.07,
-    budget_minutes: Annotated[float, typer.Option(help="What does not fit is left out, the last seed first.")] = 50.0,
-    reference: Annotated[str, typer.Option(help="Arm that the others are compared with; default the first.")] = "",
-    name: Annotated[str, typer.Option(help="Of the comparison; default the name of the preset.")] = "",
+    arm: Annotated[list[str] | None, typer.Option(help='"NAME: section.key=value ..."; repeat for each arm.')] = None,
+    arms: Annotated[
+        str, typer.Option(metavar="FILE.toml", help="A file with the arms, each a table of settings.")
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="Every arm runs once with each seed.")] = "0,1,2",
+    target: Annotated[float, typer.Option(help="Held-out accuracy to which the time is measured.")] = 0.5,
+    margin: Annotated[
+        float, typer.Option(help="A run stops if its training reward exceeds the target by this.")
+    ] = 0.07,
+    budget_minutes: Annotated[float, typer.Option(help="Seeds that do not fit are left out, the last first.")] = 50.0,
+    reference: Annotated[str, typer.Option(help="Arm to compare the others with. Default: the first.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the comparison. Default: the preset.")] = "",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Train the same model in several ways and say which reaches an accuracy how much sooner.
+    """Train with several settings (arms) and measure how long each arm takes to a held-out accuracy.
 
     Examples:
 
@@ -31,7 +35,7 @@ def compare(
       schedule.steps_per_phase=4" --seeds 0,1`
     - `pipelinerl compare quickstart --arms arms.toml --target 0.4 trainer.steps=200`
 
-    Every arm runs with every seed; runs that are done are found again. Ctrl-C stops; the same command goes on.
+    Every arm runs with every seed. Ctrl-C stops the comparison; the same command continues it without repeating runs.
     """
     from pipelinerl.flows.cli.comparing import arms_of, carry_out, parse_seeds, show, split_source
     from pipelinerl_core.comparison.plan import Wanted, plan_comparison

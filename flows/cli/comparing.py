@@ -1,4 +1,4 @@
-"""What `compare` and `bench learning` share, from options to the result; Prefect is imported when all is checked."""
+"""Shared by `compare` and `bench learning`: options, checks and output. Prefect is imported after the checks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +14,12 @@ from pipelinerl_core.supervision.checks import check_all
 
 
 def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """(preset, overrides) of the arguments, of which the first may be a setting already."""
+    """(preset, overrides); if the first argument is a setting, the preset is quickstart."""
     return ("quickstart", (source, *overrides)) if "=" in source else (source, tuple(overrides))
 
 
 def arms_of(texts: Sequence[str], path: str) -> tuple[Arm, ...]:
-    """The arms of a file, then those of --arm."""
+    """The arms of the file `path` (may be empty), then the arms of --arm."""
     return (*(read_arms(path) if path else ()), *map(parse_arm, texts))
 
 
@@ -28,11 +28,13 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--seeds {text}: give whole numbers with commas, for example --seeds 0,1,2") from None
+        raise ConfigError(
+            f"--seeds {text}: set whole numbers separated by commas, for example --seeds 0,1,2"
+        ) from None
 
 
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
-    """Check the first run, then run the flow, which checks each other run when it starts; returns comparison.json."""
+    """Check the first run and run the flow, which checks every other run at its start; returns comparison.json."""
     check_all(plan.runs[0].config, root_url(root))
     from pipelinerl.flows.cli.launch import run_comparison
 
@@ -40,6 +42,6 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any], *, as_json: bool) -> None:
-    """The result on stdout."""
+    """Print the result of a comparison."""
     page = f"{document['url'].removeprefix('file://')}/{HTML_KEY}"
     answer(document, [markdown(document), "", f"page: {page}"], as_json=as_json)

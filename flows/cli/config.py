@@ -1,4 +1,4 @@
-"""`pipelinerl config`: the resolved configuration, or every setting with its default and meaning."""
+"""`pipelinerl config`: prints the resolved configuration, or every setting with its default and meaning."""
 
 import json
 from typing import Annotated, Any
@@ -10,12 +10,14 @@ from pipelinerl.flows.cli.console import answer
 
 
 def config(
-    source: Annotated[str, typer.Argument(metavar="PRESET|FILE.toml")] = "quickstart",
+    source: Annotated[
+        str, typer.Argument(metavar="[PRESET|FILE.toml]", help="A shipped preset or a TOML file.")
+    ] = "quickstart",
     overrides: Overrides = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every setting with its default and meaning.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the resolved configuration as TOML that `train` reads, and what its schedule admits.
+    """Print the resolved configuration as TOML that `train` reads, with the limits of its schedule as comments.
 
     Examples: `pipelinerl config quickstart trainer.steps=50 > mine.toml`, `pipelinerl config --keys`
     """
@@ -33,7 +35,7 @@ def config(
 
 
 def every_key() -> list[dict[str, Any]]:
-    """{key, default, meaning} in order of declaration; the default as JSON text, `(required)` without one."""
+    """{key, default, meaning} in order of declaration; `default` is JSON text, or `(required)`."""
     from pydantic_core import PydanticUndefined, to_jsonable_python
 
     from pipelinerl_core.config.load import fields

@@ -1,4 +1,4 @@
-"""How commands answer: one JSON document or a few lines on stdout, everything else on stderr, and exit codes."""
+"""Output and exit codes of the commands: the result on stdout, as lines or JSON; messages on stderr."""
 
 import json
 import sys
@@ -13,13 +13,13 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr."""
+    """Write a message to stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def answer(document: Any, lines: list[str], *, as_json: bool) -> None:
-    """The result of a command, on stdout."""
+    """Write the result of a command to stdout: `document` as JSON, or `lines`."""
     text = json.dumps(document, indent=2) if as_json else "\n".join(lines)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

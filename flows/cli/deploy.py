@@ -1,4 +1,4 @@
-"""`pipelinerl deploy`: work pools, deployments and automations of a Prefect server."""
+"""`pipelinerl deploy`: creates or updates work pools, deployments and automations on a Prefect server."""
 
 import dataclasses
 from pathlib import Path
@@ -11,24 +11,24 @@ from pipelinerl.flows.cli.console import answer
 
 
 def deploy(
-    pools: Annotated[str, typer.Option(help="Kind of the work pools: process, docker or kubernetes.")] = "process",
+    pools: Annotated[str, typer.Option(help="Type of the work pools: process, docker or kubernetes.")] = "process",
     notify: Annotated[
-        str, typer.Option(metavar="TYPE/NAME", help="Notification block that alarms go to, as slack-webhook/team.")
+        str, typer.Option(metavar="TYPE/NAME", help="Notification block for alarms, for example slack-webhook/team.")
     ] = "",
     max_resumes: Annotated[
-        int | None, typer.Option(help="Times that a crashed run is scheduled again without coming to run.")
+        int | None, typer.Option(help="Times that a crashed run is scheduled again without becoming Running.")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; `deploy --show` prints that."),
+        typer.Option(metavar="FILE", help="An edited copy of the shipped prefect.yaml; see --show."),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the shipped prefect.yaml and change nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Create or update work pools, deployments and automations on the server of PREFECT_API_URL.
+    """Create or update work pools, deployments and automations on the Prefect server at PREFECT_API_URL.
 
-    Example: `pipelinerl deploy`, then `prefect worker start --pool control` and a click on "Run" in the Prefect UI.
-    With images, schedules or resources of your own: `pipelinerl deploy --show > prefect.yaml`, edit,
+    Example: `pipelinerl deploy`, then `prefect worker start --pool control`, then "Run" in the Prefect UI. To change
+    images, schedules or resources: `pipelinerl deploy --show > prefect.yaml`, edit the file, then
     `pipelinerl deploy --file prefect.yaml`.
     """
     from pipelinerl.flows.cli import deployment

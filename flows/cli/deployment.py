@@ -1,4 +1,4 @@
-"""`pipelinerl deploy`: creates or updates work pools, deployments and automations on a Prefect server."""
+"""The work of `pipelinerl deploy`: applies prefect.yaml and the automations to a Prefect server."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ _DEPLOY_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Deployed:
-    """What a server has now; each name with what was done: created, updated, unchanged, deployed."""
+    """Name -> created, updated, unchanged or deployed, of everything that prefect.yaml describes."""
 
     api_url: str
     pools: dict[str, str] = field(default_factory=dict)
@@ -40,21 +40,27 @@ class Deployed:
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The result as text, and the next commands."""
         rows = [("work pool", self.pools), ("deployment", self.deployments), ("automation", self.automations)]
         found = [f"{what} {name}: {change}" for what, changes in rows for name, change in changes.items()]
         workers = [f"  prefect worker start --pool {name}" for name in self.pools]
-        return [*found, "next, on the machines that run them:", *workers, "  prefect deployment run train/quickstart"]
+        return [
+            *found,
+            "next, on the machines that run the roles:",
+            *workers,
+            "  prefect deployment run train/quickstart",
+        ]
 
 
 def deploy(kind: str, notify: str, file: Path = SHIPPED, max_resumes: int = DEFAULT_MAX_RESUMES) -> Deployed:
-    """Create or update on the server what `file` describes; ConfigError without a server or without that file.
+    """Create or update on the server everything that `file` describes.
 
-    notify: "<block type>/<name>" of a notification block that alarms go to, or "". max_resumes: how often a
-    crashed train run is scheduled again that never comes to run.
+    notify: "<block type>/<name>" of the notification block for alarms, or "". max_resumes: how often a crashed train
+    run is scheduled again without becoming Running. Raises ConfigError without a server, or for a missing or invalid
+    file.
     """
     if max_resumes < LEAST_RESUMES:
-        raise ConfigError(f"--max-resumes {max_resumes}: at least {LEAST_RESUMES}")
+        raise ConfigError(f"--max-resumes {max_resumes}: set at least {LEAST_RESUMES}")
     document = read_project(file, kind)
     url = get_current_settings().api.url
     if not url:
@@ -75,9 +81,9 @@ def deploy(kind: str, notify: str, file: Path = SHIPPED, max_resumes: int = DEFA
 
 
 def read_project(file: Path, kind: str) -> dict[str, Any]:
-    """The document of `file`, with every deployment on the pool of this kind that has the name of its own."""
+    """The document of `file`, with the work pool of every deployment replaced by its pool of this kind."""
     if kind not in KINDS:
-        raise ConfigError(f"--pools {kind}: there are {', '.join(KINDS)}")
+        raise ConfigError(f"--pools {kind}: no such type; there are {', '.join(KINDS)}")
     try:
         document: dict[str, Any] = yaml.safe_load(file.read_text())
     except FileNotFoundError:
@@ -117,7 +123,7 @@ def _make_pool(client: SyncPrefectClient, name: str, kind: str, file: Path) -> s
 
 
 def _template(file: Path, kind: str) -> dict[str, Any] | None:
-    """Base job template of a kind of pool: beside the file, or the shipped one. None: Prefect's own."""
+    """Base job template of a kind of pool: beside the file, else the shipped one; None: Prefect's default."""
     for directory in (file.parent, SHIPPED.parent):
         path = directory / _TEMPLATES / f"{kind}.json"
         if path.exists():
@@ -127,7 +133,7 @@ def _template(file: Path, kind: str) -> dict[str, Any] | None:
 
 
 def _deploy_all(document: dict[str, Any]) -> None:
-    """Run `prefect deploy` on the document, where the entry points lie: the directory of the package `flows`."""
+    """Run `prefect deploy` on the document in the parent directory of the package `flows`, as entrypoints require."""
     project = installed()["directory"]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="prefect-") as file:
         yaml.safe_dump(document, file)
@@ -149,6 +155,8 @@ def _notification_block(slug: str) -> UUID | None:
     try:
         block: Any = Block.load(slug)
     except ValueError as error:
-        raise ConfigError(f"--notify {slug}: no such block ({str(error).splitlines()[0]})") from None
+        raise ConfigError(
+            f"--notify {slug}: no such block ({str(error).splitlines()[0]}). Create the block in the Prefect UI"
+        ) from None
     found: UUID | None = block._block_document_id
     return found

@@ -1,4 +1,4 @@
-"""`pipelinerl doctor`: whether this machine is ready."""
+"""`pipelinerl doctor`: checks whether this machine can run PipelineRL."""
 
 import typer
 
@@ -7,7 +7,7 @@ from pipelinerl.flows.cli.console import EXIT_FAILURE, EXIT_OK, answer
 
 
 def doctor(root: Root = "", as_json: Json = False) -> None:
-    """Say whether this machine is ready: versions, cores, thread settings, memory, disk, servers; exit 1 if not."""
+    """Check this machine: versions, cores, thread settings, memory, disk, servers. Exit 1 if there is a problem."""
     from pipelinerl.flows.cli.examination import examine
 
     examination = examine(root)

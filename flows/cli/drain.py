@@ -1,13 +1,15 @@
-"""`pipelinerl drain`: a live run stops after its next commit."""
+"""`pipelinerl drain`: asks a live run to stop after its next commit."""
 
 from pipelinerl.flows.cli.arguments import Json, Root, Run
 from pipelinerl.flows.cli.console import answer
 
 
 def drain(run: Run, root: Root = "", as_json: Json = False) -> None:
-    """Let a live run stop after its next commit, from anywhere that reaches its store; `resume` goes on.
+    """Stop a live run after its next commit, from any machine that reaches its store; `resume` continues the run.
 
-    Unlike Ctrl-C it waits for a step that takes longer than a few seconds. Example: `pipelinerl drain latest`
+    Unlike Ctrl-C, drain lets the current step finish, however long the step takes.
+
+    Example: `pipelinerl drain latest`
     """
     from pipelinerl_core.run.drain import request_drain
     from pipelinerl_core.run.locate import locate_run

@@ -1,4 +1,4 @@
-"""`pipelinerl evaluate`: held-out accuracy of weight versions."""
+"""`pipelinerl evaluate`: measures the held-out accuracy of weight versions."""
 
 from threading import Event
 from typing import Annotated
@@ -12,12 +12,12 @@ from pipelinerl.flows.cli.console import answer
 def evaluate(
     run: Run,
     version: Annotated[
-        str, typer.Option(help="first, last, the number of a durable weight version, several with commas, or all.")
+        str, typer.Option(help="first, last, all, or numbers of durable weight versions separated by commas.")
     ] = "last",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Measure held-out accuracy of weight versions: mean reward of one sample per prompt at temperature 1.
+    """Measure the held-out accuracy of weight versions: mean reward of one sample per prompt at temperature 1.
 
     Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
     """

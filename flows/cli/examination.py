@@ -1,4 +1,4 @@
-"""Is this machine ready? Every finding is a line; what stands in the way of a run is a problem."""
+"""The checks of `pipelinerl doctor`: one line per finding; a finding that prevents a run is a problem."""
 
 import json
 import os
@@ -42,14 +42,14 @@ print(json.dumps({
 
 @dataclass
 class Examination:
-    """What the doctor found."""
+    """The findings, as a document and as lines, and the problems among them."""
 
     document: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def note(self, name: str, value: Any, *, problem: str = "") -> None:
-        """Record a finding, and what is wrong with it if anything is."""
+        """Record a finding; `problem` says what is wrong, or is empty."""
         self.document[name] = value
         text = "  ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else str(value)
         self.lines.append(
@@ -60,7 +60,7 @@ class Examination:
 
 
 def examine(root: str) -> Examination:
-    """Look at everything a local run needs; takes a few seconds."""
+    """Check everything that a local run needs; takes a few seconds."""
     found = Examination()
     found.note("python", platform.python_version())
     _packages(found)
@@ -124,16 +124,16 @@ def _torch(found: Examination) -> None:
         last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         found.note("torch", "does not import", problem=last[0])
     except subprocess.TimeoutExpired:
-        found.note("torch", "does not import", problem=f"no answer within {TORCH_SECONDS:.0f} s")
+        found.note("torch", "does not import", problem=f"`import torch` did not end within {TORCH_SECONDS:.0f} s")
 
 
 def _space(found: Examination, root: str) -> None:
-    places = {"/dev/shm": (SHARED_MEMORY, LOW_SHARED_MEMORY_BYTES)}
+    directories = {"/dev/shm": (SHARED_MEMORY, LOW_SHARED_MEMORY_BYTES)}
     directory = local_directory(root)
     if directory is not None:
         existing: Path = next(path for path in (directory, *directory.parents) if path.exists())
-        places["disk"] = (existing, LOW_DISK_BYTES)
-    for name, (path, least) in places.items():
+        directories["disk"] = (existing, LOW_DISK_BYTES)
+    for name, (path, least) in directories.items():
         if not path.exists():
             found.note(name, "missing", problem=f"{path} does not exist; set weights.transport=object_store")
             continue

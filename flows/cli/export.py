@@ -1,4 +1,4 @@
-"""`pipelinerl export`: a weight version as a model directory."""
+"""`pipelinerl export`: writes a weight version as a model directory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +11,16 @@ from pipelinerl.flows.cli.console import answer
 
 def export(
     run: Run,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that is not there yet.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to create; must not exist.")],
     version: Annotated[str, typer.Option(help="Number of a durable weight version, or last.")] = "last",
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Write the model of a weight version as a Hugging Face directory: weights, configuration, tokenizer.
+    """Write a weight version as a Hugging Face model directory: weights, configuration and tokenizer.
 
-    transformers, vLLM and `model.path` of a new run read it. Example: `pipelinerl export latest ./my-model`
+    transformers, vLLM and `model.path` of a new run can read the directory.
+
+    Example: `pipelinerl export latest ./my-model`
     """
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.tools.export import export as export_version

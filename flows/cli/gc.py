@@ -1,4 +1,4 @@
-"""`pipelinerl gc`: removes what a run does not need any more."""
+"""`pipelinerl gc`: deletes objects that a run does not need any more."""
 
 from typing import Annotated
 
@@ -12,13 +12,13 @@ def gc(
     run: Run,
     rollouts: Annotated[
         bool,
-        typer.Option("--rollouts", help="Decided segments too; batches keep what was trained."),
+        typer.Option("--rollouts", help="Also delete segments of decided groups; batches keep the trained rollouts."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be deleted; delete nothing.")] = False,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Remove what a run does not need any more: orphans of crashes, logs of decided groups. Never of a live run.
+    """Delete objects that a stopped run does not need: orphans of crashes, logs of decided groups.
 
     Example: `pipelinerl gc latest --rollouts --dry-run`
     """

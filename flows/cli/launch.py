@@ -1,4 +1,4 @@
-"""Run the train or compare flow for a command: a Prefect server if there is none, signals, and what to do next."""
+"""Runs the train or compare flow for a command: starts a Prefect server if none is set, and handles signals."""
 
 import json
 import signal
@@ -28,15 +28,15 @@ from pipelinerl_core.supervision.checks import check_http
 from pipelinerl_core.supervision.process_groups import await_groups
 
 DRAIN_SECONDS = 2.0
-"""How long the last log lines and events may take to reach the local server."""
+"""Deadline of sending the last log lines and events to the local server."""
 END_SECONDS = 15.0
-"""Within it whoever was told to stop has ended or was killed: supervision/supervise.py."""
+"""Deadline of the end of all role processes after a signal; supervision/supervise.py kills the rest earlier."""
 
 
 def run_training(job: Job) -> dict[str, Any]:
     """Run the train flow in this process for a job whose configuration was checked; returns the report.
 
-    Raises SystemExit with 130 or 143 after Ctrl-C or SIGTERM, when every child is gone.
+    After Ctrl-C or SIGTERM, raises SystemExit with 130 or 143 once all child processes have ended.
     """
     root = root_url(job.root)
     begun = time.time()
@@ -55,7 +55,10 @@ def run_training(job: Job) -> dict[str, Any]:
 
 
 def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
-    """The same for the compare flow and a plan whose first run was checked. Returns the comparison."""
+    """Run the compare flow in this process for a plan whose first run was checked; returns comparison.json.
+
+    After Ctrl-C or SIGTERM, raises SystemExit like run_training.
+    """
     wanted, first = plan.wanted, plan.runs[0]
     parameters = {
         "arms": {arm.name: list(arm.overrides) for arm in wanted.arms},
@@ -71,16 +74,16 @@ def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
     }
     flow = _with_body(compare, lambda: compare_runs(plan, root, checked=first.run_id))
 
-    def say_how_to_go_on() -> None:
-        say("go on with the same command: runs that are done are not run again")
+    def say_how_to_continue() -> None:
+        say("continue with the same command; finished runs are not repeated")
 
-    return _run(lambda: flow(**parameters), first.config, root_url(root), say_how_to_go_on)
+    return _run(lambda: flow(**parameters), first.config, root_url(root), say_how_to_continue)
 
 
 def _with_body(flow: Flow[..., Any], body: Callable[[], Any]) -> Callable[..., Any]:
-    """The flow with its name, options and parameters, whose work is `body`.
+    """A copy of the flow that runs `body` instead of the flow's function.
 
-    Prefect shows the parameters; what they come to is parsed and checked already, and is in `body`.
+    Prefect records and shows the parameters; the caller has parsed and checked them, and `body` holds the result.
     """
     prepared = flow.with_options()
     prepared.fn = wraps(flow.fn)(lambda *_, **__: body())
@@ -88,30 +91,31 @@ def _with_body(flow: Flow[..., Any], body: Callable[[], Any]) -> Callable[..., A
 
 
 def _run(
-    flow: Callable[[], dict[str, Any]], config: RunConfig, root: str, say_how_to_go_on: Callable[[], None]
+    flow: Callable[[], dict[str, Any]], config: RunConfig, root: str, say_how_to_continue: Callable[[], None]
 ) -> dict[str, Any]:
-    """Run a flow with a server and signals that unwind it."""
+    """Run a flow with a Prefect server; Ctrl-C and SIGTERM unwind the flow and become SystemExit."""
     with _signals_raise():
         try:
             with _prefect_server(config, root):
                 return flow()
         except KeyboardInterrupt:
             _say_ended("interrupted")
-            say_how_to_go_on()
+            say_how_to_continue()
             raise SystemExit(EXIT_INTERRUPTED) from None
         except _Terminated:
             _say_ended("terminated")
-            say_how_to_go_on()
+            say_how_to_continue()
             raise SystemExit(EXIT_TERMINATED) from None
         except Exception:
-            say_how_to_go_on()
+            say_how_to_continue()
             raise
 
 
 def _say_ended(how: str) -> None:
-    """Say that everything is stopped once it is: a second Ctrl-C may have cut short whoever waited for that.
+    """Wait for the end of all role processes, then report it; a second Ctrl-C may have interrupted the flow's wait.
 
-    Further ones change nothing: everybody has been told to end, and whoever does not is killed soon.
+    Further signals are ignored: all role processes have received a request to stop, and the supervision kills those
+    that do not.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -120,14 +124,14 @@ def _say_ended(how: str) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM; like KeyboardInterrupt no Exception, so that nothing swallows it."""
+    """Raised on SIGTERM. Not an Exception (like KeyboardInterrupt), so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C; Prefect's own handler, during the flow, ends in this one.
+    """Let SIGTERM unwind the stack like Ctrl-C; Prefect's own handler, during the flow, calls this handler.
 
-    A shell starts background commands with SIGINT ignored: a kill -INT must stop them all the same.
+    A shell starts background commands with SIGINT ignored; the handler for SIGINT lets `kill -INT` stop them too.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -144,7 +148,7 @@ def _signals_raise() -> Iterator[None]:
 
 @contextmanager
 def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
-    """The server of PREFECT_API_URL or the active profile; one of our own for the time of the command otherwise."""
+    """Use the server of PREFECT_API_URL or the active profile; without one, run a local server during the block."""
     configured = get_current_settings().api.url
     if configured:
         check_http("PREFECT_API_URL", str(configured))
@@ -153,21 +157,21 @@ def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
     if config.placement.kind == "work_pools":
         raise ConfigError(
             "placement.kind=work_pools needs a Prefect server that the workers share. Set PREFECT_API_URL, "
-            "or placement.kind=local"
+            "or set placement.kind=local"
         )
     say("starting a local Prefect server (set PREFECT_API_URL to use your own)")
     with local_server(root) as url, temporary_settings({PREFECT_API_URL: url}):
         say(f"Prefect UI: {url.removesuffix('/api')} while this command runs")
         try:
             yield
-        finally:  # what Prefect still has to send, it can send only now
+        finally:  # the server ends with the block: send the queued log lines and events before
             APILogWorker.drain_all(timeout=DRAIN_SECONDS)
             EventsWorker.drain_all(timeout=DRAIN_SECONDS)
 
 
 def _say_how_to_resume(root: str, begun: float) -> None:
-    """Name the command that goes on with the run this command has opened, if it got that far."""
+    """Print the command that resumes the run of this command, if this command has created or opened a run."""
     with suppress(StoreError):
         latest = json.loads(open_store(root).get(LATEST_KEY))
         if latest["at"] >= begun:
-            say(f"go on with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}")
+            say(f"continue with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}")

@@ -1,4 +1,4 @@
-"""`pipelinerl status --web`: serve the page of a run until somebody stops it."""
+"""`pipelinerl status --web`: serves the page of a run until Ctrl-C."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from pipelinerl_core.run.locate import locate_run
 from pipelinerl_core.storage.object_store import open_store
 
 LATEST_SECONDS = 10.0
-"""How soon `latest` is seen to be another run."""
+"""Shortest time between two look-ups of `latest`."""
 
 
 class CurrentPage:
-    """The page of a run; of `latest`, whichever that is now. Safe between threads."""
+    """The page of a run; for `latest`, of the run that `latest` names now. Thread-safe."""
 
     def __init__(self, run: str, root: str) -> None:
         self._run = run
@@ -28,7 +28,7 @@ class CurrentPage:
         self._page: LivePage | None = None
 
     def __call__(self) -> LivePage:
-        """Raises ConfigError while there is no such run."""
+        """The page. Raises ConfigError while there is no such run."""
         with self._lock:
             now = time.monotonic()
             if self._page is None or (self._run == "latest" and now - self._located_at >= LATEST_SECONDS):
@@ -46,15 +46,15 @@ def _page(url: str) -> LivePage:
 
 
 def serve(run: str, root: str, host: str, port: int) -> None:
-    """Blocks until Ctrl-C; ConfigError when the address cannot be had, or the run, unless `latest`, is not there."""
+    """Serve until Ctrl-C. ConfigError for an address that cannot be bound, or a missing run other than `latest`."""
     current = CurrentPage(run, root)
-    if run != "latest":  # which may be started yet
+    if run != "latest":  # the first run may start later
         current()
     server = build_server(current, host, port)
     say(f"http://{host}:{server.server_address[1]}/ follows {run} until Ctrl-C")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
-        say("the page is closed; the run goes on")
+        say("the page is closed; the run continues")
     finally:
         server.server_close()

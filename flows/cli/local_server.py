@@ -1,6 +1,6 @@
-"""One local Prefect server for a command that has none: a guarded child with its database under the root.
+"""A local Prefect server for a command without PREFECT_API_URL: a child process with its database under the root.
 
-Measured on one core: up in 4 s (10 s the first time, which creates the database), 0.013 core when idle.
+Measured on one core: ready after 4 s (10 s the first time, to create the database), 0.013 cores when idle.
 """
 
 import fcntl
@@ -22,14 +22,14 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent
 from pipelinerl_core.supervision.temporary_directories import temporary_directory
 
 START_SECONDS = 120.0
-"""Deadline of the start; it takes seconds, more on a busy machine."""
+"""Deadline of the start, which takes seconds, more on a busy machine."""
 STOP_SECONDS = 3.0
 _HEALTH_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _HOME = ".prefect"
 _TAIL_BYTES = 2_000
 
-# A single command needs no schedules, workers or automations: what polls for them is off.
+# A single command needs no schedules, workers or automations: the services that poll for them are off.
 _SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
@@ -48,9 +48,10 @@ _SETTINGS = {
 
 @contextmanager
 def local_server(root: str) -> Iterator[str]:
-    """Run a server for the time of the block; yields its API URL. It dies with the calling thread, even by SIGKILL.
+    """Run a server during the block; yields its API URL. The server ends with the calling thread, even after SIGKILL.
 
-    Raises PipelineRLError with the end of its log when it does not start, DeadlineExceeded when it takes too long.
+    Raises PipelineRLError with the end of the server's log if the server does not start, DeadlineExceeded if the
+    start takes too long.
     """
     with _home(root) as home:
         port = _free_port()
@@ -79,9 +80,9 @@ def local_server(root: str) -> Iterator[str]:
 
 @contextmanager
 def _home(root: str) -> Iterator[Path]:
-    """<root>/.prefect for this process alone; a second command on the same root gets a temporary one.
+    """<root>/.prefect, locked for this process; if another process holds the lock, a temporary directory.
 
-    SQLite serves one server well and two badly.
+    Two servers on one SQLite database would block each other.
     """
     directory = local_directory(root) or Path.home() / ".pipelinerl"
     home = directory / _HOME
@@ -102,7 +103,7 @@ def _environment(home: Path, port: int) -> dict[str, str]:
         **inherited,
         **_SETTINGS,
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # the page would ask port 4200 otherwise
+        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # the default of the page is port 4200
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
     }
 
@@ -117,13 +118,13 @@ def _await_health(process: "subprocess.Popen[bytes]", url: str, log_path: Path) 
     while not _is_healthy(url):
         if process.poll() is not None:
             raise PipelineRLError(
-                f"the local Prefect server ended with code {process.returncode}; set PREFECT_API_URL to use "
-                f"your own. End of {log_path}:\n{_tail(log_path)}"
+                f"the local Prefect server ended with code {process.returncode}. Set PREFECT_API_URL to use "
+                f"another server. End of {log_path}:\n{_tail(log_path)}"
             )
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"the local Prefect server did not answer {url}/health within {START_SECONDS:.0f} s; see {log_path}, "
-                "or set PREFECT_API_URL to use your own"
+                f"the local Prefect server did not answer {url}/health within {START_SECONDS:.0f} s. See {log_path}, "
+                "or set PREFECT_API_URL to use another server"
             )
         time.sleep(_POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""`pipelinerl logs`: what the roles of a run have written on this host."""
+"""`pipelinerl logs`: prints the logs of the roles of a run on this host."""
 
 from typing import Annotated, Any
 
@@ -11,13 +11,15 @@ from pipelinerl_core.errors import ConfigError
 
 def logs(
     run: Run = "latest",
-    role: Annotated[str, typer.Option(help="Only hub, trainer, actor (all of them), actor-1, evaluator, ...")] = "",
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.", min=0)] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is written, until Ctrl-C.")] = False,
+    role: Annotated[
+        str, typer.Option(help="Only this role: hub, trainer, actor (all actors), actor-1, evaluator, ...")
+    ] = "",
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of last lines of each log.", min=0)] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until Ctrl-C.")] = False,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Show what the roles of a run have written on this host, and (--json) how many warnings and errors.
+    """Show the logs of the roles of a run on this host; with --json also the number of warnings and errors.
 
     Examples: `pipelinerl logs`, `pipelinerl logs latest --role actor --follow`
     """
@@ -27,13 +29,17 @@ def logs(
 
 
 def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) -> None:
-    """Print the last lines of each log, then, if it keeps on, those that follow until Ctrl-C. Raises ConfigError."""
+    """Print the last lines of each log; with `keeps_on` also new lines until Ctrl-C.
+
+    Raises ConfigError for a missing run or role, and for `keeps_on` with `as_json`.
+    """
     from pipelinerl_core.run.context import log_directory, open_run
     from pipelinerl_core.supervision.role_logs import digest_rows, follow, log_files, tail
 
     if keeps_on and as_json:
         raise ConfigError(
-            "--follow does not end, --json is one document. Set tracking.log_format=json for JSON lines"
+            "--follow does not end, so --json cannot print one document. Leave out --json; for JSON lines, set "
+            "tracking.log_format=json for the run"
         )
     run = open_run(url)
     directory = log_directory(run.store.url, run.run_id)
@@ -52,9 +58,9 @@ def show(url: str, role: str, num_lines: int, *, keeps_on: bool, as_json: bool) 
         for name, line in follow(directory, role):
             answer(None, [shown(name, line)], as_json=False)
     except KeyboardInterrupt:
-        say("the run goes on")
+        say("the run continues")
 
 
 def shown(name: str, line: str) -> str:
-    """A line with the name of its role in front; a JSON line has that inside."""
+    """A line after the name of its role; a JSON line contains the name and stays as it is."""
     return line if line.startswith('{"time": ') else f"{name} | {line}"

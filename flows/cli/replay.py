@@ -1,4 +1,4 @@
-"""`pipelinerl replay`: recorded batches trained again."""
+"""`pipelinerl replay`: trains recorded batches again."""
 
 from typing import Annotated
 
@@ -10,17 +10,17 @@ from pipelinerl.flows.cli.child import run_module
 
 def replay(
     run: Run,
-    from_step: Annotated[int | None, typer.Option(help="First step; default the first of the run.")] = None,
+    from_step: Annotated[int | None, typer.Option(help="First step. Default: the first step of the run.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Another loss or learner: a study.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of another loss or learner.")
     ] = None,
-    to_step: Annotated[int | None, typer.Option(help="Last step; default the last of the run.")] = None,
+    to_step: Annotated[int | None, typer.Option(help="Last step. Default: the last step of the run.")] = None,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Train recorded batches again and compare losses and weights with the commits; exit 1 if any differs.
+    """Train recorded batches again and compare losses and weights with the commits. Exit 1 if any differs.
 
-    With settings it is a study: what another loss or learner would have made of the recorded stream.
+    With settings, the replay is a study: the recorded rollouts train another loss or learner.
 
     Examples: `pipelinerl replay latest --from-step 10 --to-step 20`, `pipelinerl replay latest loss.ratio_max=2`
     """

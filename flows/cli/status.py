@@ -1,4 +1,4 @@
-"""`pipelinerl status`: how far a run is, once or as a page."""
+"""`pipelinerl status`: shows the progress of a run, once or as a page."""
 
 from typing import Annotated
 
@@ -10,18 +10,16 @@ from pipelinerl.flows.cli.console import answer
 
 def status(
     run: Run = "latest",
-    web: Annotated[
-        bool, typer.Option("--web", help="Serve it as a page that follows the run, until Ctrl-C.")
-    ] = False,
-    host: Annotated[str, typer.Option(help="Address of --web; there is no password.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of --web; 0: any free one.", min=0, max=65535)] = 0,
+    web: Annotated[bool, typer.Option("--web", help="Serve a page that follows the run, until Ctrl-C.")] = False,
+    host: Annotated[str, typer.Option(help="Address for --web. The page has no password.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port for --web; 0: any free port.", min=0, max=65535)] = 0,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Show how far a run is, whether it is live, and what its hub says. Reads only its objects.
+    """Show the progress of a run, whether the run is live, and the totals of its hub. Reads only stored objects.
 
-    `--web` serves the report while the run goes on, with /status.json, and /metrics for Prometheus; of `latest` it
-    follows one run after the other.
+    `--web` serves the report of the run, /status.json, and /metrics for Prometheus. With `latest` the page changes to
+    a new run when one starts.
 
     Examples: `pipelinerl status`, `pipelinerl status --web`, `pipelinerl status quickstart-1a2b3c4d --json`
     """

@@ -1,4 +1,4 @@
-"""`pipelinerl train`: a new run."""
+"""`pipelinerl train`: starts a new run."""
 
 from typing import Annotated
 
@@ -13,7 +13,7 @@ def train(
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Train a model; at the end print accuracy before and after, and where the report is.
+    """Train a model; at the end print the accuracy before and after, and the location of the report.
 
     Examples:
 
@@ -21,7 +21,7 @@ def train(
     - `pipelinerl train quickstart trainer.steps=50 placement.actors=2`
     - `pipelinerl train mine.toml --root s3://bucket/runs --json > report.json`
 
-    `pipelinerl config --keys` lists every setting. Ctrl-C stops everything; `resume` goes on.
+    `pipelinerl config --keys` lists every setting. Ctrl-C stops all processes; `pipelinerl resume` continues the run.
     """
     from pipelinerl.flows.cli.training import carry_out
     from pipelinerl_core.run.jobs import new_job

@@ -1,4 +1,4 @@
-"""What `train` and `resume` share, from the parsed configuration to the end of the run for people."""
+"""Shared by `train` and `resume`: check the configuration, run the flow, print the summary."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from pipelinerl_core.supervision.checks import check_all
 
 
 def carry_out(job: Job, *, as_json: bool) -> None:
-    """Check, run the flow, print what it came to. Bad input is refused before Prefect is even imported."""
+    """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
     check_all(job.config, root_url(job.root))
     from pipelinerl.flows.cli.launch import run_training
 
@@ -25,7 +25,7 @@ def report_location(run_id: str, root: str) -> str:
 
 
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
-    """The end of a run for people: accuracy before and after, the shape of the run, where the report is."""
+    """The summary of a run as text: accuracy before and after, key figures, location of the report."""
     lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
@@ -34,7 +34,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
     if report["reward_first"] is not None and report["reward_last"] is not None:
         lines.append(f"  training reward    {report['reward_first']:.3f} -> {report['reward_last']:.3f}")
     if report["lag"]["mean"] is not None:
-        lines.append(f"  lag of the tokens  mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
+        lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
     if report["swap_pause_seconds"]["p50"] is not None:
         pause = report["swap_pause_seconds"]
         lines.append(

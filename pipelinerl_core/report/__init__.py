@@ -1,1 +1,1 @@
-"""Pages and tables about one run: report.json, report.html, the live view."""
+"""The outputs about one run: report.json, report.html, weights.parquet, the live view and the live page."""

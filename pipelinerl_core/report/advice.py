@@ -1,14 +1,14 @@
-"""Who waits for whom, and what to set: the bottleneck of a run, from what was measured in it.
+"""Finds the bottleneck of a run from its measured waiting times, and advises on settings.
 
-The side that nobody waits for is the one to make faster. Where the trainer waits, the hub has measured for what:
+The bottleneck is the side that the other side waits for. The hub measures the causes of the trainer's waiting:
 
-    trainer waits   slots stand empty   bottleneck
+    trainer waits   slots are empty     bottleneck
     little          yes, or paced       trainer
     little          little              balanced
     for engines     any                 engine
     at the window   yes                 window      (W = (max_lag + 1) * groups_per_step groups are outstanding)
     for old groups  any                 stale_wait
-    conventional and april              turns       (waiting is by design; the price is named)
+    conventional and april              turns       (these schedules wait by design; the advice names the cost)
 """
 
 import math
@@ -24,36 +24,36 @@ from pipelinerl_core.telemetry.length_bias import Lengths, length_bias
 
 Bottleneck = Literal["trainer", "engine", "window", "stale_wait", "turns", "balanced"]
 
-# A side that waits for less than this share of the time is busy.
+# A side that waits for at most this share of the time counts as busy.
 _BUSY = 0.15
-# Mean pause between decode steps from which an engine counts as held back by its pace.
+# Mean pause between decode steps above which an engine counts as slowed down by pacing.
 _PACED_SECONDS = 0.001
-# More engines are of no use while this share of the slots stands empty when the trainer waits.
+# Share of the waiting at the window from which the window, not the engines, is the bottleneck.
 _WINDOW_PART = 1 / 3
-# Turns: a loss below this share of the time is not worth a change.
+# Turns: a loss below this share of the time gets no advice.
 _WORTH = 0.05
-# Trained tokens from completions shorter than this, relative to generated ones: long ones are lost.
+# Length bias (trained over generated mean length) below which the advice names the loss of long completions.
 _BIASED = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a run's objects say; shares are of the time between the first and the last trained step."""
+    """Measurements of a run; shares are of the time between the first and the last trained step."""
 
     trainer_idle: float
     """Share of the time that the trainer waited for groups."""
     actor_idle: float
-    """Share of the slots that stood empty."""
+    """Share of the slots that were empty."""
     delay_seconds: float = 0.0
-    """Mean pause that the engines put between two decode steps to keep the trainer's pace."""
+    """Mean pause between two decode steps with which the engines keep the trainer's pace."""
     waits: Mapping[str, float] = field(default_factory=dict)
-    """Cause -> share (utilization.wait_shares); empty where the hub did not measure it."""
+    """Cause -> share (utilization.wait_shares); empty if the hub did not measure causes."""
     spread: float | None = None
     """Longest over mean completion length, mean over groups."""
 
 
 def mean_delay_seconds(commits: Sequence[Commit]) -> float:
-    """Mean pause that the actors put between two decode steps to keep the trainer's pace."""
+    """Mean pause between two decode steps with which the actors keep the trainer's pace."""
     delays = [
         sample.counters.get("step_delay_seconds", 0.0) for commit in commits for sample in commit.actors.values()
     ]
@@ -63,7 +63,7 @@ def mean_delay_seconds(commits: Sequence[Commit]) -> float:
 def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any]) -> dict[str, str | None]:
     """{"bottleneck", "advice"} for report.json.
 
-    Both are None where the run was too short to tell (evidence None), or its configuration cannot be read.
+    Both are None if the run was too short (evidence None) or its configuration cannot be read.
     """
     run = _read(config)
     if evidence is None or run is None:
@@ -74,7 +74,7 @@ def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any
 
 
 def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:
-    """The side to make faster."""
+    """The bottleneck by the table of this module."""
     if takes_turns:
         return "turns"
     if evidence.trainer_idle <= _BUSY:
@@ -96,12 +96,12 @@ def _trainer(evidence: Evidence, run: RunConfig) -> str:
     text = f"The trainer is the bottleneck: {_waited(evidence)}"
     if evidence.delay_seconds > _PACED_SECONDS:
         text += f", and engines paused {evidence.delay_seconds * 1e3:.1f} ms a token to keep its pace"
-    text += ". More actors give nothing; a faster trainer does"
+    text += ". More actors do not speed up the run; a faster trainer does"
     if evidence.actor_idle > _BUSY:
         text += f", up to {1 / max(0.01, 1 - evidence.actor_idle):.1f} times as fast"
     actors = run.placement.actors
     fewer = math.ceil(actors * (1 - evidence.actor_idle))
-    return f"{text}. {_set('placement.actors', fewer, actors)} would do." if 0 < fewer < actors else f"{text}."
+    return f"{text}. {_set('placement.actors', fewer, actors)} is enough." if 0 < fewer < actors else f"{text}."
 
 
 def _engine(evidence: Evidence, run: RunConfig) -> str:
@@ -111,9 +111,9 @@ def _engine(evidence: Evidence, run: RunConfig) -> str:
     lag = lag_of_full_engines(wider, evidence.spread or 1.0)
     window = f" with {_set('schedule.max_lag', lag, run.schedule.max_lag)}" if lag > run.schedule.max_lag else ""
     return (
-        f"Generation is the bottleneck: {_waited(evidence)}. The trainer is busy all the time once it is "
-        f"{faster:.1f} times as fast: set {_set('placement.actors', more, actors)}{window} where there are cores for "
-        f"them, or engine.concurrency higher (now {run.engine.concurrency})."
+        f"Generation is the bottleneck: {_waited(evidence)}. The trainer would be busy all the time with "
+        f"generation {faster:.1f} times as fast: set {_set('placement.actors', more, actors)}{window} if there are "
+        f"cores for them, or raise engine.concurrency (now {run.engine.concurrency})."
     )
 
 
@@ -123,13 +123,13 @@ def _window(evidence: Evidence, run: RunConfig) -> str:
     lag = lag_of_full_engines(run, spread)
     if lag > rules.max_lag:
         return (
-            f"{text}Set {_set('schedule.max_lag', lag, rules.max_lag)}: {_lag_arithmetic(run, spread)}. Or set "
-            f"engine.concurrency lower (now {run.engine.concurrency})."
+            f"{text}Set {_set('schedule.max_lag', lag, rules.max_lag)}: {_lag_arithmetic(run, spread)}. Or lower "
+            f"engine.concurrency (now {run.engine.concurrency})."
         )
     pace = "" if run.engine.pace else "engine.pace=true, or "
     return (
-        f"{text}schedule.max_lag={rules.max_lag} has room for full engines ({_lag_arithmetic(run, spread)} = {lag}), "
-        f"so the places were taken by finished groups that came in bursts. Set {pace}"
+        f"{text}schedule.max_lag={rules.max_lag} is enough for full engines ({_lag_arithmetic(run, spread)} = {lag})"
+        f", so finished groups that arrived in bursts filled the window. Set {pace}"
         f"{_set('schedule.max_lag', rules.max_lag + 1, rules.max_lag)}."
     )
 
@@ -144,12 +144,12 @@ def _stale_wait(evidence: Evidence, run: RunConfig) -> str:
 
 
 def _balanced(evidence: Evidence, run: RunConfig) -> str:
-    return f"Trainer and engines keep each other busy: {_waited(evidence)}."
+    return f"Trainer and engines are both busy: {_waited(evidence)}."
 
 
 def _turns(evidence: Evidence, run: RunConfig) -> str:
     tail = evidence.waits.get("window", 0.0)
-    # Per second of this run: what the engines need with full slots, and what the trainer needs.
+    # Shares of the time: the engines with full slots, and the trainer.
     bound = 1 / max(evidence.trainer_idle - tail, 1 - evidence.trainer_idle, 0.01)
     help_ = ""
     if tail > _WORTH:
@@ -175,7 +175,7 @@ def _more_groups(tail: float, evidence: Evidence, run: RunConfig) -> str:
     groups = run.rollouts.group_size * run.trainer.groups_per_step
     alpha = 1 + run.engine.concurrency * run.placement.actors * (evidence.spread or 1.0) / groups
     alpha = math.ceil(alpha * 10 - 1e-9) / 10
-    text = f" {tail:.0%} of the time was lost to slots that stood empty before a step had its groups"
+    text = f" {tail:.0%} of the time was lost to slots that were empty before a step had its groups"
     if alpha <= rules.alpha:
         return f"{text}."
     lag = math.ceil(alpha) - 1
@@ -187,16 +187,16 @@ def _more_groups(tail: float, evidence: Evidence, run: RunConfig) -> str:
 
 
 def _length_advice(lengths: Lengths, run: RunConfig) -> str:
-    """Where long completions are lost, and what keeps them; empty when trained ones are about as long."""
+    """Where long completions are lost, and the setting that keeps them; empty without a length bias."""
     bias = length_bias(lengths)
     if bias is None or bias >= _BIASED:
         return ""
     generated = lengths["generated"]
-    cures = {
+    remedies = {
         "masked_stale": f"schedule.max_lag higher (now {run.schedule.max_lag})",
         "dropped_stale": f"schedule.max_lag higher (now {run.schedule.max_lag}), or schedule.stale=mask",
         "superseded": f"placement.lease_seconds higher (now {run.placement.lease_seconds:g})",
-        "failed": f"reward.timeout_seconds higher (now {run.reward.timeout_seconds:g}), and look at their errors",
+        "failed": f"reward.timeout_seconds higher (now {run.reward.timeout_seconds:g}), and check the reward errors",
         "filtered": "rollouts.filter_zero_variance=false, or easier prompts",
     }
     text = (
@@ -204,18 +204,18 @@ def _length_advice(lengths: Lengths, run: RunConfig) -> str:
         f"{lengths['trained'].mean_length:.1f} against {generated.mean_length:.1f} tokens, {bias:.2f})"
     )
     mean = generated.mean_length or 0.0
-    lost = {name: one for name, one in lengths.items() if name in cures and (one.mean_length or 0.0) > mean}
+    lost = {name: one for name, one in lengths.items() if name in remedies and (one.mean_length or 0.0) > mean}
     if not lost:
-        return f"{text}: the long ones have not been trained yet."
+        return f"{text}: the long completions have not been trained yet."
     worst = max(lost, key=lambda name: lost[name].num_tokens)
     share = lost[worst].num_tokens / generated.num_tokens
     return (
         f"{text}: {share:.0%} of the tokens ended as {worst}, from completions of "
-        f"{lost[worst].mean_length:.1f}. Set {cures[worst]}."
+        f"{lost[worst].mean_length:.1f}. Set {remedies[worst]}."
     )
 
 
-# ---- words ---------------------------------------------------------------------------------------------------------
+# ---- wording ------------------------------------------------------------------------------------------------------
 
 _ADVICE: dict[Bottleneck, Callable[[Evidence, RunConfig], str]] = {
     "trainer": _trainer,
@@ -225,22 +225,22 @@ _ADVICE: dict[Bottleneck, Callable[[Evidence, RunConfig], str]] = {
     "turns": _turns,
     "balanced": _balanced,
 }
-_FOR_WHAT = {
+_CAUSE_TEXTS = {
     "engine": "for the engines",
-    "window": "with slots empty for want of a place",
-    "stale_wait": "for groups that would grow stale",
+    "window": "with slots empty for a full window",
+    "stale_wait": "for groups that would become stale",
 }
 
 
 def _waited(evidence: Evidence) -> str:
-    """Example: the trainer waited 31% of the time (28% for the engines, 3% with slots empty for want of a place),
-    2% of the slots stood empty."""
-    parts = [f"{evidence.waits.get(cause, 0.0):.0%} {text}" for cause, text in _FOR_WHAT.items()]
+    """Example: the trainer waited 31% of the time (28% for the engines, 3% with slots empty for a full window),
+    2% of the slots were empty."""
+    parts = [f"{evidence.waits.get(cause, 0.0):.0%} {text}" for cause, text in _CAUSE_TEXTS.items()]
     parts = [part for part in parts if not part.startswith("0%")]
     causes = f" ({', '.join(parts)})" if parts else ""
     return (
         f"the trainer waited {evidence.trainer_idle:.0%} of the time{causes}, {evidence.actor_idle:.0%} of the slots "
-        "stood empty"
+        "were empty"
     )
 
 

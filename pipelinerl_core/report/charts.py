@@ -1,6 +1,6 @@
-"""Inline SVG charts of the report: plain strings, styled by the classes of templates/report.css, no scripts.
+"""Inline SVG charts of the report: strings without scripts, styled by the classes of templates/report.css.
 
-Every mark that a reader may ask about carries a <title>, which browsers show on hover. Coordinates are pixels of a
+Marks have a <title>, which browsers show on hover. Coordinates are pixels of a
 fixed view box; x grows to the right, y downwards.
 """
 
@@ -22,7 +22,7 @@ _BOTTOM = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one kind. `css` names the colour; `kind` the mark."""
+    """Points with one mark and one colour. css: the class of the colour."""
 
     name: str
     points: Sequence[Point]
@@ -33,17 +33,17 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A linear axis. Without bounds it fits the data."""
+    """A linear axis. A bound that is None follows from the data."""
 
     label: str
     text: Format = field(default=lambda value: f"{value:g}")
     low: float | None = None
     high: float | None = None
     is_whole: bool = False
-    """Only whole numbers have a meaning."""
+    """Ticks only at whole numbers."""
 
     def ticks(self, low: float, high: float, count: int) -> list[float]:
-        """Where to write a number."""
+        """About `count` values in [low, high] to label."""
         return [tick for tick in nice_ticks(low, high, count) if not self.is_whole or float(tick).is_integer()]
 
 
@@ -133,7 +133,7 @@ def lane_chart(title: str, lanes: Sequence[Lane], window: tuple[float, float]) -
         for start, end, css, text in lane.intervals:
             if end < window[0] or start > window[1]:
                 continue
-            # A pause of milliseconds must stay visible in a window of seconds.
+            # At least 2 pixels: a pause of milliseconds must be visible in a window of seconds.
             span = max(px(end) - px(start), 2.0)
             parts.append(
                 f'<rect class="fill {css}" x="{px(start):.1f}" y="{top + 4:.1f}" width="{span:.1f}" height="20">'
@@ -164,7 +164,7 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
 def area_chart(
     title: str, xs: Sequence[float], layers: Sequence[tuple[str, str, Sequence[float]]], x_axis: Axis, y_axis: Axis
 ) -> str:
-    """Layers (name, css, height at each x) upon each other; the y axis begins at 0."""
+    """Stacked layers (name, css, height at each x); the y axis begins at 0."""
     if len(xs) < 2 or not layers:
         return _empty(title)
     tops = [sum(heights) for heights in zip(*(layer[2] for layer in layers), strict=True)]

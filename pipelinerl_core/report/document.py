@@ -1,4 +1,4 @@
-"""report.json and weights.parquet: the figures of a run, computed from its objects alone (docs/metrics.md)."""
+"""Computes report.json and weights.parquet from the stored objects of a run (docs/metrics.md)."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
 
-# First and last reward are means over a tenth of the steps, at most ten: one step is noise.
+# First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
 _REWARD_WINDOW = 10
 
 WEIGHTS_SCHEMA = pa.schema(
@@ -36,12 +36,12 @@ WEIGHTS_SCHEMA = pa.schema(
 
 
 def build_report(store: ObjectStore) -> dict[str, Any]:
-    """report.json of a run, finished or not: JSON values; None where the run has no such figure yet."""
+    """report.json of a run, finished or live, as JSON values; a figure without a value is None."""
     return report_of(collect(store))
 
 
 def report_of(facts: RunFacts) -> dict[str, Any]:
-    """The same, from facts already read."""
+    """report.json from facts already read."""
     commits = list(facts.commits.values())
     use = utilization.actor_use(commits)
     trainer_idle = utilization.trainer_idle_fraction(commits)
@@ -134,7 +134,7 @@ def _rollouts_per_second(facts: RunFacts) -> float | None:
 
 
 def swaps_of(commits: list[Commit]) -> list[SwapRecord]:
-    """Every swap once, by time; a swap is reported again until it is acknowledged."""
+    """Every swap once, by time. Until the hub acknowledges a swap, the actor reports the swap again."""
     unique = {(swap.actor, swap.actor_epoch, swap.version): swap for commit in commits for swap in commit.swaps}
     return sorted(unique.values(), key=lambda swap: (swap.at, swap.actor))
 
@@ -188,15 +188,18 @@ def write_weights_table(store: ObjectStore) -> None:
 
 
 def weights_table(facts: RunFacts) -> bytes:
-    """The Parquet file."""
+    """weights.parquet as bytes."""
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(weight_rows(facts), schema=WEIGHTS_SCHEMA), sink, compression="zstd")
     return sink.getvalue()
 
 
 def weight_rows(facts: RunFacts) -> list[dict[str, Any]]:
-    """Rows of weights.parquet. An actor that swapped a version again after a restart keeps its first time and worst
-    pause. Tokens sampled after the last reservation are not in any commit and not counted."""
+    """Rows of weights.parquet.
+
+    If an actor swapped a version again after a restart, the row has the time of the first swap and the longest pause.
+    Tokens sampled after the last reservation are in no commit and are not counted.
+    """
     commits = list(facts.commits.values())
     trained: dict[tuple[int, str], int] = {}
     for step in facts.steps:
@@ -243,7 +246,7 @@ def _tokens_sampled(facts: RunFacts) -> dict[tuple[int, str], int]:
     sampled: dict[tuple[int, str], int] = {}
     for (actor, _), points in counters.items():
         points.sort()
-        previous = 0  # what an epoch had sampled at its first sample or swap is counted for that version
+        previous = 0  # tokens before the first sample or swap of an epoch count for the version of that point
         for (version, _), (_, after) in itertools.pairwise([*points, points[-1]]):
             sampled[version, actor] = sampled.get((version, actor), 0) + max(0, after - previous)
             previous = max(previous, after)

@@ -1,4 +1,4 @@
-"""What a run's objects say, gathered once for the report: commits that count, evaluations, and each trained batch.
+"""Reads the stored objects of a run once for the report: valid commits, evaluations and trained batches.
 
 Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
 """
@@ -19,7 +19,7 @@ from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, WeightSpan
 
 _SCHEMA_MAJOR = "1"
-# Batches are small, and idle threads of a pool can abort an interpreter that exits.
+# Batches are small, and idle threads of the Arrow pool can abort the interpreter at its exit.
 _ONE_THREAD = pa.ipc.IpcReadOptions(use_threads=False)
 _COLUMNS = (
     "group_id",
@@ -38,7 +38,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainedRollout:
-    """One row of a batch file, as far as a report needs it."""
+    """The columns of one row of a batch file that the report needs."""
 
     step: int
     group_id: int
@@ -53,14 +53,14 @@ class TrainedRollout:
     """[C]"""
     weight_spans: tuple[WeightSpan, ...]
     loss_mask: BoolArray
-    """[C] before the lag rule."""
+    """[C] mask before the lag rule."""
     loss_mask_trained: BoolArray
-    """[C] after it."""
+    """[C] mask after the lag rule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepFacts:
-    """What one batch was made of."""
+    """Figures of one trained batch."""
 
     step: int
     rewards: NDArray[np.float64]
@@ -68,7 +68,7 @@ class StepFacts:
     lengths: Int64Array
     """[N] completion tokens."""
     spreads: NDArray[np.float64]
-    """[G] longest over mean completion length of each group; the longest holds the group's place."""
+    """[G] longest over mean completion length of each group; a group is complete with its longest completion."""
     versions: Int64Array
     """[N] weight versions in each rollout."""
     lags: Int64Array
@@ -81,11 +81,11 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFacts:
-    """A whole run."""
+    """Record, commits, evaluations and trained batches of a run."""
 
     run: RunRecord
     commits: dict[int, Commit]
-    """Step -> commit that counts."""
+    """Step -> valid commit."""
     evals: dict[int, EvalRecord]
     steps: tuple[StepFacts, ...]
     """Trained steps, in order; step 0 has no batch."""
@@ -97,11 +97,11 @@ class RunFacts:
 
 
 StepCache = dict[str, StepFacts]
-"""Name of a batch file -> what its step is made of."""
+"""Key of a batch file -> figures of its step."""
 
 
 def collect(store: ObjectStore, known: StepCache | None = None) -> RunFacts:
-    """Read the run, batches in `known` not again. Raises MissingObject for a run or batch that is not there."""
+    """Read the run; batches in `known` are not read again. Raises MissingObject for a missing run or batch."""
     follower = RunFollower(store)
     run = follower.run
     follower.refresh()
@@ -115,7 +115,7 @@ def collect(store: ObjectStore, known: StepCache | None = None) -> RunFacts:
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
-    """The rows of a step, in training order, rank after rank."""
+    """The rows of a step in training order, rank by rank. Raises SchemaMismatch."""
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
         with pa.ipc.open_file(pa.BufferReader(store.get(entry.name)), options=_ONE_THREAD) as reader:
@@ -126,7 +126,7 @@ def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
 
 
 def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
-    """Count what a batch is made of."""
+    """Compute the figures of a batch."""
     by_version = [measures.tokens_by_version(row.weight_spans, row.loss_mask_trained) for row in rows]
     trained: dict[tuple[int, str], int] = {}
     for row, counts in zip(rows, by_version, strict=True):
@@ -155,8 +155,8 @@ def _check(where: str, table: pa.Table) -> None:
     version = (table.schema.metadata or {}).get(b"schema_version", b"").decode()
     if version.partition(".")[0] != _SCHEMA_MAJOR:
         raise SchemaMismatch(
-            f"{where} has batch schema version {version!r}; this reader knows {_SCHEMA_MAJOR}.x. "
-            "Use the release that wrote it"
+            f"{where} has batch schema version {version!r}; this release reads {_SCHEMA_MAJOR}.x. "
+            "Use the release that wrote the batch"
         )
     missing = [name for name in _COLUMNS if name not in table.column_names]
     if missing:
@@ -189,7 +189,7 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
 
 
 def _lists(column: pa.ChunkedArray) -> list[Any]:
-    """One array per row, cut out of the flat values."""
+    """One array per row of a list column."""
     arrays: list[Any] = []
     for chunk in column.chunks:
         ends = np.cumsum(chunk.value_lengths().to_numpy(zero_copy_only=False))

@@ -1,4 +1,4 @@
-"""The figures of report.html: what is drawn, from the facts of a run."""
+"""The figures of report.html, drawn from the facts of a run."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.utilization import wait_seconds
 from pipelinerl_core.run.records import Commit
 
-# More points than this on a line only blacken it.
+# A line with more points than this is unreadable.
 _MAX_POINTS = 400
-# Optimizer steps on the timeline: enough to see the rhythm, few enough to see each pause.
+# Optimizer steps on the timeline: few enough for each pause to be visible.
 _TIMELINE_STEPS = 10
 _MAX_BARS = 30
 
@@ -27,7 +27,7 @@ LEDGER_CSS = {
     "in_flight": "generate",
     "ready": "wait",
 }
-"""Order and colour of the token classes; a class that is not named here is drawn after them."""
+"""Order and colour of the token classes; other classes are drawn after these."""
 
 
 def reward_over_time(facts: RunFacts) -> str:
@@ -80,7 +80,7 @@ def length_histogram(facts: RunFacts) -> str:
 
 
 def swap_pauses(facts: RunFacts) -> str:
-    """Every swap: how long the engine sampled nothing."""
+    """Pause of the engine at every swap, in milliseconds."""
     swaps = swaps_of(list(facts.commits.values()))
     points = [(swap.at - facts.run.created_at, swap.pause_seconds * 1000) for swap in swaps]
     axis = Axis("seconds since the run was created", text=_count)
@@ -203,13 +203,13 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most _MAX_POINTS, evenly spaced, the last included."""
+    """At most _MAX_POINTS, evenly spaced, with the last point."""
     stride = max(1, -(-len(points) // _MAX_POINTS))
     return [*points[:-1:stride], *points[-1:]]
 
 
 def _worst(points: Sequence[Point]) -> list[Point]:
-    """At most _MAX_POINTS: the highest of each stretch, so that no outlier is lost."""
+    """At most _MAX_POINTS: the highest point of each interval, so that outliers remain."""
     stride = max(1, -(-len(points) // _MAX_POINTS))
     return [
         max(points[start : start + stride], key=lambda point: point[1]) for start in range(0, len(points), stride)

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, without scripts, fonts or anything else from outside."""
+"""report.html: a self-contained page about a run, without scripts and without external resources."""
 
 import json
 import string
@@ -30,13 +30,15 @@ def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[st
 
 
 def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
-    """The page of a run. `decode` gives the text of one token; without it the tokenizer.json of the configured model
-    is used where there is one, else token ids are shown."""
+    """The page of a run.
+
+    decode: text of one token id; None: the tokenizer.json of the configured model, or token ids if there is none.
+    """
     return page_of(store, collect(store), decode)
 
 
 def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
-    """The same, from facts already read."""
+    """The page of a run from facts already read."""
     return _page(store, facts, report_of(facts), decode)
 
 
@@ -116,7 +118,7 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
             f"p99 {lag['p99']}, max {lag['max']}, allowed {escape(str(max_lag))}",
         ),
         (
-            "Rollouts of several versions",
+            "Rollouts with several versions",
             _number(report["multi_version_fraction"], "{:.0%}"),
             f"up to {report['max_versions_in_a_rollout'] or 0} versions in one",
         ),
@@ -140,7 +142,7 @@ def _ledger(ledger: Mapping[str, int]) -> str:
 
 
 def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> str:
-    """The ledger in numbers, and from which completions and which part of them the tokens of each class come."""
+    """The ledger as a table: tokens per class, mean length of their completions, share in first and last thirds."""
     if not ledger:
         return ""
     total = ledger.get("generated", 0)
@@ -158,8 +160,8 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
         ]
         tag = "th" if name == "generated" else "td"
         rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))
-    closes = sum(ledger[name] for name in _classes(ledger)) == total
-    verdict = "The classes add up." if closes else "The classes do not add up: run audit."
+    is_balanced = sum(ledger[name] for name in _classes(ledger)) == total
+    verdict = "The classes add up." if is_balanced else "The classes do not add up: run `pipelinerl audit`."
     if length_bias["bias"] is not None:
         verdict += f" Trained over generated mean length: {length_bias['bias']:.2f}."
     table = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -167,7 +169,7 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
 
 
 def _classes(ledger: Mapping[str, int]) -> list[str]:
-    """All but their sum, in the order in which they are drawn."""
+    """The token classes without `generated`, in drawing order."""
     names = ledger.keys() - {"generated"}
     return [name for name in figures.LEDGER_CSS if name in names] + sorted(names - figures.LEDGER_CSS.keys())
 

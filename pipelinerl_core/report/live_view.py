@@ -1,4 +1,4 @@
-"""What a run looks like now: the live terminal view of `train`, and the text of `status`. Writes to stderr only."""
+"""The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
 from pipelinerl_core.types import LengthTotals
 
-# Without a terminal: one line this often, for a log file.
+# Without a terminal: shortest time between two lines.
 _LINE_SECONDS = 5.0
-# A hub that has not beaten for so long is taken for dead.
+# Age of the last heartbeat above which the hub counts as dead.
 _HUB_SILENCE_SECONDS = 10.0
 _ASCII = " .:-=+*#%@"
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -32,10 +32,10 @@ _SHOWN = ("reward/mean", "lag/mean", "importance/ess", "rollouts/max_versions")
 
 
 class LiveView:
-    """Shows a run while it grows. Use it as a context manager and call `update` now and then."""
+    """Shows a live run. A context manager; call `update` after each reading of the run."""
 
     def __init__(self, console: Console | None, total_steps: int) -> None:
-        """`console` None is stderr; off a terminal it falls back to a plain line every 5 s."""
+        """console: None is stderr. Without a terminal, the view is a plain line every 5 s."""
         self._console = console or Console(stderr=True)
         self._total_steps = total_steps
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
@@ -56,7 +56,7 @@ class LiveView:
             self._print()
 
     def update(self, hub: HubRecord | None, follower: RunFollower) -> None:
-        """Draw the run as it is now; the follower is not refreshed here."""
+        """Draw the state of the follower and the hub; does not refresh the follower."""
         status = status_of(follower, hub)
         status["steps"] = self._total_steps
         if self._console.is_terminal:
@@ -74,14 +74,14 @@ class LiveView:
 
 
 def run_status(store: ObjectStore) -> dict[str, Any]:
-    """JSON values about a run now, for `status --json`. Raises MissingObject when there is no such run."""
+    """The document of `status --json`. Raises MissingObject if there is no such run."""
     follower = RunFollower(store)
     follower.refresh()
     return status_of(follower, read_hub(store))
 
 
 def format_status(store: ObjectStore) -> str:
-    """The same for people, a few lines."""
+    """The status of a run as a few lines of text."""
     status = run_status(store)
     lines = [f"{status['run_id']}: {status['state']}, {status_line(status)}"]
     if status["ledger"]:
@@ -92,13 +92,13 @@ def format_status(store: ObjectStore) -> str:
         slots = f"{one['running']} of {one['concurrency']} slots, {one['waiting']} waiting"
         lines.append(f"{name}: version {one['engine_version']}, {slots}")
     if status["hub"]:
-        lines.append(f"hub: {status['hub']['url']}, last beat {status['hub']['silent_seconds']:.0f} s ago")
+        lines.append(f"hub: {status['hub']['url']}, last heartbeat {status['hub']['silent_seconds']:.0f} s ago")
     lines += [f"{one.name}: health and metrics at {one.url}" for one in live_roles(store)]
     return "\n".join(lines)
 
 
 def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None = None) -> dict[str, Any]:
-    """What is known from the commits, and from the hub while it lives. `now` in Unix seconds, for tests."""
+    """The status from the commits, and from the hub if its heartbeat is recent. now: Unix seconds, for tests."""
     now = time.time() if now is None else now
     last = follower.last
     steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
@@ -173,7 +173,7 @@ def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
 
 
 def _actors(live: Any, last: Commit | None) -> dict[str, dict[str, int]]:
-    """Slots of each actor: from the hub while it says so, else from the last commit."""
+    """Slots of each actor: from the live totals of the hub, else from the last commit."""
     known: dict[str, Mapping[str, Any]] = {}
     if isinstance(live, Mapping):
         known = {str(name): one for name, one in live.items() if isinstance(one, Mapping)}
@@ -184,14 +184,14 @@ def _actors(live: Any, last: Commit | None) -> dict[str, dict[str, int]]:
 
 
 def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
-    """Token class -> lengths: from the hub while it says so, else from the last commit."""
+    """Token class -> lengths: from the live totals of the hub, else from the last commit."""
     if isinstance(live, Mapping):
         return {str(name): LengthTotals(**one) for name, one in live.items()}
     return last.lengths if last else {}
 
 
 def _eta(commits: Mapping[int, Commit], steps: int) -> float | None:
-    """Seconds to the last step at the pace of the last few."""
+    """Seconds to the last step at the pace of the last 20 steps."""
     recent = list(commits.values())[-_ETA_STEPS:]
     if len(recent) < 2:
         return None

@@ -1,11 +1,11 @@
-"""The report of a run as Markdown, for its artifact."""
+"""Markdown: the report of a run as a table, and replacing a section of a page."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def report_markdown(report: Mapping[str, Any]) -> str:
-    """The report as a table: nested figures as `lag.mean`; what is not known is left out."""
+    """The report as a table: nested figures as `lag.mean`; figures that are None are left out."""
     rows = [f"| {name} | {_figure(value)} |" for name, value in _flat(report) if value is not None]
     return "\n".join([f"# {report['run_id']}", "", "| figure | value |", "| --- | ---: |", *rows])
 
@@ -22,7 +22,7 @@ def _figure(value: Any) -> str:
 
 
 def replace_section(page: str, name: str, text: str) -> str:
-    """The page with `text` between the comments <!-- name --> and <!-- /name -->; without them, at its end."""
+    """The page with `text` between the comments <!-- name --> and <!-- /name -->, which are appended if missing."""
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, found, rest = page.partition(start)
     _, is_closed, after = rest.partition(end)

@@ -1,7 +1,7 @@
-"""Sampled rollouts of a whole run as one table of bounded size, for MLflow's pages.
+"""A table of sampled rollouts of a run, of bounded size, for MLflow's pages.
 
-Which rollouts are in it follows from the steps of the run alone: a resumed run, or one whose MLflow was away, makes
-the same table again, and no row comes twice.
+The number of steps of the run determines the rollouts in the table. After a resume or an outage of MLflow, the table
+therefore has the same rows, and no row twice.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,17 +33,17 @@ COLUMNS = (
 """lag: mean over the trained tokens, in optimizer steps; masked: tokens without a gradient because of their age."""
 
 ROWS_PER_STEP = 4
-"""Of different groups, the first rollout that the step trained of each; not chosen by reward."""
+"""Rollouts of a step: the first rollout of each of so many groups; not chosen by reward."""
 MAX_STEPS = 50
-"""Steps that have rows: the first, the last, and others evenly between."""
+"""Steps with rows: the first, the last, and evenly spaced steps between."""
 _MAX_CHARS = 2000
 
 
 class RolloutTable:
-    """The rows of a run, read as steps are committed."""
+    """The rows of a run; `update` adds the rows of new commits."""
 
     def __init__(self, store: ObjectStore, steps: int, decode: Decode | None) -> None:
-        """`steps`: of the whole run."""
+        """steps: number of steps of the run."""
         self._store = store
         self._steps = steps
         self._decode = decode
@@ -55,7 +55,7 @@ class RolloutTable:
         return step > 0 and (step in (1, self._steps) or step % every == 0)
 
     def update(self, commits: Mapping[int, Commit], limit: int = 1) -> bool:
-        """Read at most `limit` batches of steps that are not in the table yet; whether it has grown."""
+        """Read at most `limit` batches of steps that are missing in the table; returns whether rows were added."""
         wanted = [commit for step, commit in commits.items() if step not in self._rows and self.has_row(step)]
         for commit in wanted[:limit]:
             self._rows[commit.step] = self._read(commit)
@@ -63,13 +63,13 @@ class RolloutTable:
 
     @property
     def rows(self) -> list[list[Any]]:
-        """In the order of steps; cells as in COLUMNS."""
+        """The rows by step; cells as in COLUMNS."""
         return [row for step in sorted(self._rows) for row in self._rows[step]]
 
     def _read(self, commit: Commit) -> list[list[Any]]:
         try:
             batch = read_batch(self._store, commit)
-        except (MissingObject, SchemaMismatch):  # collected since, or damaged: audit says so
+        except (MissingObject, SchemaMismatch):  # deleted by gc, or damaged: `pipelinerl audit` reports it
             return []
         return [self._row(rollout) for rollout in one_per_group(batch, ROWS_PER_STEP)]
 

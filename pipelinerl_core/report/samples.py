@@ -1,4 +1,4 @@
-"""Sample rollouts for report.html: their tokens, coloured by the weight version that sampled them."""
+"""Sample rollouts for report.html, with tokens coloured by the weight version that sampled them."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
 
 Decode = Callable[[int], str]
 
-# Rollouts shown from the first step, from the last, and of those with most versions.
+# Rollouts shown of the first step, of the last step, and of the step with the most versions in a rollout.
 _PER_GROUP = 3
 _MAX_TOKENS = 400
 _NUM_TINTS = 6
@@ -22,7 +22,7 @@ _RETURN = "&#8629;\n"
 
 
 def token_decoder(model_path: str) -> Decode | None:
-    """Text of single tokens by the tokenizer.json of a model directory; None when there is none."""
+    """A function from token id to text, by the tokenizer.json of a model directory; None without this file."""
     path = Path(model_path) / "tokenizer.json"
     if not path.is_file():
         return None
@@ -31,7 +31,7 @@ def token_decoder(model_path: str) -> Decode | None:
 
 
 def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
-    """Rollouts of the first and of the last step, and those sampled by most versions, not chosen by reward."""
+    """Rollouts of the first and the last step, and the rollouts with most versions; not chosen by reward."""
     if not facts.steps:
         return '<p class="empty">No rollout was trained.</p>'
     first, last = facts.steps[0].step, facts.steps[-1].step
@@ -105,7 +105,7 @@ def _rollout(row: TrainedRollout, decode: Decode | None) -> str:
 
 
 def _runs(mask: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
-    """[start, end) cut where the mask changes."""
+    """Subranges of [start, end) in which the mask is constant."""
     if end <= start:
         return []
     cuts = np.flatnonzero(np.diff(mask[start:end].astype(np.int8))) + start + 1
@@ -119,14 +119,14 @@ def _text(token_ids: np.ndarray, decode: Decode | None) -> str:
 
 
 def plain_text(token_ids: np.ndarray, decode: Decode | None) -> str:
-    """The text of tokens; their numbers where there is no tokenizer."""
+    """The text of tokens; token ids if `decode` is None."""
     if decode is None:
         return "".join(f"{token_id} " for token_id in token_ids.tolist())
     return "".join(decode(token_id) for token_id in token_ids.tolist())
 
 
 def _visible(text: str) -> str:
-    """Escaped, with line ends that can be seen, and control characters as JSON escapes."""
+    """HTML-escaped text with visible line ends, and control characters as JSON escapes."""
     shown = "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
     return escape(shown).replace("\n", _RETURN)
 

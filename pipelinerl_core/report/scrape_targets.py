@@ -1,4 +1,4 @@
-"""The roles of a run that live, and how Prometheus finds them: its HTTP service discovery, /targets.json."""
+"""The live roles of a run, and /targets.json with their addresses for Prometheus' HTTP service discovery."""
 
 import logging
 import socket
@@ -14,20 +14,20 @@ from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 120.0
-"""A role that has not written its record for so long is gone for good; until then Prometheus sees that it is down."""
+"""Age of the last heartbeat above which a role is left out; until then, Prometheus sees the role as down."""
 
 
 def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleRecord]:
-    """Records of roles that have beaten lately, by role and name. `now` in Unix seconds, for tests.
+    """Records of roles with a recent heartbeat, by role and name. now: Unix seconds, for tests.
 
-    Raises StoreError when the store cannot be read; a record that is broken is left out.
+    Raises StoreError if the store cannot be read; a broken record is logged and left out.
     """
     now = time.time() if now is None else now
     found = []
     for key in store.list(ROLES_PREFIX):
         try:
             record = read_record(store, key, RoleRecord)
-        except MissingObject:  # it has just ended
+        except MissingObject:  # the role has just ended
             continue
         except StoreError as error:
             logger.warning("%s", error)
@@ -38,9 +38,9 @@ def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleReco
 
 
 def targets(store: ObjectStore) -> list[dict[str, Any]]:
-    """The document of Prometheus' http_sd_configs, of roles that can be reached from here. Raises StoreError.
+    """The document of Prometheus' http_sd_configs for the roles that this host can reach. Raises StoreError.
 
-    A role on another host that serves its loopback address alone is left out: here that address is somebody else.
+    A role on another host that serves only its loopback address is left out.
     """
     here = socket.gethostname()
     return [

@@ -1,7 +1,7 @@
-"""How busy trainer and actors were, from the commits alone.
+"""How busy trainer and actors were, computed from the commits.
 
-The span is the wall clock between the commit of the first trained step and the commit of the last: the start of the
-processes before it is not part of the steady state.
+The span is the wall clock between the commits of the first and the last trained step. The start of the processes,
+before the span, is not part of the steady state.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def span(commits: Sequence[Commit]) -> tuple[float, float] | None:
 
 
 def wait_seconds(commit: Commit, previous: Commit | None) -> float:
-    """How long the trainer waited for the groups of a step: as it measured, else the time since it last computed."""
+    """Time the trainer waited for the groups of a step: as measured, else the time since the previous computation."""
     measured = commit.metrics.get("time/reserve_wait_seconds")
     if measured is not None:
         return measured
@@ -52,11 +52,11 @@ def trainer_idle_fraction(commits: Sequence[Commit]) -> float | None:
 
 
 def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
-    """Use of the actors' slots over the span; None when too few samples lie in it.
+    """Use of the actors' slots over the span; None if the span has too few samples.
 
     Per actor, between two samples: capacity = concurrency * time, use = growth of the running_seconds integrals of
-    all its epochs (a restarted actor counts from 0 again, so that the time it was away counts as idle). A pair of
-    samples that begins before the span counts with its share inside.
+    all its epochs (a restarted actor counts from 0 again, so that its absence counts as idle). A pair of samples that
+    begins before the span counts with its share inside the span.
     """
     bounds = span(commits)
     if bounds is None:
@@ -78,9 +78,9 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
 
 
 def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
-    """Cause -> share of the span, as the hub measured it; None when it did not, or for fewer than two trained steps.
+    """Cause -> share of the span, as measured by the hub; None without a measurement or with fewer than two steps.
 
-    engine, window and stale_wait are parts of the time that the trainer waited, actors of the time of all engines.
+    engine, window and stale_wait are shares of the trainer's time, actors is a share of the time of all engines.
     """
     bounds = span(commits)
     trained = [commit for commit in commits if commit.step > 0]
@@ -103,7 +103,7 @@ class _Total:
 
 
 def _series(commits: Sequence[Commit]) -> dict[str, list[_Total]]:
-    """Actor -> its totals at every reservation that knew it, in order."""
+    """Actor -> its totals at every reservation with a sample of the actor, in order."""
     newest: dict[str, dict[int, ActorSample]] = {}
     series: dict[str, list[_Total]] = {}
     for commit in commits:

@@ -1,14 +1,14 @@
-"""A run in a browser while it goes on: the report, made again as steps are committed, below a line of what it does.
+"""The page of a live run: a status line, and the report, which is rendered again after new commits.
 
 | path | what |
 |------|------|
 | /            | the page |
 | /status.json | the document of `pipelinerl status --json` |
-| /metrics     | the same for Prometheus |
-| /targets.json | where the roles of the run serve their own metrics, for Prometheus' http_sd_configs |
-| /healthz     | 200 while this server serves |
+| /metrics     | the same document for Prometheus |
+| /targets.json | addresses of the roles' own metrics, for Prometheus' http_sd_configs |
+| /healthz     | 200 |
 
-It reads the run's objects and nothing else, so it can run anywhere and end at any time.
+The server reads only stored objects, so the server can run on any host and stop at any time.
 """
 
 import json
@@ -35,9 +35,9 @@ from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE, run_exposition
 logger = logging.getLogger(__name__)
 
 STATUS_SECONDS = 1.0
-"""A status is at most so old."""
+"""Largest age of a status."""
 PAGE_SHARE = 0.1
-"""Largest share of the time spent on making the page again."""
+"""Largest share of the time spent on rendering the page."""
 _TIMEOUT_SECONDS = 30
 _LIVE = """<p id="live" style="position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
 border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
@@ -53,7 +53,7 @@ setInterval(async () => {
     document.querySelector("main").replaceWith(next.querySelector("main"));
     step = status.page_step;
   } catch (error) {
-    document.getElementById("live").textContent = "the page is not served any more";
+    document.getElementById("live").textContent = "the server of this page has stopped";
   }
 }, 2000);
 </script>
@@ -61,10 +61,10 @@ setInterval(async () => {
 
 
 class LivePage:
-    """What is served of one run. Safe between threads."""
+    """The documents of one run. Thread-safe."""
 
     def __init__(self, store: ObjectStore, decode: Decode | None) -> None:
-        """Raises MissingObject when there is no such run."""
+        """Raises MissingObject if there is no such run."""
         self._store = store
         self._decode = decode
         self._follower = RunFollower(store)
@@ -78,7 +78,7 @@ class LivePage:
         self._next_page_at = 0.0
 
     def status(self) -> dict[str, Any]:
-        """As of a moment ago, with `line` for people and `page_step`: the newest step that the page would show."""
+        """The status, at most STATUS_SECONDS old, with `line` (text) and `page_step`, the step of the page."""
         with self._lock:
             if time.monotonic() - self._status_at >= STATUS_SECONDS:
                 self._follower.refresh()
@@ -93,11 +93,11 @@ class LivePage:
             return self._status
 
     def targets(self) -> list[dict[str, Any]]:
-        """Where the roles of the run serve metrics now. Raises StoreError."""
+        """The document of /targets.json. Raises StoreError."""
         return targets(self._store)
 
     def page(self) -> str:
-        """The page, made again if steps were committed since and it is time."""
+        """The page; rendered again after new commits, within PAGE_SHARE of the time."""
         status = self.status()
         with self._lock:
             if not self._body or self._page_step != status["page_step"]:
@@ -137,9 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             body = make()
-        except (StoreError, ConfigError) as error:  # no run yet, or the store is away: the next request may find it
+        except (StoreError, ConfigError) as error:  # no run yet, or no store: a later request may succeed
             logger.warning("%s: %s", self.path, error)
-            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read now")
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run cannot be read now; try again later")
             return
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
@@ -149,15 +149,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A line per request is of no use."""
+        """Log nothing per request."""
 
 
 def build_server(find_page: Callable[[], LivePage], host: str, port: int) -> ThreadingHTTPServer:
-    """A server that listens; `serve_forever` on it. ConfigError when the address cannot be had.
+    """A listening server; call `serve_forever`. Raises ConfigError if the address cannot be bound.
 
-    find_page: asked at each request, on any thread; a StoreError or ConfigError of it is answered with 503.
+    find_page: called for each request, on any thread; if it raises StoreError or ConfigError, the answer is 503.
     """
     try:
         return _Server((host, port), find_page)
     except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be served: {error.strerror or error}. Give another --port") from None
+        raise ConfigError(f"{host}:{port} cannot be bound: {error.strerror or error}. Set another --port") from None

@@ -1,7 +1,7 @@
-"""What a run learns from and is measured on, as MLflow's datasets: a name, and a digest of the problems.
+"""The training and held-out prompts of a run as MLflow datasets: a name, and a digest of the problems.
 
-The order in which a run sees them depends on its seed and is no part of the digest: runs with several seeds have the
-same dataset.
+The digest does not include the order of the problems, which depends on the seed, so runs with different seeds have
+the same dataset.
 """
 
 import hashlib
@@ -24,18 +24,18 @@ class DatasetNote:
 
     name: str
     digest: str
-    """Hex digits over what decides its problems."""
+    """8 hex digits over the settings and files that determine the problems."""
     context: Literal["train", "eval"]
     source_type: str
-    """local, hugging_face, or pipelinerl for problems that are generated."""
+    """local, hugging_face, or pipelinerl for generated problems."""
     source: Mapping[str, Any]
     columns: tuple[str, ...]
     num_prompts: int | None = None
-    """None: endless, or not known before it is read."""
+    """None: endless, or unknown until the file is read."""
 
 
 def run_datasets(config: RunConfig) -> list[DatasetNote]:
-    """The prompts that are trained on, and those held out if any are evaluated."""
+    """The dataset of the training prompts, and of the held-out prompts if the run evaluates."""
     prompts = config.prompts.model_dump(mode="json")
     kind = config.prompts.kind
     path = str(prompts.get("path", ""))
@@ -67,7 +67,7 @@ def run_datasets(config: RunConfig) -> list[DatasetNote]:
 
 
 def _content(path: Path) -> str:
-    """What lies at a local path: of a file its bytes, of a directory names and sizes; empty for a name on a hub."""
+    """Content of a local path for the digest: hash of a file, names and sizes in a directory."""
     if path.is_file():
         digest = hashlib.sha256()
         with path.open("rb") as stream:

@@ -1,7 +1,7 @@
-"""The length-bias meter in numbers for people: are the tokens that train like the tokens that were generated?
+"""The length bias: compares the completion lengths of trained tokens with the lengths of generated tokens.
 
-Means and shares are over tokens, so a completion of 100 tokens counts a hundred times: the mean length is that of
-the completion an average token comes from. Tokens in flight are in no figure: their completions have no length yet.
+Means and shares are weighted by tokens: a completion of 100 tokens counts 100 times. Tokens in flight are left out,
+because their completions have no length yet.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ METRIC_CLASSES = {
     "masked": "masked_stale",
     "dropped": "dropped_stale",
 }
-"""Last word of a metric -> token class."""
+"""Last part of a metric name -> token class."""
 
 
 def length_bias(lengths: Lengths) -> float | None:
@@ -28,7 +28,7 @@ def length_bias(lengths: Lengths) -> float | None:
 
 
 def length_metrics(now: Lengths, before: Lengths) -> dict[str, float | None]:
-    """Metrics of a step, over what was booked between two reservations."""
+    """Metrics of a step, over the tokens booked between two reservations."""
     booked = {name: lengths - before.get(name, LengthTotals()) for name, lengths in now.items()}
     booked = {name: lengths for name, lengths in booked.items() if lengths.num_tokens > 0}
     values: dict[str, float | None] = {"length/bias": length_bias(booked)}

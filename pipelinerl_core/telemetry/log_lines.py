@@ -1,7 +1,7 @@
-"""Lines of a role's log: as text for people or as JSON for machines, without secrets; and how bad a line is.
+"""Formats the lines of a role's log as text or JSON, without secrets, and reads the level of a line.
 
-A JSON line is one object: time, level, logger, run, role, name, what is known of epoch, weight_version and step,
-message, and exception where there is one. What libraries and child processes write past `logging` stays as it is.
+A JSON line is one object: time, level, logger, run, role, name, the known ones of epoch, weight_version and step,
+message, and exception if there is one. Output of libraries and child processes outside of `logging` is not changed.
 """
 
 import json
@@ -15,9 +15,9 @@ from pipelinerl_core.telemetry.redact import REDACTED, redact_text
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _LEVELS = (
-    re.compile(r"\d{4}-\d\d-\d\d [\d:,.]+ (?P<level>[A-Z]+) "),  # ours, as text
-    re.compile(r'\{"time": "[^"]*", "level": "(?P<level>[A-Z]+)"'),  # ours, as JSON
-    re.compile(r"(?:\([^)]*\) )?(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ "),  # vLLM's
+    re.compile(r"\d{4}-\d\d-\d\d [\d:,.]+ (?P<level>[A-Z]+) "),  # RoleFormatter, text
+    re.compile(r'\{"time": "[^"]*", "level": "(?P<level>[A-Z]+)"'),  # RoleFormatter, JSON
+    re.compile(r"(?:\([^)]*\) )?(?P<level>[A-Z]+) \d\d-\d\d [\d:]+ "),  # vLLM
 )
 _ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 _MIN_SECRET = 8  # characters
@@ -25,7 +25,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class RoleFormatter(logging.Formatter):
-    """Formats the log lines of a role. Named secrets are removed, and what looks like one (telemetry/redact.py)."""
+    """Formats the log lines of a role. Replaces the given secrets, and text with the form of a secret (redact.py)."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RoleFormatter(logging.Formatter):
         facts: Mapping[str, int] | None = None,
         secrets: tuple[str, ...] = (),
     ) -> None:
-        """`facts` is read anew for each line. Secrets of less than 8 characters are in any word: they are left."""
+        """facts: read for each line. secrets: those under 8 characters are ignored: other words contain them."""
         super().__init__(_TEXT)
         self._as_json = as_json
         self._identity = identity or {}
@@ -43,7 +43,7 @@ class RoleFormatter(logging.Formatter):
         self._secrets = tuple(secret for secret in secrets if len(secret) >= _MIN_SECRET)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; as text with the traceback below it, each of its lines indented, if there is one."""
+        """One line; in text format, an exception follows with its traceback, indented."""
         if not self._as_json:
             return self._clean(super().format(record))
         seconds, fraction = divmod(record.created, 1.0)
@@ -59,12 +59,12 @@ class RoleFormatter(logging.Formatter):
             line["exception"] = self._clean(super().formatException(record.exc_info))
         return json.dumps(line, ensure_ascii=False)
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name that logging calls
-        """One line, whatever the message holds."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - overrides logging.Formatter
+        """The message as one line of printable characters."""
         return printable(super().formatMessage(record))
 
-    def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802 - likewise
-        """A line that begins at the margin is an event of the log: no line of a traceback does."""
+    def formatException(self, ei: _ExceptionInfo) -> str:  # noqa: N802 - overrides logging.Formatter
+        """The traceback, indented: an unindented line is always an event of the log."""
         return "\n".join(f"  {printable(line)}" for line in super().formatException(ei).split("\n"))
 
     def _clean(self, text: str) -> str:
@@ -74,9 +74,9 @@ class RoleFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """The text with what is no visible character as Python writes it: ESC as \\x1b, a line feed as \\n.
+    """The text with non-printable characters escaped as in Python: ESC as \\x1b, a line feed as \\n.
 
-    A terminal obeys some of these, and others look like the next line of the log. They come from models and peers.
+    Text of models and peers may hold control sequences of a terminal, or line feeds that imitate a line of the log.
     """
     if text.isprintable():
         return text
@@ -84,7 +84,7 @@ def printable(text: str) -> str:
 
 
 def level_of(line: str) -> str:
-    """WARNING, ERROR, INFO, ... of a line of a role's log; empty for one without. A traceback is an error."""
+    """WARNING, ERROR, INFO, ... of a line of a role's log; empty without a level. A traceback is ERROR."""
     if line.startswith(_TRACEBACK):
         return "ERROR"
     for form in _LEVELS:

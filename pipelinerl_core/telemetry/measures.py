@@ -1,4 +1,4 @@
-"""Counting and quantiles over weight versions and lags: pure numpy, shared by the step metrics and the report.
+"""Counts and quantiles over weight versions and lags, shared by the step metrics and the report.
 
 Shapes: C = completion tokens of a rollout, L = largest lag + 1.
 """
@@ -42,7 +42,7 @@ def lag_counts(step: int, tokens: Iterable[Mapping[int, int]]) -> Int64Array:
 
 
 def add_counts(left_L: Int64Array, right_L: Int64Array) -> Int64Array:
-    """Sum of two histograms of different length."""
+    """Sum of two histograms that may differ in length."""
     if len(left_L) < len(right_L):
         left_L, right_L = right_L, left_L
     total_L = left_L.copy()
@@ -77,5 +77,5 @@ def num_versions(spans: Sequence[WeightSpan]) -> int:
 
 
 def percentile(values: Sequence[float] | NDArray[np.float64] | Int64Array, percent: float) -> float | None:
-    """Percentile with linear interpolation; None of nothing."""
+    """Percentile with linear interpolation; None without values."""
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent)) if len(values) else None

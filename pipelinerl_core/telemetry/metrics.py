@@ -1,9 +1,9 @@
-"""Every metric of a run, declared once; `python -m pipelinerl_core.telemetry.metrics` prints docs/metrics.md.
+"""The declarations of all metrics of a run; `python -m pipelinerl_core.telemetry.metrics` prints docs/metrics.md.
 
-A commit and MLflow have a metric under its name, Prometheus under `Metric.prometheus`, `status --json` and
+Commits and MLflow store a metric under `Metric.name`, Prometheus under `Metric.prometheus`, `status --json` and
 `replay --json` under `short_key`.
 
-A metric without a value at some step (no scored rollout, not a finite number) is left out there: it is never NaN.
+If a metric has no finite value at a step, the metric is left out at this step; a metric is never NaN.
 """
 
 import math
@@ -22,34 +22,34 @@ Group = Literal["trainer", "evaluator", "tracker", "system", "run", "role"]
 Kind = Literal["gauge", "counter", "histogram"]
 
 ALL_ROLES = ("hub", "actor", "trainer", "evaluator")
-# Seconds: a swap or a write to the store takes milliseconds, a step or a wait up to minutes.
+# Buckets in seconds: a swap or a write to the store takes milliseconds, a step or a wait up to minutes.
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-# A Prometheus name ends with its unit, if that is one of these.
+# Units that are appended to the Prometheus name.
 _UNITS = ("seconds", "bytes", "tokens", "steps", "nats")
-# Groups whose metrics are known without the name of the group.
+# Prefixes that short_key removes.
 _WELL_KNOWN = ("importance", "policy", "train", "time", "rollouts")
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What one metric means."""
+    """The declaration of one metric."""
 
     name: str
-    """Key in MLflow and in the metrics of a commit, with a slash; of the groups run and role a name without one."""
+    """Key in MLflow and in the metrics of a commit, with a slash; in the groups run and role without a slash."""
     unit: str
     reduction: str
-    """What is reduced, and how, to the one number of a step."""
+    """How the values of a step are reduced to one number."""
     help: str
     group: Group = "trainer"
     """trainer: part of the commit of the step; evaluator: of an evaluation; tracker: derived from commits; system: of
-    the machine, its name may hold a <role> or <index>; run: of a run's status; role: of a process."""
+    the machine, with <role> or <index> in the name; run: of a run's status; role: of a process."""
     kind: Kind = "gauge"
     roles: tuple[str, ...] = ()
-    """Of the group role: the roles that export it."""
+    """In the group role: the roles that export the metric."""
     labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
-    """Every value of its one label, where they are known."""
+    """All values of the one label, if they are known in advance."""
     buckets: tuple[float, ...] = _SECONDS
 
     @property
@@ -64,7 +64,7 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names that a query may use."""
+        """Names of the exported series."""
         ends = ("_bucket", "_sum", "_count") if self.kind == "histogram" else ("",)
         return tuple(f"{self.prometheus}{end}" for end in ends) if self.prometheus else ()
 
@@ -72,49 +72,49 @@ class Metric:
 _ROLE_HELP = "<role>: flow, hub, trainer, an actor's name or evaluator, with all processes below it."
 _SYSTEM = (
     ("cpu_utilization_percentage", "%", "mean", "All cores of the host together."),
-    ("system_memory_usage_megabytes", "MB", "value", "Of the host."),
-    ("system_memory_usage_percentage", "%", "value", "Of the host."),
+    ("system_memory_usage_megabytes", "MB", "value", "Used memory of the host."),
+    ("system_memory_usage_percentage", "%", "value", "Used memory of the host."),
     ("<role>/cpu_utilization_percentage", "% of a core", "mean", _ROLE_HELP),
-    ("<role>/memory_usage_megabytes", "MB", "sum", "Resident; pages that processes share are counted in each."),
-    ("gpu_<index>_utilization_percentage", "%", "value", "As nvidia-smi says."),
-    ("gpu_<index>_memory_usage_megabytes", "MB", "value", "As nvidia-smi says."),
-    ("gpu_<index>_memory_usage_percentage", "%", "value", "As nvidia-smi says."),
-    ("gpu_<index>_power_usage_watts", "W", "value", "As nvidia-smi says."),
+    ("<role>/memory_usage_megabytes", "MB", "sum", "Resident memory; shared pages are counted in each process."),
+    ("gpu_<index>_utilization_percentage", "%", "value", "As reported by nvidia-smi."),
+    ("gpu_<index>_memory_usage_megabytes", "MB", "value", "As reported by nvidia-smi."),
+    ("gpu_<index>_memory_usage_percentage", "%", "value", "As reported by nvidia-smi."),
+    ("gpu_<index>_power_usage_watts", "W", "value", "As reported by nvidia-smi."),
 )
 
 _LENGTH_HELP = {
-    "generated": "Length of the completions that the tokens which arrived come from; tokens in flight have none yet.",
-    "trained": "The same for trained tokens; about the same number where no length is favoured.",
+    "generated": "Completion length of the tokens that have arrived; tokens in flight have no length yet.",
+    "trained": "The same for trained tokens; about equal to length/mean_generated without a length bias.",
     "masked": "The same for tokens that the lag rule masked.",
-    "dropped": "The same for tokens of groups given up by the lag rule.",
+    "dropped": "The same for tokens of groups that the lag rule dropped.",
 }
 
 
 def _length_metrics() -> list[Metric]:
-    since = "tokens booked since the reservation before"
+    since = "tokens booked since the previous reservation"
     found = []
     for word, text in _LENGTH_HELP.items():
         found.append(Metric(f"length/mean_{word}", "tokens", f"mean over {since}", text, "tracker"))
         for third in ("first", "last"):
-            text = f"In the {third} third of their completion; a third of the tokens where no part is favoured."
+            text = f"In the {third} third of their completion; 1/3 without a bias."
             found.append(Metric(f"length/{third}_third_{word}", "share", f"share of {since}", text, "tracker"))
     return found
 
 
 _DIFFERENCE_HELP = {
     "mismatch": "Tokens of lag 0 in rollouts without older tokens: the same weights, but engine and trainer differ.",
-    "stale_kv": "Tokens of lag 0 after older ones of their rollout: mismatch, and with engine.kv=keep what comes of "
+    "stale_kv": "Tokens of lag 0 after older ones of their rollout: mismatch, and with engine.kv=keep the effect of "
     "keys and values that older weights computed.",
-    "staleness": "Tokens of lag 1 and more: mismatch, stale keys and values, and how far the policy moved since.",
+    "staleness": "Tokens of lag 1 and more: mismatch, stale keys and values, and the change of the policy since.",
 }
 
 
 def _difference_metrics() -> list[Metric]:
     found = []
     for cause, text in _DIFFERENCE_HELP.items():
-        size = f"How far trainer and rollout log-probability are apart. {text}"
+        size = f"Absolute difference of trainer and rollout log-probability. {text}"
         found.append(Metric(f"{cause}/abs", "nats", "mean over such trained tokens", size))
-        signed = "As importance/kl, which is the mean over all three kinds of token."
+        signed = "Like importance/kl, which is the mean over all three kinds of token."
         found.append(Metric(f"{cause}/kl", "nats", "mean over the same tokens", signed))
     return found
 
@@ -138,20 +138,20 @@ _DECLARED = (
     Metric("reward/std", "reward", "population standard deviation over scored rollouts", "Spread of the reward."),
     Metric("rollout/length_mean", "tokens", "mean over rollouts", "Completion length."),
     Metric("rollout/length_p995", "tokens", "99.5th percentile over rollouts",
-           "Length of the longest completions; generate-then-train would wait for these."),
+           "Length of the longest completions; a synchronous schedule would wait for these."),
     Metric("lag/mean", "optimizer steps", "mean over trained tokens",
-           "Age of the trained tokens: step n trains a token of version v at lag n - 1 - v. Tokens beyond "
+           "Lag of the trained tokens: step n trains a token of version v at lag n - 1 - v. Tokens beyond "
            "schedule.max_lag are masked and not counted."),
-    Metric("lag/p99", "optimizer steps", "99th percentile over trained tokens", "Age of the oldest tokens."),
+    Metric("lag/p99", "optimizer steps", "99th percentile over trained tokens", "Lag of the oldest tokens."),
     Metric("lag/max", "optimizer steps", "maximum over trained tokens", "Never above schedule.max_lag."),
     Metric("importance/ess", "share", "(sum w)^2 / (n sum w^2) over sampled tokens",
            "Effective sample size of the untruncated token ratios: 1 is on-policy."),
-    Metric("importance/ess_sequence", "share", "the same over rollouts", "A rollout's ratio is the product."),
+    Metric("importance/ess_sequence", "share", "the same over rollouts", "Ratio of a rollout: the product."),
     Metric("importance/ratio_mean", "ratio", "mean over trained tokens", "Trainer over rollout probability."),
     Metric("importance/ratio_clipped_fraction", "share", "mean over trained tokens",
-           "Tokens whose ratio the loss has truncated, clipped or refused."),
+           "Tokens whose ratio the loss truncates, clips or masks."),
     Metric("importance/kl", "nats", "mean over trained tokens",
-           "Rollout log-probability minus trainer log-probability: how far the policy moved since sampling (k1)."),
+           "Rollout log-probability minus trainer log-probability: the change of the policy since sampling (k1)."),
     *_difference_metrics(),
     Metric("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
     Metric("policy/value_error", "1", "mean over trained tokens", "Squared error of the value head, if any."),
@@ -165,7 +165,7 @@ _DECLARED = (
     Metric("train/pack_fill", "share", "used over budget of the packs", "How full the forward passes were."),
     Metric("train/num_packs", "packs", "count", "Forward passes of the step."),
     Metric("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
-    Metric("time/reserve_wait_seconds", "seconds", "value", "How long the trainer waited for its groups."),
+    Metric("time/reserve_wait_seconds", "seconds", "value", "Time the trainer waited for its groups."),
     Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
     Metric("time/commit_seconds", "seconds", "value",
            "From the end of compute to the commit: uploads and publication."),
@@ -173,9 +173,9 @@ _DECLARED = (
            "Rollouts whose tokens were sampled by two or more weight versions."),
     Metric("rollouts/max_versions", "versions", "maximum over rollouts", "Most versions in one rollout."),
     Metric("rollouts/error_fraction", "share", "errors over all rollouts of the step's groups",
-           "Rollouts that could not be scored; they have no reward and are not trained."),
+           "Rollouts that could not be scored, which have no reward and are not trained."),
     Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
-    Metric("progress/tokens", "tokens", "running total", "Completion tokens of these; an x axis."),
+    Metric("progress/tokens", "tokens", "running total", "Completion tokens trained on so far; an x axis."),
     Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
     Metric("weights/published_seconds", "seconds", "value", "Serialising and publishing the version."),
     Metric("weights/bytes", "bytes", "sum over files", "Size of the published version."),
@@ -185,34 +185,34 @@ _DECLARED = (
            "Sequences in flight.", "tracker"),
     Metric("actor/tokens_per_second", "tokens/s", "tokens over the time between two reservations, summed over actors",
            "Speed of generation.", "tracker"),
-    Metric("swap/pause_seconds_max", "seconds", "maximum over the swaps reported since the commit before",
-           "Longest time that an engine sampled nothing because of a swap.", "tracker"),
+    Metric("swap/pause_seconds_max", "seconds", "maximum over the swaps reported since the previous commit",
+           "Longest pause of an engine for a swap.", "tracker"),
     Metric("weights/live_min", "version", "minimum over actors", "Oldest version that sampled at the reservation.",
            "tracker"),
     Metric("weights/live_max", "version", "maximum over actors", "Newest version that sampled at the reservation.",
            "tracker"),
     Metric("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
-    Metric("tokens/trained", "tokens", "running total", "Of these, with a gradient in a committed step.", "tracker"),
+    Metric("tokens/trained", "tokens", "running total", "Those with a gradient in a committed step.", "tracker"),
     Metric("tokens/masked_stale", "tokens", "running total", "Masked by the lag rule in a trained group.", "tracker"),
-    Metric("tokens/dropped_stale", "tokens", "running total", "In groups given up by the lag rule.", "tracker"),
+    Metric("tokens/dropped_stale", "tokens", "running total", "In groups that the lag rule dropped.", "tracker"),
     Metric("tokens/filtered", "tokens", "running total", "In groups whose rewards were all equal.", "tracker"),
     Metric("tokens/failed", "tokens", "running total", "In groups that could not be scored.", "tracker"),
     Metric("tokens/superseded", "tokens", "running total", "Sampled again by a later attempt.", "tracker"),
     Metric("tokens/in_flight", "tokens", "value", "In groups that are not finished.", "tracker"),
     Metric("tokens/ready", "tokens", "value", "In finished groups that no commit has taken.", "tracker"),
     Metric("length/bias", "ratio", "mean length of trained over generated tokens",
-           "Below 1 long completions are lost on the way to the trainer. One step is noisy; the report has the run.",
+           "Below 1, long completions are lost on the way to the trainer. One step is noisy; see the report.",
            "tracker"),
     *_length_metrics(),
-    Metric("wait/engine_seconds", "seconds", "sum since the reservation before",
+    Metric("wait/engine_seconds", "seconds", "sum since the previous reservation",
            "The trainer waited for groups that were being generated.", "tracker"),
-    Metric("wait/window_seconds", "seconds", "sum since the reservation before",
-           "The trainer waited while slots stood empty that the schedule had no place for (weighted by their share).",
+    Metric("wait/window_seconds", "seconds", "sum since the previous reservation",
+           "The trainer waited while the full window kept slots empty (weighted by the share of empty slots).",
            "tracker"),
-    Metric("wait/stale_wait_seconds", "seconds", "sum since the reservation before",
+    Metric("wait/stale_wait_seconds", "seconds", "sum since the previous reservation",
            "Enough groups were ready, but schedule.stale=wait held the step back.", "tracker"),
-    Metric("wait/actors_seconds", "seconds", "sum over actors since the reservation before",
-           "Engine time lost to slots that stood empty because no group was granted.", "tracker"),
+    Metric("wait/actors_seconds", "seconds", "sum over actors since the previous reservation",
+           "Engine time lost to slots that were empty because no group was granted.", "tracker"),
     *(Metric(f"system/{key}", unit, how, text, "system") for key, unit, how, text in _SYSTEM),
     _run("step", "", "Newest committed optimizer step."),
     _run("steps", "", "Steps of the run."),
@@ -222,46 +222,46 @@ _DECLARED = (
     _run("ready_groups", "", "Finished groups that no step has reserved."),
     _run("leased_groups", "", "Groups that actors work on."),
     _run("state", "", "1 for the state of the run.", labels=("state",)),
-    _run("hub_silent_seconds", "seconds", "Since the last beat of the hub."),
-    _run("actor_running", "", "Sequences that are decoded.", labels=("actor",)),
+    _run("hub_silent_seconds", "seconds", "Time since the last heartbeat of the hub."),
+    _run("actor_running", "", "Sequences in decoding.", labels=("actor",)),
     _run("actor_waiting", "", "Sequences that wait for a slot.", labels=("actor",)),
     _run("actor_slots", "", "Slots.", labels=("actor",)),
     _run("actor_weight_version", "", "Weight version in the engine.", labels=("actor",)),
-    _run("tokens_total", "tokens", "Tokens by what became of them.", "counter", ("class",)),
-    _role("gauge", "role_info", ALL_ROLES, "1; which process this is.", ("run", "role", "name")),
-    _role("gauge", "role_healthy", ALL_ROLES, "1 while the main loop turns: what /healthz says."),
-    _role("gauge", "role_ready", ALL_ROLES, "1 while it does its work: what /readyz says."),
-    _role("gauge", "role_beat_age_seconds", ALL_ROLES, "Since the main loop turned last."),
+    _run("tokens_total", "tokens", "Tokens by class of the ledger.", "counter", ("class",)),
+    _role("gauge", "role_info", ALL_ROLES, "1; the labels identify the process.", ("run", "role", "name")),
+    _role("gauge", "role_healthy", ALL_ROLES, "1 while the main loop runs (/healthz)."),
+    _role("gauge", "role_ready", ALL_ROLES, "1 while the role does its work (/readyz)."),
+    _role("gauge", "role_beat_age_seconds", ALL_ROLES, "Time since the last iteration of the main loop."),
     _role("gauge", "role_weight_version", ALL_ROLES,
-          "Weight version that it holds; the hub: the newest announced one."),
-    _role("counter", "role_restarts_total", ALL_ROLES, "Times that its supervisor has started it again."),
+          "Weight version of the role; of the hub: the newest announced version."),
+    _role("counter", "role_restarts_total", ALL_ROLES, "Restarts of the role by its supervisor."),
     _role("histogram", "store_seconds", ALL_ROLES, "Requests to the object store.", ("operation",), _OPERATIONS),
-    _role("counter", "store_errors_total", ALL_ROLES, "Requests that the object store failed.", ("operation",),
+    _role("counter", "store_errors_total", ALL_ROLES, "Failed requests to the object store.", ("operation",),
           _OPERATIONS),
     _role("gauge", "hub_row_bytes", _HUB, "Rows that the hub keeps in memory."),
     _role("gauge", "hub_peers", _HUB, "Open exchanges: actors and the trainer."),
     _role("counter", "actor_rollouts_total", _ACTOR, "Rollouts by outcome.", ("outcome",), ("scored", "error")),
     _role("counter", "actor_lost_scorings_total", _ACTOR,
-          "Scorings without a result, which count as wrong answers: over their deadline, or their process died.",
+          "Scorings without a result, which count as wrong answers: deadline exceeded, or the process died.",
           ("cause",), ("timeout", "died")),
     _role("counter", "actor_tokens_total", _ACTOR, "Completion tokens of finished rollouts."),
-    _role("counter", "actor_groups_total", _ACTOR, "Groups by what the hub said.", ("answer",),
+    _role("counter", "actor_groups_total", _ACTOR, "Groups by answer of the hub.", ("answer",),
           ("accepted", "stale_lease", "other")),
-    _role("gauge", "actor_unsent_groups", _ACTOR, "Finished groups that wait for credit of the hub."),
+    _role("gauge", "actor_unsent_groups", _ACTOR, "Finished groups that wait for credit from the hub."),
     _role("gauge", "actor_engine_running", _ACTOR, "Sequences that hold a slot."),
     _role("gauge", "actor_engine_waiting", _ACTOR, "Sequences that wait for a slot."),
     _role("gauge", "actor_kv_usage", _ACTOR, "Share of the KV memory in use."),
     _role("histogram", "actor_generation_seconds", _ACTOR, "Generation of the longest rollout of a group."),
     _role("histogram", "actor_scoring_seconds", _ACTOR, "From last token to reward, the slowest rollout of a group."),
     _role("histogram", "actor_swap_pause_seconds", _ACTOR, "Time without sampling at a swap of weights."),
-    _role("histogram", "actor_weight_update_seconds", _ACTOR, "From hearing of a version to sampling from it."),
+    _role("histogram", "actor_weight_update_seconds", _ACTOR, "From announcement of a version to sampling from it."),
     _role("histogram", "trainer_step_seconds", _TRAINER, "Forward, backward and optimizer of a step."),
     _role("histogram", "trainer_wait_seconds", _TRAINER, "Waiting for the groups of a step."),
     _role("histogram", "trainer_commit_seconds", _TRAINER, "From the start of publishing a step to its commit."),
     _role("counter", "trainer_tokens_total", _TRAINER, "Completion tokens of trained rollouts."),
     _role("histogram", "trainer_lag_steps", _TRAINER,
           "Lag of the oldest token of each trained rollout, in optimizer steps.", buckets=_LAGS),
-    _role("gauge", "trainer_checkpoint_age_seconds", _TRAINER, "Since the newest checkpoint was finished."),
+    _role("gauge", "trainer_checkpoint_age_seconds", _TRAINER, "Age of the newest checkpoint."),
 )  # fmt: skip
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
@@ -279,7 +279,7 @@ def step_metrics(
     tokens: int,
     seconds: float,
 ) -> dict[str, float]:
-    """The metrics of a step that the trainer knows when it has computed it; the commit adds time/commit_seconds.
+    """The metrics of a step after its computation; the commit adds time/commit_seconds.
 
     `learned` are the metrics of the learner, by name, `rows` all rows of the step, `masked_stale` the sampled tokens
     that the lag rule masked in them, `num_errors` the rollouts of its groups without a reward. `samples` and `tokens`
@@ -313,7 +313,7 @@ def step_metrics(
 
 
 def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:
-    """Only what is a finite number, as floats: JSON and MLflow have no NaN."""
+    """The finite values, as floats; JSON and MLflow have no NaN."""
     return {key: float(value) for key, value in values.items() if value is not None and math.isfinite(value)}
 
 
@@ -322,7 +322,7 @@ def _mean(values: NDArray[Any]) -> float | None:
 
 
 def short_key(name: str) -> str:
-    """Key of a metric among figures for people. Example: importance/ess is ess, reward/mean is reward_mean."""
+    """Short key of a metric for `status --json`. Example: importance/ess is ess, reward/mean is reward_mean."""
     group, _, rest = name.partition("/")
     return rest if group in _WELL_KNOWN else name.replace("/", "_")
 
@@ -331,14 +331,14 @@ _TITLES: Mapping[Group, tuple[str, ...]] = {
     "trainer": ("## In the commit of every step (and in MLflow)",),
     "evaluator": ("## Of every evaluation (in MLflow)",),
     "tracker": ("## Derived from commits (MLflow only)",),
-    "system": ("## Of the host of the flow, every 10 s, at step = seconds since the run began (MLflow only)",),
+    "system": ("## Of the host of the flow, every 10 s, at step = seconds since the start of the run (MLflow only)",),
     "run": (
         "## For Prometheus",
         "",
         "From the page of a run (`pipelinerl status --web`, /metrics), with the label `run`: the newest value of",
         "each metric above that has a name for Prometheus, and",
     ),
-    "role": ("From each role (its own /metrics); Prometheus knows run, role and name from /targets.json:",),
+    "role": ("From each role (its own /metrics); /targets.json gives Prometheus the labels run, role and name:",),
 }
 
 

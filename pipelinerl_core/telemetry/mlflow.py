@@ -1,8 +1,8 @@
-"""MLflow: one run per training run, written by one buffered thread. Losing the server later never stops a run.
+"""Writes the metrics of a run to MLflow from a buffered thread. An outage of MLflow after the start ends no run.
 
 log, log_artifact, log_table -> buffers --(every 2 s or 500 metrics)--> writer thread --> MLflow
                                                                             |
-                                             failed: kept and tried again, warned of once
+                                             if it fails: keep, try again, warn once
 """
 
 import json
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-# Read by mlflow when it is imported: no telemetry, no pictures on stdout, and no minutes of retries against a dead
-# server. A value that the user has set wins.
+# mlflow reads these variables when it is imported: no telemetry, no emoji output on stdout, and no minutes of retries
+# if the server is down. Values that the user has set are kept.
 for _name, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -40,15 +40,17 @@ from pipelinerl_core.telemetry.redact import flatten, redact, redact_text  # noq
 
 logger = logging.getLogger(__name__)
 logging.getLogger("alembic").setLevel(logging.WARNING)
-logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every attempt; we do once
+logging.getLogger("urllib3.connectionpool").setLevel(
+    logging.ERROR
+)  # urllib3 warns of every attempt; the tracker warns once
 
 T = TypeVar("T")
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
-"""Tag that finds the MLflow run of a training run."""
+"""Tag by which the tracker finds the MLflow run of a training run."""
 PARENT_TAG = "mlflow.parentRunId"
-"""Tag by which MLflow shows a run below another one."""
+"""Tag by which MLflow shows a run below its parent run."""
 SAMPLE_SECONDS = 10.0
 """Shortest time between two readings of the machine."""
 
@@ -63,26 +65,26 @@ _MAX_TAG_CHARS = 8000
 # Which artifacts MLflow's pages show as tables.
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _CONTEXT_TAG = "mlflow.data.context"
-# MLflow's pages are for applications of language models unless they are told that this is training.
+# Without this tag, MLflow shows the pages for language model applications instead of training.
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _TRAINING_VIEW = "workflowType=machine_learning"
-# While the server is away; beyond it the oldest are given up.
+# Metrics kept during an outage; beyond this number the oldest are dropped.
 _MAX_BUFFERED = 200_000
-# Between two attempts while the server is away.
+# Between two attempts during an outage.
 _RETRY_SECONDS = 15.0
-# How long the end of a run waits for it, and the end of one that was stopped.
+# How long close() waits during an outage, for a run that has ended and for a run that was stopped.
 _CLOSE_SECONDS = 120.0
 _STOP_SECONDS = 5.0
 _CLOSE_RETRY_SECONDS = 2.0
-# Of an artifact, by an MLflow that answers otherwise.
+# Refusals of an artifact, by a server that answers other requests, after which the artifact is dropped.
 _MAX_REFUSALS = 3
 _MAX_REASON_CHARS = 200
 
 
 def tracking_uri(configured: str, root: str) -> str | None:
-    """The URI for tracking.mlflow_uri; None when it is `none`.
+    """The tracking URI for a value of tracking.mlflow_uri; None for `none`.
 
-    Empty means mlflow.db under the root, or in the working directory when the root is not a local directory.
+    Empty: mlflow.db under the root, or in the working directory if the root is not a local directory.
     """
     if configured:
         return None if configured == "none" else configured
@@ -114,11 +116,11 @@ class MlflowTracker:
         datasets: Sequence[DatasetNote] = (),
         machine: Callable[[], Mapping[str, float]] | None = None,
     ) -> None:
-        """Connect, and find or create the run; raises ConfigError when that is impossible (a server within 10 s).
+        """Connect, and find or create the run. Raises ConfigError if this fails, for a server after 9 s.
 
         A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
-        becomes parameters with dotted keys; what looks like a secret is replaced there and in `tags`. `machine` is
-        asked every 10 s on the writer's thread; step of what it says: seconds since the MLflow run began.
+        becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
+        on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
         """
         self._tags = redact({RUN_TAG: run_name, **(tags or {})})
         self._params = redact(flatten(config or {}))
@@ -138,7 +140,7 @@ class MlflowTracker:
         self._began = run.info.start_time / 1000
         self._tables: list[dict[str, str]] = json.loads(run.data.tags.get(_TABLES_TAG, "[]"))
         self.num_lost = 0
-        """Metrics given up because MLflow was away."""
+        """Metrics dropped because of an outage of MLflow."""
         self.num_failures = 0
         """Failed attempts to write."""
         self._buffer: deque[Metric] = deque()
@@ -152,7 +154,7 @@ class MlflowTracker:
         self._writer.start()
 
     def log(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
-        """Buffer metrics of one step; keys that the run already has for that step are skipped. `at`: Unix seconds."""
+        """Buffer metrics of one step; keys that are already logged for this step are skipped. at: Unix seconds."""
         timestamp = round((time.time() if at is None else at) * 1000)
         with self._lock:
             for key, value in metrics.items():
@@ -168,12 +170,12 @@ class MlflowTracker:
             self._wake.set()
 
     def log_artifact(self, name: str, data: bytes) -> None:
-        """Store a small file with the run soon; a newer one of the same name takes its place."""
+        """Buffer a small file; a newer file of the same name replaces the older."""
         with self._lock:
             self._files[name] = data
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """The same for a table that MLflow's pages show; `name` ends in .json, `rows` hold JSON values."""
+        """Buffer a table, which MLflow's pages show; `name` ends in .json, `rows` hold JSON values."""
         self.log_artifact(name, json.dumps({"columns": list(columns), "data": list(map(list, rows))}).encode())
         entry = {"path": name, "type": "table"}
         with self._lock:
@@ -181,9 +183,10 @@ class MlflowTracker:
                 self._tables = [*self._tables, entry]
 
     def close(self, status: Status = "FINISHED") -> None:
-        """Flush, end the run with `status` and stop; an MLflow that is away is waited for, by a stopped run not long.
+        """Flush, end the MLflow run with `status`, and stop the writer. Further calls do nothing.
 
-        What is not written then is in the run's objects still: resuming the run writes it. Repeats do nothing.
+        During an outage, close() waits at most 120 s, for a run that was stopped 5 s. The stored objects of the run
+        keep the data, and a resume of the run writes the data to MLflow.
         """
         if self._is_closing:
             return
@@ -193,13 +196,13 @@ class MlflowTracker:
         self._wake.set()
         self._writer.join(_CLOSE_RETRY_SECONDS)
         if self._writer.is_alive() and self._left:
-            logger.warning("MLflow is away: waiting %.0f s for it to take %s", limit_seconds, self._left)
+            logger.warning("MLflow does not answer: waiting at most %.0f s to write %s", limit_seconds, self._left)
         self._writer.join(limit_seconds)
         left = self._left
         if self._writer.is_alive() or left:
             self.num_lost += len(self._buffer)
             logger.warning(
-                "MLflow was away at the end: %s were not written; `pipelinerl resume` of the run writes them",
+                "MLflow did not answer at the end: %s were not written; `pipelinerl resume` of the run writes them",
                 left or "some metrics",
             )
             return
@@ -207,7 +210,7 @@ class MlflowTracker:
 
     @property
     def _left(self) -> str:
-        """What is still to be written, for people; empty: nothing."""
+        """What is not written yet, as text; empty if all is written."""
         counts = {"metrics": len(self._buffer) + self.num_lost, "files": len(self._files)}
         return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
@@ -216,7 +219,7 @@ class MlflowTracker:
     def _connect(
         self, uri: str, experiment: str, run_name: str, run_id: str | None
     ) -> tuple[Run, dict[str, set[int]]]:
-        """The run, and key -> steps it already has."""
+        """The MLflow run, and key -> steps that are already logged."""
         self._client = client = MlflowClient(tracking_uri=uri)
         experiment_id = _experiment_id(client, uri, experiment)
         found = _find_run(client, experiment_id, run_name, run_id)
@@ -256,18 +259,18 @@ class MlflowTracker:
                 return
 
     def _sample(self) -> None:
-        """What the machine does now, as metrics."""
+        """Log the system metrics if they are due."""
         if self._machine is None or time.monotonic() - self._sampled_at < SAMPLE_SECONDS:
             return
         self._sampled_at = time.monotonic()
         try:
             self.log(max(0, round(time.time() - self._began)), self._machine())
-        except Exception as error:  # noqa: BLE001 - whatever the system says must not end the writer
-            logger.warning("no system metrics: %s", _reason(error))
+        except Exception as error:  # noqa: BLE001 - an error of the sampler must not end the writer
+            logger.warning("system metrics are off after an error: %s", _reason(error))
             self._machine = None
 
     def _flush(self) -> bool:
-        """Write everything buffered; False when MLflow refused, and the rest stays buffered."""
+        """Write all buffered data; False if a write failed, in which case the rest stays buffered."""
         while batch := self._next_batch():
             if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=batch)):
                 with self._lock:
@@ -280,7 +283,7 @@ class MlflowTracker:
             return [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
 
     def _upload(self, name: str) -> bool:
-        """Write one file, and that it is a table if it is; it is forgotten unless a newer one has come meanwhile."""
+        """Write one file, and its table tag if it is a table; then drop it unless a newer one has replaced it."""
         data, entry = self._files[name], {"path": name, "type": "table"}
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / Path(name).name
@@ -296,21 +299,28 @@ class MlflowTracker:
         return is_written or is_refused
 
     def _is_refused(self, name: str) -> bool:
-        """Whether a file is given up: MLflow answers, but has not taken it three times."""
-        if self._try("a question", partial(self._client.get_run, self.run_id)):
+        """Whether a file is dropped: MLflow answers other requests but has refused the file three times."""
+        if self._try("a test request", partial(self._client.get_run, self.run_id)):
             self._refusals[name] = self._refusals.get(name, 0) + 1
         if self._refusals.get(name, 0) < _MAX_REFUSALS:
             return False
-        logger.warning("MLflow answers but does not take the artifact %s: it is left out", name)
+        logger.warning(
+            "MLflow answers but has refused the artifact %s %d times: the artifact is left out", name, _MAX_REFUSALS
+        )
         return True
 
     def _try(self, what: str, call: Callable[[], object]) -> bool:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - whatever breaks in tracking must not break the run
+        except Exception as error:  # noqa: BLE001 - an error of tracking must not end the run
             self.num_failures += 1
             level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
-            logger.log(level, "MLflow did not take %s (%s); the run goes on without", what, _reason(error))
+            logger.log(
+                level,
+                "could not write %s to MLflow (%s), trying again later; the run continues",
+                what,
+                _reason(error),
+            )
             return False
         return True
 
@@ -327,7 +337,7 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None:
         return str(found.experiment_id)
-    # Beside the database, not in whatever directory the command was started from.
+    # Beside the database instead of in the working directory.
     database = uri.removeprefix("sqlite:///")
     location = (Path(database).absolute().parent / "mlartifacts" / name).as_uri() if database != uri else None
     try:
@@ -346,7 +356,7 @@ def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: s
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("MLflow knows no run %s: its database was replaced; a new run is made", run_id)
+            logger.warning("MLflow has no run %s, so its database was replaced; creating a new MLflow run", run_id)
     quoted = run_name.replace("'", "")
     runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
     return str(runs[0].info.run_id) if runs else None

@@ -1,4 +1,4 @@
-"""Flatten a configuration for people to read, without anything that looks like a secret."""
+"""Flattens a configuration for display, and replaces text with the form of a secret."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 REDACTED = "[redacted]"
 
-# Whole words of a key; `max_tokens` is no token, and a `token_seconds` is a time.
+# Whole words of a key: `max_tokens` is not a secret. Keys that end in `seconds` are excluded below.
 _SECRET_WORDS = frozenset(
     {
         "token",
@@ -43,12 +43,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def redact(flat: Mapping[str, str]) -> dict[str, str]:
-    """The same mapping with secrets replaced: by the name of the key, by the look of the value, or inside URLs."""
+    """The mapping with secrets replaced, recognised by the key, by the form of the value, or inside URLs."""
     return {key: REDACTED if _is_secret_key(key) and value else redact_text(value) for key, value in flat.items()}
 
 
 def redact_text(text: str) -> str:
-    """The text without logins and signatures in URLs, and without well-known forms of keys."""
+    """The text with logins and signatures in URLs, and well-known forms of keys, replaced."""
     text = _URL_LOGIN.sub(rf"\g<scheme>{REDACTED}@", text)
     text = _URL_QUERY.sub(rf"\g<name>{REDACTED}", text)
     return _SECRET_VALUE.sub(REDACTED, text)

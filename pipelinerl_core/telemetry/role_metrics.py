@@ -1,7 +1,7 @@
-"""What Prometheus scrapes: the metrics of one process, and those of a run as its status has them.
+"""The Prometheus metrics of one process, and of a run from its status document.
 
 Run, role and name of a process are labels of its target in /targets.json (`pipelinerl status --web`) and of
-pipelinerl_role_info. The samples have labels with few values only.
+pipelinerl_role_info. Other labels have few values, which bounds the number of series.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ STATES = ("running", "stopped", "finished")
 
 
 class RoleMetrics:
-    """The metrics of one process. Every method takes microseconds and is safe between threads.
+    """The metrics of one process. Thread-safe; each call takes microseconds.
 
-    Names are those of METRICS; a name that is not among the role's is a KeyError.
+    Names are keys of METRICS. Raises KeyError for a metric that the role does not export.
     """
 
     def __init__(self, role: str, name: str, run_id: str) -> None:
@@ -38,7 +38,7 @@ class RoleMetrics:
         info.set(1)
 
     def add(self, name: str, amount: float = 1.0, label: str = "") -> None:
-        """Count; `label` is the value of the metric's label, if it has one."""
+        """Increase a counter; `label` is the value of the metric's label, if there is one."""
         counter = self._child(name, label)
         assert isinstance(counter, Counter)
         counter.inc(amount)
@@ -50,19 +50,19 @@ class RoleMetrics:
         gauge.set(value)
 
     def ask(self, name: str, value: Callable[[], float]) -> None:
-        """A gauge whose value is asked for at every scrape, on the server's thread."""
+        """Let a gauge call `value` at every scrape, on the server's thread."""
         gauge = self._child(name, "")
         assert isinstance(gauge, Gauge)
         gauge.set_function(value)
 
     def observe(self, name: str, value: float, label: str = "") -> None:
-        """Add to a histogram."""
+        """Add a value to a histogram."""
         histogram = self._child(name, label)
         assert isinstance(histogram, Histogram)
         histogram.observe(value)
 
     def exposition(self) -> bytes:
-        """All of it in the text format."""
+        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _child(self, name: str, label: str) -> Counter | Gauge | Histogram:
@@ -75,7 +75,7 @@ class RoleMetrics:
 
 
 def run_exposition(status: Mapping[str, Any]) -> bytes:
-    """The metrics of a run as text, of a document of `tracking.live.run_status`; what has no value is left out."""
+    """The metrics of a run in the text format, from a status document (report/live_view.py), without empty values."""
     registry, run = _empty_registry(), str(status["run_id"])
     for name, value in _run_values(status).items():
         samples = value if isinstance(value, dict) else {"": value}
@@ -117,7 +117,7 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _newest_epochs(actors: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Name -> what is known of its newest epoch; keys are "<name>/<epoch>"."""
+    """Name -> entry of the newest epoch; keys of `actors` are "<name>/<epoch>"."""
     found: dict[str, tuple[int, Mapping[str, Any]]] = {}
     for key, one in actors.items():
         name, _, epoch = key.partition("/")
@@ -126,7 +126,7 @@ def _newest_epochs(actors: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping
 
 
 def _empty_registry() -> CollectorRegistry:
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a series per counter: when the process began
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # switches off the series with the creation time of each counter
     return CollectorRegistry(auto_describe=False)
 
 

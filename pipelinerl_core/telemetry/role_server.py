@@ -1,12 +1,13 @@
-"""/healthz, /readyz and /metrics of one process, on threads of their own.
+"""Serves /healthz, /readyz and /metrics of one process on separate threads.
 
 | path | 200 | 503 |
 |------|-----|-----|
-| /healthz | the main loop has turned lately | it has not; the body says since when and what it was doing |
-| /readyz  | the role does its work | it does not yet, or not now; the body says why |
+| /healthz | the main loop runs | the main loop hangs; the body says since when and in which operation |
+| /readyz  | the role does its work | the role does not work yet, or not now; the body says why |
 | /metrics | the text format of Prometheus | |
 
-Nothing but GET, no parameters, no password: it shows numbers and names, never text of rollouts or configuration.
+The server accepts GET without parameters and has no password. The answers hold numbers and names, no text of rollouts
+or configuration.
 """
 
 import errno
@@ -20,15 +21,15 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE
 
 _TIMEOUT_SECONDS = 10
-# Ports tried from placement.metrics_port on: the roles of one host.
+# Ports tried from placement.metrics_port on, one for each role of the host.
 _NUM_PORTS = 64
 
 
 class Observed(Protocol):
-    """What is served of a process."""
+    """The health and the metrics of a process."""
 
     def health(self) -> tuple[bool, str]:
-        """Whether the main loop turns, and a line about it."""
+        """Whether the main loop runs, and a line about it."""
         ...
 
     def readiness(self) -> tuple[bool, str]:
@@ -41,17 +42,17 @@ class Observed(Protocol):
 
 
 class RoleServer:
-    """Serves from its construction to `close`."""
+    """Serves from construction to `close`."""
 
     def __init__(self, observed: Observed, host: str, port: int) -> None:
-        """Takes the first free port from `port` on, any for 0; ConfigError when the address cannot be had."""
+        """Bind the first free port from `port` on, any port for 0. Raises ConfigError if no port can be bound."""
         self._server = _bind(observed, host, port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        """http://host:port as it is bound."""
+        """http://host:port of the bound address."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}"
 
@@ -70,17 +71,17 @@ def _bind(observed: Observed, host: str, port: int) -> "_Server":
             if error.errno != errno.EADDRINUSE:
                 reason = error.strerror or str(error)
                 raise ConfigError(
-                    f"placement.metrics_host={host}, metrics_port={candidate} cannot be served: {reason}. "
+                    f"placement.metrics_host={host}, metrics_port={candidate} cannot be bound: {reason}. "
                     "Set an address of this host, or an empty metrics_host to serve no metrics"
                 ) from None
     raise ConfigError(
-        f"placement.metrics_port={port}: this and the next {_NUM_PORTS - 1} ports are taken. Set another, or 0"
+        f"placement.metrics_port={port}: this and the next {_NUM_PORTS - 1} ports are in use. Set another port, or 0"
     )
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # The next start of the role takes the same port, although connections of this one linger.
+    # The next start of the role can bind the same port while old connections are in TIME_WAIT.
     allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int], observed: Observed) -> None:
@@ -119,4 +120,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A line per scrape is of no use."""
+        """Log nothing per request."""

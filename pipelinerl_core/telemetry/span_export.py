@@ -1,4 +1,4 @@
-"""Spans to a file of JSON lines, or to an OpenTelemetry collector; imported only where traces are on.
+"""Exports spans to a file of JSON lines or to an OpenTelemetry collector; imported only if tracing is on.
 
 Each line of the file is one message of OTLP's JSON encoding, which a collector's otlpjsonfile receiver reads.
 """
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 SCOPE = "pipelinerl"
 CLOSE_SECONDS = 2.0
-"""A collector that does not answer may hold up the end of a role for so long."""
+"""Longest delay of the end of a role by a collector that does not answer."""
 DELAY_SECONDS = 1.0
-"""Spans wait so long for others."""
+"""Time for which spans are collected into a batch."""
 _NANO = 1_000_000_000
 
 
 class BatchSink:
-    """Hands spans to OpenTelemetry's batch processor: a bounded queue and a thread of its own."""
+    """Exports spans with OpenTelemetry's batch processor, which has a bounded queue and a thread."""
 
     def __init__(self, exporter: SpanExporter, *, role: str, name: str, run_id: str) -> None:
         self._resource = Resource.create(
@@ -40,7 +40,7 @@ class BatchSink:
         self._processor = BatchSpanProcessor(exporter, schedule_delay_millis=DELAY_SECONDS * 1000)
 
     def emit(self, span: Span) -> None:
-        """Queue it; dropped when 2,048 wait."""
+        """Queue a span; dropped if 2,048 spans are queued."""
         self._processor.on_end(
             ReadableSpan(
                 span.name,
@@ -56,14 +56,14 @@ class BatchSink:
         )
 
     def close(self) -> None:
-        """Export what waits, for two seconds at most."""
+        """Export the queued spans; waits at most 2 s."""
         thread = threading.Thread(target=self._processor.shutdown, name="traces", daemon=True)
         thread.start()
         thread.join(CLOSE_SECONDS)
 
 
 class FileExporter(SpanExporter):
-    """Appends to a file, whose older half is in `.1` beside it."""
+    """Appends to a file. At half of max_bytes, the file is renamed to `.1`, replacing the previous `.1`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class FileExporter(SpanExporter):
         self._half_bytes = max_bytes // 2
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """One line for all of them."""
+        """Append one line with all spans."""
         if not spans:
             return SpanExportResult.SUCCESS
         scope = {"scope": {"name": SCOPE}, "spans": [_as_json(span) for span in spans]}
@@ -90,8 +90,9 @@ class FileExporter(SpanExporter):
 def build_sink(
     kind: Literal["file", "otlp"], *, role: str, name: str, run_id: str, directory: Path, max_bytes: int
 ) -> BatchSink:
-    """The sink of a role. The collector of `otlp` is given by the variables OTEL_EXPORTER_OTLP_*; ConfigError without
-    the package that speaks to it.
+    """The sink of a role. For `otlp`, the variables OTEL_EXPORTER_OTLP_* name the collector.
+
+    Raises ConfigError if the package for `otlp` is not installed.
     """
     to_file = kind == "file"
     exporter = FileExporter(directory / f"{name}.traces.jsonl", max_bytes) if to_file else _otlp_exporter()
@@ -99,7 +100,7 @@ def build_sink(
 
 
 def _otlp_exporter() -> SpanExporter:
-    # A batch that a collector refuses is not worth much waiting; the variable is OpenTelemetry's own.
+    # Traces are not worth a long wait for a collector. The variable is OpenTelemetry's.
     os.environ.setdefault("OTEL_EXPORTER_OTLP_TIMEOUT", "5")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415

@@ -1,7 +1,8 @@
-"""What the machine does while a run goes on: CPU and memory of it all and of each role, and its NVIDIA GPUs.
+"""Samples CPU and memory of the host and of each role of a run, and the NVIDIA GPUs.
 
-Names and units are those of MLflow's own system metrics, which it shows on a page of their own; MLflow's monitor is
-not used because it ends for good when the server is away once, and does not know roles.
+Names and units are the same as for MLflow's system metrics, so MLflow shows them on its page for system metrics.
+MLflow's monitor is not used, because the monitor stops after the first outage of the server and does not separate
+roles.
 """
 
 import logging
@@ -25,10 +26,10 @@ _SMI_FIELDS = ("index", "utilization.gpu", "memory.used", "memory.total", "power
 
 
 class SystemSampler:
-    """Samples this host: `sample()` now and then, from one thread."""
+    """Samples this host; call the object from one thread."""
 
     def __init__(self, run_url: str) -> None:
-        """`run_url`: roles below this process that belong to other runs are left out."""
+        """run_url: URL of the run; role processes of other runs are left out."""
         self._run_url = run_url
         self._flow = psutil.Process()
         self._cpu: dict[tuple[int, float], float] = {}
@@ -38,7 +39,7 @@ class SystemSampler:
         self._roles()
 
     def __call__(self) -> dict[str, float]:
-        """Metric -> value, of CPU the mean since the call before."""
+        """Metric -> value; CPU is the mean since the previous call."""
         memory = psutil.virtual_memory()
         return {
             f"{PREFIX}/cpu_utilization_percentage": psutil.cpu_percent(None),
@@ -61,10 +62,10 @@ class SystemSampler:
                     times = process.cpu_times()
                     key = (process.pid, process.create_time())
                     memory = process.memory_info().rss / _MEGABYTE
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
             cpu[key] = times.user + times.system
-            # A process not seen before has started since, with all that it has used.
+            # A new process has started since the previous call, so all its CPU time counts.
             share = 100.0 * (cpu[key] - self._cpu.get(key, 0.0)) / seconds
             _add(values, f"{PREFIX}/{role}/cpu_utilization_percentage", share)
             _add(values, f"{PREFIX}/{role}/memory_usage_megabytes", memory)
@@ -72,7 +73,7 @@ class SystemSampler:
         return values
 
     def _processes(self) -> list[tuple[psutil.Process, str]]:
-        """(process, role) of this process and of all below it; what a role has started belongs to the role."""
+        """(process, role) of this process and its descendants; a child of a role process belongs to the role."""
         found = [(self._flow, "flow")]
         roles = {self._flow.pid: "flow"}
         for process in self._flow.children(recursive=True):  # parents first
@@ -85,7 +86,7 @@ class SystemSampler:
         return found
 
     def _role_of(self, command: list[str]) -> str | None:
-        """Role, or name of an actor, of a command line; None for what is no role of this run."""
+        """Role, or name of an actor, of a command line; None for other processes than roles of this run."""
         module = next((word.removeprefix(_MODULE) for word in command if word.startswith(_MODULE)), None)
         if module is None or self._run_url not in command:
             return None
@@ -95,7 +96,7 @@ class SystemSampler:
 
 
 def gpu_reader() -> Callable[[], dict[str, float]]:
-    """What nvidia-smi says of each GPU of this host; nothing where there is no such command."""
+    """A function that reads the GPUs of this host with nvidia-smi; returns {} without this command."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return dict
@@ -113,7 +114,7 @@ def gpu_reader() -> Callable[[], dict[str, float]]:
 
 
 def parse_gpus(text: str) -> dict[str, float]:
-    """Metrics of lines "index, percent, MiB used, MiB in all, watts"; what a GPU does not tell ("[N/A]") is left out.
+    """Metrics of lines "index, percent, MiB used, MiB in all, watts"; missing values ("[N/A]") are left out.
 
     Example: "0, 42, 1024, 4096, 70.5" has gpu_0_memory_usage_percentage 25.
     """

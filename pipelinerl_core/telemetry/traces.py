@@ -1,14 +1,14 @@
-"""Traces from the prompt to the step: which groups are traced, ids that every role derives alike, spans as data.
+"""Traces from the prompt to the step: selection of the traced groups, ids of spans, spans as data.
 
     group trace (run, group_id)                          step trace (run, step)
       group: lease .. accepted by the hub   [actor]        step: reserve .. committed        [trainer]
         generate: one per rollout, swaps as events           wait, compute, publish, commit  [trainer]
-        reward:   one per rollout                            swap: heard .. sampling from it [each actor]
+        reward:   one per rollout                            swap: announced .. sampling     [each actor]
         send                                                    ^
         ready: finished .. reserved         [trainer]           |
         optimizer_step  --------------------- link -------------+
 
-Nothing of it travels: trace and span ids are hashes of names that both sides know, so no message carries a context.
+Trace and span ids are hashes of names that all roles have, so messages carry no trace context.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanRef:
-    """A place in a trace that others link to or hang below."""
+    """Id of a span, for links and child spans."""
 
     trace_id: int
     """128 bits."""
@@ -55,22 +55,22 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """Where spans go; never blocks and never raises."""
+    """Receives spans; does not block and does not raise."""
 
     def emit(self, span: Span) -> None:
-        """Take a span; dropped when there are too many."""
+        """Queue a span; dropped if the queue is full."""
         ...
 
     def close(self) -> None:
-        """Write out what is left, within two seconds."""
+        """Export the queued spans, within 2 s."""
         ...
 
 
 class Tracer:
-    """Of one process: what is traced, and how it is called."""
+    """Emits the spans of one process."""
 
     def __init__(self, run_id: str, share: float, sink: SpanSink) -> None:
-        """`share`: of the groups, in [0, 1]; every step is traced."""
+        """share: of traced groups, in [0, 1]; every step is traced."""
         self._run_id = run_id
         self._limit = share * 2**64
         self._sink = sink
@@ -80,12 +80,12 @@ class Tracer:
         return _number(8, "share", self._run_id, group_id) < self._limit
 
     def group(self, group_id: int, attempt: int, *what: str | int) -> SpanRef:
-        """The root span of an attempt at a group, or something below it."""
+        """Id of the root span of an attempt at a group, or, with `what`, of a span below."""
         trace_id = _number(16, "group", self._run_id, group_id)
         return SpanRef(trace_id=trace_id, span_id=_number(8, "group", self._run_id, group_id, attempt, *what))
 
     def step(self, step: int, epoch: int, *what: str | int) -> SpanRef:
-        """The root span of a step, as a trainer epoch took it, or something below it."""
+        """Id of the root span of a step of a trainer epoch, or, with `what`, of a span below."""
         trace_id = _number(16, "step", self._run_id, step)
         return SpanRef(trace_id=trace_id, span_id=_number(8, "step", self._run_id, step, epoch, *what))
 
@@ -100,7 +100,7 @@ class Tracer:
         events: tuple[Event, ...] = (),
         links: tuple[SpanRef, ...] = (),
     ) -> None:
-        """A span from times[0] to times[1], Unix seconds; clocks of two hosts may differ, a span never ends early."""
+        """Emit a span from times[0] to times[1], Unix seconds; ends at times[0] if clocks of two hosts disagree."""
         start, end = times[0], max(times)
         named = {"pipelinerl.run": self._run_id, **{f"pipelinerl.{key}": value for key, value in attributes.items()}}
         self._sink.emit(
@@ -110,11 +110,11 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Export the queued spans."""
         self._sink.close()
 
 
 def _number(num_bytes: int, *names: str | int) -> int:
-    """A hash of names; 0 is no valid id."""
+    """A hash of names, as an id of num_bytes bytes; never 0, which is not a valid id."""
     text = "/".join(str(name) for name in names)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=num_bytes).digest(), "big") or 1

@@ -131,7 +131,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     assert time.monotonic() - begun < STOP_SECONDS
     assert "interrupted; everything is stopped" in (tmp_path / "stderr.txt").read_text()
     assert not (SHARED_MEMORY / f"pipelinerl-{run.name}").exists()
-    assert f"go on with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
+    assert f"continue with: pipelinerl resume {run.name}" in (tmp_path / "stderr.txt").read_text()
 
     drained = start(tmp_path, "resume", "latest")
     reached = committed(tmp_path)

@@ -73,7 +73,7 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
     assert started.wait(90) == 130
     assert time.monotonic() - begun < STOP_SECONDS
     until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
-    assert "go on with the same command" in (tmp_path / "stderr.txt").read_text()
+    assert "continue with the same command" in (tmp_path / "stderr.txt").read_text()
 
     document = finished(start(tmp_path, *COMPARE), tmp_path)
     assert document["resumed"] == 1

@@ -211,7 +211,7 @@ def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):
     await_(stays_given_up, "giving up for good", 300)
     found = prefect.run(run)
     assert (found["state_type"], found["state_name"], found["run_count"]) == ("FAILED", "GivenUp", 1)
-    assert f"never came to run, after {MAX_RESUMES} restarts (deploy --max-resumes=" in found["state"]["message"]
+    assert f"never became Running, after {MAX_RESUMES} restarts (deploy --max-resumes=" in found["state"]["message"]
     num_resumed = state_names().count("AwaitingRetry")
     assert num_resumed % (MAX_RESUMES + 1) == 0, state_names()
     assert num_resumed > 0

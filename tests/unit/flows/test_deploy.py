@@ -52,7 +52,7 @@ def test_without_a_server_deploy_says_what_to_set(url, says):
 
 
 def test_wrong_kinds_and_directories_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--pools nomad: there are process, docker, kubernetes"):
+    with pytest.raises(ConfigError, match="--pools nomad: no such type; there are process, docker, kubernetes"):
         read_project(SHIPPED, "nomad")
     with pytest.raises(ConfigError, match=r"no such file\. Without --file"):
         read_project(tmp_path / "prefect.yaml", "process")
@@ -76,6 +76,6 @@ def test_the_automations_are_four_and_an_alarm_goes_to_the_block_that_is_named()
 def test_resuming_gives_up_as_late_as_is_asked_for(tmp_path):
     give_up = wanted_automations(None, 7)[2]
     assert give_up.trigger.threshold == 7
-    assert "never came to run, after 7 restarts (deploy --max-resumes=7)" in give_up.actions[0].message
-    with pytest.raises(ConfigError, match="--max-resumes 1: at least 2"):
+    assert "never became Running, after 7 restarts (deploy --max-resumes=7)" in give_up.actions[0].message
+    with pytest.raises(ConfigError, match="--max-resumes 1: set at least 2"):
         deploy("process", "", max_resumes=1)

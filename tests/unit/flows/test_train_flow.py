@@ -11,17 +11,17 @@ from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
-class Crew:
+class RunRoles:
     """Takes note of who is started; a trainer that drains ends, as it does within seconds."""
 
     during_evaluation = staticmethod(lambda: None)
-    newest: "Crew"
+    newest: "RunRoles"
 
     def __init__(self, run) -> None:
         self.started: list[str] = []
         self.ended: set[str] = set()
         self.is_stopped = False
-        Crew.newest = self
+        RunRoles.newest = self
 
     def start(self, name: str) -> None:
         self.started.append(name)
@@ -45,15 +45,15 @@ class Crew:
 
 @pytest.fixture
 def run(monkeypatch):
-    monkeypatch.setattr(train_flow, "Crew", Crew)
+    monkeypatch.setattr(train_flow, "RunRoles", RunRoles)
     config = load_config("quickstart", ["placement.actors=2", "eval.num_prompts=10"])
     return SimpleNamespace(store=MemoryStore(), config=config, run_id="a-run-of-this-test")
 
 
 def started(run) -> list[str]:
     train_flow.run_roles(run, MagicMock())
-    assert Crew.newest.is_stopped
-    return Crew.newest.started
+    assert RunRoles.newest.is_stopped
+    return RunRoles.newest.started
 
 
 def test_a_run_starts_everybody_and_is_evaluated_twice(run):
@@ -61,12 +61,12 @@ def test_a_run_starts_everybody_and_is_evaluated_twice(run):
 
 
 def test_no_actor_is_started_for_a_trainer_that_has_ended_during_the_first_evaluation(run, monkeypatch):
-    monkeypatch.setattr(Crew, "during_evaluation", lambda self: self.ended.add("trainer"))
+    monkeypatch.setattr(RunRoles, "during_evaluation", lambda self: self.ended.add("trainer"))
     assert started(run) == ["hub", "trainer", "first", "last"]
 
 
 def test_no_actor_is_started_after_a_drain_during_the_first_evaluation(run, monkeypatch):
-    monkeypatch.setattr(Crew, "during_evaluation", lambda self: ask_to_drain(run.store, by="this test"))
+    monkeypatch.setattr(RunRoles, "during_evaluation", lambda self: ask_to_drain(run.store, by="this test"))
     assert started(run) == ["hub", "trainer", "first"]
 
 

@@ -55,8 +55,8 @@ def test_engines_that_are_waited_for_are_multiplied():
     # Generation must be 1 / (1 - 0.4) = 1.67 times as fast: ceil(2 * 1.67) = 4 actors, whose 384 sequences need
     # max_lag 1 + ceil(384 * 2 / 128) = 7.
     text = text_of(evidence(0.40, 0.02, spread=2.0, engine=0.38, window=0.02))
-    assert "waited 40% of the time (38% for the engines, 2% with slots empty for want of a place), 2% of" in text
-    assert "once it is 1.7 times as fast: set placement.actors=4 (now 2) with schedule.max_lag=7 (now 4)" in text
+    assert "waited 40% of the time (38% for the engines, 2% with slots empty for a full window), 2% of" in text
+    assert "with generation 1.7 times as fast: set placement.actors=4 (now 2) with schedule.max_lag=7 (now 4)" in text
     # With completions of one length 4 actors are full at 1 + ceil(384 / 128) = 4, which is set already.
     assert "schedule.max_lag" not in text_of(evidence(0.40, 0.02, spread=1.0, engine=0.40))
 
@@ -70,20 +70,20 @@ def test_a_window_that_is_too_small_for_the_lengths_is_opened_by_the_formula():
 def test_a_window_that_is_large_enough_was_taken_by_bursts():
     # 1 + ceil(192 * 1.5 / 128) = 4: full engines have room.
     text = text_of(evidence(0.25, 0.33, spread=1.5, window=0.15, engine=0.10))
-    assert "schedule.max_lag=4 has room for full engines" in text
+    assert "schedule.max_lag=4 is enough for full engines" in text
     assert "Set engine.pace=true, or schedule.max_lag=5 (now 4)." in text
 
 
 def test_waiting_for_old_groups_is_named():
     text = text_of(evidence(0.30, 0.05, spread=1.5, stale_wait=0.28, engine=0.02), stale="wait")
-    assert "28% for groups that would grow stale" in text
+    assert "28% for groups that would become stale" in text
     assert "Set schedule.max_lag=5 (now 4), or schedule.stale=mask" in text
 
 
 def test_a_slow_trainer_needs_fewer_actors():
     # 60 % of the slots stood empty: 2 * 0.4 = 0.8 actors do the work; a trainer 1 / 0.4 times as fast would use both.
     text = text_of(evidence(0.02, 0.60))
-    assert "a faster trainer does, up to 2.5 times as fast. placement.actors=1 (now 2) would do." in text
+    assert "a faster trainer does, up to 2.5 times as fast. placement.actors=1 (now 2) is enough." in text
     assert "engines paused 10.0 ms a token to keep its pace" in text_of(evidence(0.02, 0.01, 0.010))
 
 
@@ -103,7 +103,7 @@ def test_april_is_told_the_alpha_that_keeps_its_slots_full():
     # 1 + 192 * 2 / 128 = 4, which needs max_lag 3.
     found = evidence(0.60, 0.30, spread=2.0, engine=0.50, window=0.10)
     text = text_of(found, kind="april", alpha=1.5, max_lag=2)
-    assert "10% of the time was lost to slots that stood empty before a step had its groups" in text
+    assert "10% of the time was lost to slots that were empty before a step had its groups" in text
     assert "schedule.alpha=4 (now 1.5) with schedule.max_lag=3 (now 2) keeps them full" in text
     assert "schedule.alpha=" not in text_of(found, kind="april", alpha=4, max_lag=3)
 
@@ -138,7 +138,7 @@ def test_lengths_that_are_about_the_same_are_not_mentioned():
 
 def test_long_completions_that_are_still_ready_are_not_lost():
     lengths = {"generated": tokens(60, 10) + tokens(40, 40), "trained": tokens(60, 10), "ready": tokens(40, 40)}
-    assert "the long ones have not been trained yet" in advice(evidence(0.1, 0.1), lengths, config())["advice"]
+    assert "the long completions have not been trained yet" in advice(evidence(0.1, 0.1), lengths, config())["advice"]
 
 
 def test_a_run_that_was_too_short_or_is_of_another_release_gets_none():
@@ -167,4 +167,4 @@ def test_a_report_has_what_the_advice_goes_by():
     )
     assert report["group_spread"] > 1
     assert report["length_bias"]["classes"]["trained"]["num_tokens"] == report["tokens_trained"]
-    assert "(19% for the engines, 6% with slots empty for want of a place)" in report["advice"]
+    assert "(19% for the engines, 6% with slots empty for a full window)" in report["advice"]

@@ -122,7 +122,7 @@ def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):
 
 def test_a_port_that_is_taken_is_a_configuration_error(run, served):
     port = int(served.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be bound"):
         build_server(lambda: LivePage(run.store, None), "127.0.0.1", port)
 
 

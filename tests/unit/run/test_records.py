@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from pipelinerl.tasks.restart_limit import count_start
 from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.report.scrape_targets import live_roles
 from pipelinerl_core.roles.trainer.rendezvous import newest_rendezvous
@@ -38,6 +37,7 @@ from pipelinerl_core.run.records import (
     rendezvous_key,
     role_key,
 )
+from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
 from pipelinerl_core.training.checkpoint import load_checkpoint

@@ -46,13 +46,13 @@ def test_a_reward_below_where_it_began_has_collapsed():
     assert reward_fall([100 * reward for reward in RISE] + [5.0] * WINDOW_STEPS) is not None, "at any scale"
 
 
-def test_each_alarm_is_told_once_and_names_the_run(events):
+def test_each_alarm_is_emitted_once_and_names_the_run(events):
     one = Alarms("quickstart-12345678")
-    one.look(commits(RISE))
+    one.check(commits(RISE))
     assert events == []
     for _ in range(2):
-        one.look(commits(RISE + [0.0] * WINDOW_STEPS))
-        one.tell(RUN_STALLED, "no commit for 20 minutes")
+        one.check(commits(RISE + [0.0] * WINDOW_STEPS))
+        one.emit(RUN_STALLED, "no commit for 20 minutes")
     assert [event["event"] for event in events] == ["pipelinerl.reward.collapsed", "pipelinerl.run.stalled"]
     assert {event["resource"]["prefect.resource.id"] for event in events} == {"pipelinerl.run.quickstart-12345678"}
-    assert events[0]["payload"]["message"] == "mean reward of the last 20 steps 0.000, it was 0.479"
+    assert events[0]["payload"]["message"] == "mean reward of the last 20 steps: 0.000; best mean: 0.479"

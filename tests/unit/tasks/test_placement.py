@@ -13,7 +13,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
 from pipelinerl.tasks import placement
-from pipelinerl.tasks.placement import Crew, DeployedMember, LocalMember
+from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.run.records import EpochRecord
@@ -70,8 +70,8 @@ def server(monkeypatch) -> Server:
     return server
 
 
-def member(max_restarts: int = 2) -> DeployedMember:
-    return DeployedMember("actor/actor", {"run_url": "/runs/one", "name": "actor-0"}, "actor-0", max_restarts)
+def member(max_restarts: int = 2) -> DeployedRole:
+    return DeployedRole("actor/actor", {"run_url": "/runs/one", "name": "actor-0"}, "actor-0", max_restarts)
 
 
 def test_a_crashed_flow_run_is_replaced_until_the_restarts_in_a_row_are_used_up(server):
@@ -132,8 +132,8 @@ def test_while_the_server_is_away_the_replacement_waits(server):
 
 def test_what_an_earlier_start_has_left_goes_on_unless_it_is_over_or_of_another_name(server):
     first = member()
-    other = DeployedMember("actor/actor", {"run_url": "/runs/one", "name": "actor-1"}, "actor-1", 2)
-    elsewhere = DeployedMember("actor/actor", {"run_url": "/runs/two", "name": "actor-0"}, "actor-0", 2)
+    other = DeployedRole("actor/actor", {"run_url": "/runs/one", "name": "actor-1"}, "actor-1", 2)
+    elsewhere = DeployedRole("actor/actor", {"run_url": "/runs/two", "name": "actor-0"}, "actor-0", 2)
     again = member()
     assert again._id == first._id
     assert len({first._id, other._id, elsewhere._id}) == len(server.states) == 3
@@ -211,7 +211,7 @@ class Worker:
 
 @pytest.mark.parametrize("strikes", [["look"], ["tell"], ["look", "look"], ["tell", "look"]])
 def test_a_ctrl_c_during_the_stop_leaves_nobody_untold(strikes):
-    crew = Crew(SimpleNamespace(config=SimpleNamespace(placement=SimpleNamespace(kind="local"))))
+    crew = RunRoles(SimpleNamespace(config=SimpleNamespace(placement=SimpleNamespace(kind="local"))))
     members = {"hub": Worker([]), "trainer": Worker(strikes), "actor-0": Worker([]), "actor-1": Worker([])}
     crew._members.update(members)
     with pytest.raises(KeyboardInterrupt):
@@ -247,8 +247,8 @@ def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
     assert run_roles.actor_is_replaced(SimpleNamespace(store=None, config=build_config({})), "actor-0", stop)
 
 
-def crew_of(kind: str) -> Crew:
-    crew = Crew.__new__(Crew)
+def crew_of(kind: str) -> RunRoles:
+    crew = RunRoles.__new__(RunRoles)
     crew._members, crew._changed = {}, threading.Event()
     crew._run, crew._is_pooled, crew._is_fenced = SimpleNamespace(run_id="run-1"), kind == "work_pools", False
     return crew
@@ -270,7 +270,7 @@ def test_a_start_that_is_fenced_leaves_what_deployments_run_to_the_other_one(mon
     deleted = []
     monkeypatch.setattr(placement.Secret, "delete", deleted.append)
     crew = crew_of("work_pools")
-    elsewhere, here = Worker([]), LocalMember(lambda stop: None, crew._changed)
+    elsewhere, here = Worker([]), LocalRole(lambda stop: None, crew._changed)
     here._ended.set()
     crew._members |= {"hub": Superseded(), "trainer": elsewhere, "evaluator-first": here}
     with pytest.raises(Fenced):
@@ -289,7 +289,7 @@ def test_a_role_is_known_before_it_is_started():
         assert stop.is_set()
         raise KeyboardInterrupt
 
-    member = LocalMember(submit, crew._changed)
+    member = LocalRole(submit, crew._changed)
     member._ended.set()
     with pytest.raises(KeyboardInterrupt):
         crew._begin("hub", member)

@@ -36,16 +36,16 @@ class Server:
         return SimpleNamespace(state=self.state)
 
 
-class Crew:
+class RunRoles:
     """One role, which ends by itself after so many looks."""
 
     num_looks = DEADLINE_LOOKS
-    newest: "Crew"
+    newest: "RunRoles"
 
     def __init__(self, run) -> None:
         self.looks = 0
         self.is_stopped = False
-        Crew.newest = self
+        RunRoles.newest = self
 
     def start(self, name: str) -> None: ...
 
@@ -65,14 +65,14 @@ def follow(monkeypatch):
     run = RunContext(store=MemoryStore(), record=record, config=load_config("quickstart"), token="")
     monkeypatch.setattr(pooled, "open_run", lambda url: run)
     monkeypatch.setattr(pooled, "load_token", lambda run_id: "token")
-    monkeypatch.setattr(pooled, "Crew", Crew)
+    monkeypatch.setattr(pooled, "RunRoles", RunRoles)
     monkeypatch.setattr(pooled, "STATE_SECONDS", 0.0)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
 
     def follow(state: State | Exception | None) -> State | None:
         monkeypatch.setattr(pooled, "get_client", lambda sync_client: Server(state))
         ended = pooled.run_pooled("memory://test", "actor-0")
-        assert Crew.newest.is_stopped
+        assert RunRoles.newest.is_stopped
         return ended
 
     return follow
@@ -86,15 +86,15 @@ def test_a_role_ends_once_its_flow_run_is_over_on_the_server_and_leaves_it_so(fo
     ended = follow(state)
     assert ended is not None
     assert ended.name == end
-    assert Crew.newest.looks < DEADLINE_LOOKS
+    assert RunRoles.newest.looks < DEADLINE_LOOKS
 
 
 @pytest.mark.parametrize("state", [Running(), ConnectionError("no server")])
 def test_a_role_goes_on_while_its_flow_run_does_or_nobody_can_say(follow, state):
     assert follow(state) is None
-    assert Crew.newest.looks > DEADLINE_LOOKS
+    assert RunRoles.newest.looks > DEADLINE_LOOKS
 
 
 def test_a_role_that_ends_by_itself_is_not_cancelled(follow, monkeypatch):
-    monkeypatch.setattr(Crew, "num_looks", 0)
+    monkeypatch.setattr(RunRoles, "num_looks", 0)
     assert follow(Completed()) is None

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from pipelinerl.tasks.restart_limit import count_start
 from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.object_store import open_store
 
 LIMIT = 2

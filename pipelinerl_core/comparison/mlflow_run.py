@@ -1,0 +1,39 @@
+"""The MLflow run of a comparison: the parent of the MLflow runs of its arms and seeds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.mlflow_run import NoTracker, RunTracker, source_tags
+from pipelinerl_core.telemetry.mlflow import MlflowTracker, tracking_uri
+
+
+def open_comparison(
+    config: RunConfig, root: str, key: str, labels: Mapping[str, str], flow_run_id: str
+) -> tuple[RunTracker, str | None]:
+    """Find or create the MLflow run of a comparison; returns the tracker and the run's id, None without MLflow.
+
+    config: of any run of the comparison; names the MLflow server. key: of the comparison under the root. labels:
+    further tags. Raises ConfigError when MLflow cannot be reached.
+    """
+    uri = tracking_uri(config.tracking.mlflow_uri, root)
+    if uri is None:
+        return NoTracker(), None
+    tags = {**source_tags(flow_run_id), **labels, "pipelinerl.url": f"{root}/{key}"}
+    tracker = MlflowTracker(uri, config.tracking.experiment, key.rpartition("/")[2], tags=tags)
+    return tracker, tracker.run_id
+
+
+def log_comparison(tracker: RunTracker, store: ObjectStore, document: Mapping[str, Any]) -> None:
+    """Log the files of a comparison, and the mean of each figure of each arm at step = number of runs compared."""
+    for name in (JSON_KEY, SVG_KEY, HTML_KEY):
+        tracker.log_artifact(name, store.get(name))
+    means = {
+        f"{arm}/{name}": entry["mean"]
+        for arm, figures in document["arms"].items()
+        for name, entry in figures.items()
+        if isinstance(entry, Mapping) and isinstance(entry.get("mean"), int | float)
+    }
+    tracker.log(len(document["runs"]), means)
