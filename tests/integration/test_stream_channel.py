@@ -21,24 +21,16 @@ from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
 from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync, encode
 from pipelinerl_core.roles.runtime.hub_link import HubLink
-from pipelinerl_core.run.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record, sync_message
 from tests.integration.pipeline import wait_for
 
 TOKEN = "a-test-token"
-SYNC = Sync(
-    boot_id="boot",
-    engine_version=0,
-    running=1,
-    waiting=0,
-    concurrency=8,
-    want=1,
-    leases=(),
-    num_tokens=0,
-    running_seconds=0.0,
-)
+SYNC = sync_message(running=1, want=1)
 
 
 class Channel:
@@ -464,8 +456,8 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent():
 
 def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
     store = open_store(str(tmp_path))
-    record = HubRecord(url=channel.url, boot_id="boot", host="", pid=1, process_started_at=0.0, beat=time.time())
-    store.put(HUB_KEY, record.model_dump_json().encode())
+    record = hub_record(url=channel.url, beat=time.time())
+    put_record(store, HUB_KEY, record)
     asked, gate = threading.Event(), threading.Event()
 
     def registration():

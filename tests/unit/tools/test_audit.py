@@ -11,21 +11,15 @@ import torch
 from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_batch, encode_rollouts, to_segment
 from pipelinerl_core.messages import FateRecord
-from pipelinerl_core.run.records import (
-    CheckpointRef,
-    Commit,
-    EpochRecord,
-    batch_key,
-    commit_key,
-    epoch_key,
-    rollout_key,
-)
+from pipelinerl_core.run.records import CheckpointRef, Commit, batch_key, commit_key, epoch_key, rollout_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow, TurnSpan, WeightSpan
 from pipelinerl_core.weights.publish import WeightPublisher
+from tests.builders import put_commit, put_epoch
 
 CONFIG = build_config({"schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 STEPS, EPOCH = 3, 2
@@ -58,16 +52,12 @@ def put_batch(store, step, rows):
     return FileEntry(name=key, size=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
-def put_commit(store, commit):
-    store.put(commit_key(commit.step, EPOCH), commit.model_dump_json().encode())
-
-
 def commit_of(store, step):
     return Commit.model_validate_json(store.get(commit_key(step, EPOCH)))
 
 
 def change(store, step, **values):
-    put_commit(store, commit_of(store, step).model_copy(update=values))
+    put_record(store, commit_key(step, EPOCH), commit_of(store, step).model_copy(update=values))
 
 
 def fates(step, attempt=0):
@@ -95,18 +85,15 @@ def store():
     """A run of three steps; group 6 is open at its end."""
     store = MemoryStore()
     for epoch, role in ((1, "hub"), (EPOCH, "trainer")):
-        record = EpochRecord(
-            epoch=epoch, role=role, parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1
-        )
-        store.put(epoch_key(epoch), record.model_dump_json().encode())
+        put_epoch(store, epoch, role)
     publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
     for step in range(STEPS + 1):
         manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
         rows = rows_of(step) if step else []
-        commit = Commit(
-            run_id="run",
-            step=step,
-            epoch=EPOCH,
+        put_commit(
+            store,
+            step,
+            EPOCH,
             batches=(put_batch(store, step, rows),) if step else (),
             weights_sha256=manifest.files[0].sha256,
             manifest=manifest,
@@ -115,11 +102,7 @@ def store():
             next_group_id=2 * step + 1 if step else 0,
             open_groups=(2 * step,) if step else (),
             tokens=ledger(step) if step else {},
-            reserved_at=0.0,
-            computed_at=0.0,
-            committed_at=0.0,
         )
-        put_commit(store, commit)
         if step:
             store.put(
                 rollout_key("actor-0", 1, step),
@@ -270,8 +253,7 @@ def test_a_store_without_a_run_does_not_close():
 
 
 def put_hub(store):
-    record = EpochRecord(epoch=3, role="hub", parent=1, adopted_through=-1, started_at=0.0, host="here", pid=1)
-    store.put(epoch_key(3), record.model_dump_json().encode())
+    put_epoch(store, 3, "hub", parent=1)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.types import GroupRef, SwapReport, WeightManifest
+from pipelinerl_core.types import SwapReport
+from tests.builders import group_named, weight_manifest
 
 
 class Link:
@@ -61,7 +62,7 @@ def actor(link, engine=None):
 
 
 def group(group_id):
-    ref = GroupRef(group_id=group_id, attempt=0, actor="a", actor_epoch=1, num_rollouts=8, num_tokens=80)
+    ref = group_named(group_id, num_rollouts=8, num_tokens=80)
     return FinishedGroup(ref, f"lease-{group_id}", rows=None)
 
 
@@ -108,9 +109,7 @@ def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(fail
         loop = asyncio.create_task(one._swap_loop())
         for _ in range(5):  # the hub offers the newest version with every sync
             tried, end = engine.num_swaps, time.monotonic() + 60
-            one._newest = WeightManifest(
-                version=7, epoch=1, files=(), key=None, shm=None, host="here", published_at=0.0
-            )
+            one._newest = weight_manifest(7)
             one._newer.set()
             while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
                 assert time.monotonic() < end
