@@ -9,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.testing.synthetic_run import put_record
-from pipelinerl_core.types import GroupRef, WeightManifest
+from pipelinerl_core.types import GroupRef, WeightManifest, WeightSpan
 
 
 class ManualClock:
@@ -116,3 +117,26 @@ def rows_of_lease(
         for index, reward in enumerate(rewards)
     ]  # fmt: skip
     return ref, encode_rollouts("run", rollouts)
+
+
+def partial_row(
+    start: int = 0,
+    num: int = 3,
+    *,
+    group_id: int = 5,
+    index: int = 0,
+    attempt: int = 0,
+    version: int = 7,
+    **more: Any,
+) -> PartialRow:
+    """A row of the log of open groups: `num` tokens of one rollout, from token `start` on."""
+    return PartialRow(
+        group_id=group_id,
+        rollout_index=index,
+        attempt=attempt,
+        start=start,
+        token_ids=np.arange(start, start + num, dtype=np.int32),
+        rollout_logprobs=-np.arange(start, start + num, dtype=np.float32),
+        weight_spans=(WeightSpan(version, start, start + num),) if num else (),
+        **more,
+    )

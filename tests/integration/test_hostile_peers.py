@@ -46,7 +46,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import Rollout, WeightSpan
 from tests.builders import put_run, sync_message, weight_manifest
-from tests.integration.test_stream_channel import leave, raw_exchange, refusal
+from tests.integration.exchange_case import leave, raw_exchange, refusal
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]

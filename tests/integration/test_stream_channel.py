@@ -27,9 +27,9 @@ from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record, sync_message
+from tests.integration.exchange_case import TOKEN, leave, raw_exchange, refusal
 from tests.integration.pipeline import wait_for
 
-TOKEN = "a-test-token"
 SYNC = sync_message(running=1, want=1)
 
 
@@ -73,23 +73,6 @@ def step_rows(client, step):
     reserved = client.request(Reserve(step=step, epoch=0))
     assert reserved.is_ready
     return client.request_rows(Rows(step=step, groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups)))
-
-
-def raw_exchange(url, schema=ROLLOUT_SCHEMA, token=TOKEN, role="actor"):
-    client = fl.FlightClient(url, generic_options=[("grpc.use_local_subchannel_pool", 1)])
-    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
-    command = json.dumps({"role": role, "name": "raw"}).encode()
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
-    writer.begin(schema)
-    return client, writer, reader
-
-
-def refusal(writer, reader, metadata, batch=None):
-    if batch is None:
-        writer.write_metadata(metadata)
-    else:
-        writer.write_with_metadata(batch, metadata)
-    return json.loads(reader.read_chunk().app_metadata.to_pybytes())
 
 
 # ---- one process ----
@@ -279,14 +262,6 @@ def test_a_message_that_is_none_is_refused_and_the_exchange_goes_on(channel, met
     assert (answer["kind"], answer["re"], answer["code"]) == ("refused", number, "schema")
     assert refusal(writer, reader, b'{"kind": "bye", "id": 10}') == {"kind": "ack", "re": 10, "note": ""}
     leave(client, writer, reader)
-
-
-def leave(client, writer, reader):
-    writer.done_writing()
-    with pytest.raises(StopIteration):
-        reader.read_chunk()
-    writer.close()
-    client.close()
 
 
 class FailingHub(QueueHub):

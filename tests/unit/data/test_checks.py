@@ -19,7 +19,7 @@ from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import FinishReason, GroupRef, Origin, Outcome, TurnSpan, WeightSpan
 from tests.builders import group_named
-from tests.unit.data.test_codec import ORIGINS, TURNS, by_hand
+from tests.unit.data.rollout_case import ORIGINS, TURNS, by_hand
 
 MAX_TOKENS = 64
 

@@ -150,7 +150,9 @@ def two_step_run(store):
     put_record(
         store,
         RUN_KEY,
-        run_record(created_at=90.0, config={"schedule": {"kind": "pipeline"}, "engine": {"kind": "embedded"}}),
+        run_record(
+            run_id="r", created_at=90.0, config={"schedule": {"kind": "pipeline"}, "engine": {"kind": "embedded"}}
+        ),
     )
     put_record(store, commit_key(0, 2), commit_at(0, 91))
     first = [

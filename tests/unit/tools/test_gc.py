@@ -2,13 +2,11 @@
 
 import socket
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 from pipelinerl_core.config import build_config
-from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError
@@ -18,28 +16,20 @@ from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
-from tests.builders import hub_record, put_epoch
-from tests.unit.tools.test_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
-
-__all__ = ["store"]
+from tests.builders import hub_record, partial_row, put_epoch
+from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
 
+@pytest.fixture
+def store():
+    return stored_run()
+
+
 def put_log(store, seq, *group_ids):
-    rows = [
-        PartialRow(
-            group_id=group_id,
-            rollout_index=0,
-            attempt=0,
-            start=0,
-            token_ids=np.zeros(0, np.int32),
-            rollout_logprobs=np.zeros(0, np.float32),
-            weight_spans=(),
-        )
-        for group_id in group_ids
-    ]
+    rows = [partial_row(num=0, group_id=group_id) for group_id in group_ids]
     key = partial_key("actor-0", 1, seq)
     store.put(key, to_segment([encode_partials(rows)]))
     return key

@@ -30,7 +30,7 @@ from pipelinerl_core.weights.files import deserialize, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, epoch_record
-from tests.unit.roles.actor.test_loop import Engine, Link, actor, turns
+from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 
 LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 

@@ -79,7 +79,7 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         assert found["pipelinerl_store_seconds_count", "put"] == 1
         assert "process_resident_memory_bytes" in text
         assert TOKEN not in text
-        labels = {"run": "run-1", "role": "trainer", "name": "trainer", "host": record.host}
+        labels = {"run": "run", "role": "trainer", "name": "trainer", "host": record.host}
         assert targets(run.store) == [{"targets": [record.url.removeprefix("http://")], "labels": labels}]
     end = time.monotonic() + 60
     while run.store.list("roles") and time.monotonic() < end:  # the end waits a second for it
