@@ -3,6 +3,7 @@
 Builders take the fields that a test is about; the other fields have values that no test depends on.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ import pyarrow as pa
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.continuation import PartialRow
 from pipelinerl_core.data.codec import encode_rollouts
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.testing.synthetic_run import put_record
-from pipelinerl_core.types import GroupRef, WeightManifest, WeightSpan
+from pipelinerl_core.types import Completion, EngineRequest, GroupRef, Sampler, WeightManifest, WeightSpan
 
 
 class ManualClock:
@@ -117,6 +118,25 @@ def rows_of_lease(
         for index, reward in enumerate(rewards)
     ]  # fmt: skip
     return ref, encode_rollouts("run", rollouts)
+
+
+def engine_request(
+    name: str = "a", *, prompt: Sequence[int] = (5, 6, 7), max_tokens: int = 24, prior: Completion | None = None,
+    **sampler: Any,
+) -> EngineRequest:  # fmt: skip
+    """A request for one completion; `sampler`: fields of its Sampler."""
+    return EngineRequest(
+        request_id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=max_tokens,
+        sampler=Sampler(**sampler), prior=prior,
+    )  # fmt: skip
+
+
+async def completion_of(engine: Engine, request: EngineRequest) -> Completion:
+    """Run a request to its end."""
+    async for chunk in engine.generate(request):
+        if chunk.completion is not None:
+            return chunk.completion
+    raise AssertionError(f"{request.request_id}: the engine ended without a completion")
 
 
 def partial_row(
