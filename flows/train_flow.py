@@ -13,7 +13,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
-from pipelinerl.tasks.drain_request import clear_drain_request
+from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
@@ -133,7 +133,7 @@ def open_at(
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
-    clear_drain_request(run.store, flow_run_id)
+    clear_earlier_drain_request(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker
 

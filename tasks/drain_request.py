@@ -5,12 +5,12 @@ from uuid import UUID
 
 from pipelinerl.tasks.automations import was_resumed
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.drain import forget_wishes, wants_drain
+from pipelinerl_core.run.drain import clear_drain_request, wants_drain
 
 logger = logging.getLogger(__name__)
 
 
-def clear_drain_request(store: ObjectStore, flow_run_id: str) -> None:
+def clear_earlier_drain_request(store: ObjectStore, flow_run_id: str) -> None:
     """Delete the run's drain request, unless the automation pipelinerl-resume started this flow run.
 
     A user who starts or retries a run wants further steps. If the automation resumes a run that crashed while it
@@ -19,7 +19,7 @@ def clear_drain_request(store: ObjectStore, flow_run_id: str) -> None:
     if wants_drain(store) and _was_resumed(flow_run_id):
         logger.info("the run was asked to drain before the crash: it takes no further step")
     else:
-        forget_wishes(store)
+        clear_drain_request(store)
 
 
 def _was_resumed(flow_run_id: str) -> bool:

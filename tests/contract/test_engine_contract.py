@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import itertools
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing import models as testing_models
 from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
-from pipelinerl_core.types import Completion, EngineRequest, FinishReason, Sampler, WeightSpan
+from pipelinerl_core.types import Completion, FinishReason, WeightSpan
+from tests.builders import engine_request
 
 EOS = 3
 PROMPT = [5, 6, 7, 13, 8]
@@ -26,14 +28,7 @@ def tiny_model(*arguments, **settings):
     return testing_models.tiny_model(*arguments, **({"hidden_size": 128} | settings))
 
 
-def ask(name="a", *, prompt=PROMPT, max_tokens=24, temperature=1.0, top_p=1.0, seed=0, prior=None):
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=np.array(prompt, np.int32),
-        max_tokens=max_tokens,
-        sampler=Sampler(temperature=temperature, top_p=top_p, seed=seed),
-        prior=prior,
-    )
+ask = partial(engine_request, prompt=PROMPT)
 
 
 def update_of(tensors, version):

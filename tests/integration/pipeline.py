@@ -16,6 +16,7 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.audit import Audit
 
 TOKEN = "a-token-for-tests"
@@ -31,7 +32,7 @@ def make_run(url: str, *overrides: str) -> RunConfig:
         code_version="test",
         config=config.model_dump(mode="json"),
     )
-    open_store(url).put("run.json", record.model_dump_json().encode())
+    put_record(open_store(url), "run.json", record)
     return config
 
 

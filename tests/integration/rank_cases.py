@@ -17,31 +17,11 @@ from safetensors.torch import load_file, save_file
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.config import load_config
 from pipelinerl_core.roles.trainer.learners import open_learners
-from pipelinerl_core.testing.rollout_rows import build_rollout
-
-GROUPS, GROUP_SIZE = 5, 4
-
-
-def groups(seed):
-    rng = np.random.default_rng(seed)
-    return [
-        [
-            build_rollout(
-                rng,
-                group_id=group_id,
-                rollout_index=index,
-                num_tokens=int(rng.integers(1, 12)),
-                prompt_tokens=int(rng.integers(1, 7)),
-                reward=float(rng.random()),
-            )
-            for index in range(GROUP_SIZE)
-        ]
-        for group_id in range(GROUPS)
-    ]
+from tests.unit.training.learner_case import groups
 
 
 def rows_of(config, step):
-    return assemble_rows(1, groups(seed=step), config).rows
+    return assemble_rows(1, groups(5, 4, seed=step, longest=11), config).rows
 
 
 def saved(out, name):

@@ -28,7 +28,7 @@ def compare():
     from pipelinerl_core.bench import learner_trl
     from pipelinerl_core.training.learner import TorchLearner
     from pipelinerl_core.training.model import prepare_model
-    from tests.unit.bench.test_learner import MINI
+    from tests.unit.bench.learner_case import MINI
 
     learner_trl.ROWS_PER_PASS = 4
     rows = assemble_rows(1, MINI.groups(), MINI.config()).rows

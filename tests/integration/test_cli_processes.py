@@ -1,13 +1,10 @@
 """Whole runs from the command line: Ctrl-C, kill -9, a second start, resume; real roles, a real Prefect server."""
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from urllib.error import HTTPError
@@ -21,75 +18,24 @@ from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.locate import SHARED_MEMORY
 from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
+from tests.integration.cli_case import (
+    START_SECONDS,
+    STOP_SECONDS,
+    children,
+    committed,
+    left_over,
+    run_directories,
+    start,
+    until,
+)
+from tests.integration.cli_case import nothing_is_left as nothing_is_left  # a fixture for every test
 from tests.integration.pipeline import assert_closes
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-REPOSITORY = Path(__file__).parents[2]
-START_SECONDS = 900.0
 SMALL = ("trainer.groups_per_step=16", "engine.concurrency=64")
 STEPS = 90
-# What the supervision allows itself at a stop adds up to 22 s, with servers that do not answer; it takes 2 of them.
-STOP_SECONDS = 45.0
-
-
-STARTED: "list[subprocess.Popen[str]]" = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> "Iterator[None]":
-    """A test that fails in the middle must not leave its commands to the next one."""
-    yield
-    while STARTED:
-        process = STARTED.pop()
-        process.kill()
-        process.wait(10)
-
-
-def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", str(root), "--json"]
-    with (root / "stderr.txt").open("a") as log, (root / "stdout.txt").open("w") as results:
-        STARTED.append(subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY))
-    return STARTED[-1]
-
-
-def until(
-    what: str, condition: Callable[[], bool], seconds: float, process: "subprocess.Popen[str] | None" = None
-) -> None:
-    """Wait for a condition; fails at the deadline, or when the process that should bring it about has ended."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, f"the command ended before {what}"
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.1)
-
-
-def run_directories(root: Path) -> list[Path]:
-    return [path.parent for path in root.glob("*/run.json")]
-
-
-def committed(root: Path) -> int:
-    # [0-9]*: a file that is being written has a name that starts with a point until it is whole.
-    keys = [path for run in run_directories(root) for path in (run / "commits").glob("[0-9]*.json")]
-    return max((int(path.name.split(".")[0]) for path in keys), default=-1)
-
-
-def left_over(root: Path, pids: list[int]) -> list[str]:
-    """Processes of a run that still live: those that were children of its command, and any that name its root."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            is_ours = process.pid in pids or str(root) in " ".join(process.cmdline())
-            if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
-def children(process: "subprocess.Popen[str]") -> list[int]:
-    return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
 def health_of(run: Path) -> dict[str, int]:

@@ -12,16 +12,8 @@ from mlflow import MlflowClient
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
-from tests.integration.test_cli_processes import (
-    START_SECONDS,
-    STOP_SECONDS,
-    children,
-    committed,
-    left_over,
-    start,
-    until,
-)
-from tests.integration.test_cli_processes import nothing_is_left as nothing_is_left  # a fixture for every test
+from tests.integration.cli_case import START_SECONDS, STOP_SECONDS, children, committed, left_over, start, until
+from tests.integration.cli_case import nothing_is_left as nothing_is_left  # a fixture for every test
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

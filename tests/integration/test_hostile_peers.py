@@ -41,11 +41,12 @@ from pipelinerl_core.messages import (
     Sync,
     SyncReply,
 )
-from pipelinerl_core.run.records import HubRecord, RunRecord
+from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.types import Rollout, WeightManifest, WeightSpan
-from tests.integration.test_stream_channel import leave, raw_exchange, refusal
+from pipelinerl_core.types import Rollout, WeightSpan
+from tests.builders import put_run, sync_message, weight_manifest
+from tests.integration.exchange_case import leave, raw_exchange, refusal
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
@@ -65,14 +66,12 @@ hub._BEAT_SECONDS = 0.0
 hub.HubServer = functools.partial(hub.HubServer, max_row_bytes=1 << 20, max_tokens_per_row=1000)
 leave(hub.main())
 """
-MANIFEST = WeightManifest(version=0, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+MANIFEST = weight_manifest(0)
 
 
 @contextmanager
 def hub_process(run: Path) -> Iterator[subprocess.Popen[str]]:
-    config = build_config(VALUES).model_dump(mode="json")
-    record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
-    open_store(str(run)).put("run.json", record.model_dump_json().encode())
+    put_run(open_store(str(run)), build_config(VALUES))
     environment = {**os.environ, "PIPELINERL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HUB, "--run", str(run), "--parent-pid", str(os.getpid())]
     with (run / "hub.log").open("w") as log:
@@ -279,10 +278,7 @@ def other_rows_than_named(world: World) -> Answer:
 
 
 def rows_beside_a_sync(world: World) -> Answer:
-    sync = Sync(
-        boot_id=world.intruder.boot_id, engine_version=0, running=0, waiting=0, concurrency=8, want=0, leases=(),
-        num_tokens=0, running_seconds=0.0,
-    )  # fmt: skip
+    sync = sync_message(boot_id=world.intruder.boot_id)
     return world.intruder.client.request(sync, encode_rollouts("run", world.intruder.group(world.mine)))
 
 

@@ -13,9 +13,10 @@ import pytest
 from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import HubUnavailable
-from pipelinerl_core.messages import Register, Registered, Sync, SyncReply
-from pipelinerl_core.run.records import HubRecord, RunRecord
+from pipelinerl_core.messages import Register, Registered, SyncReply
+from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
+from tests.builders import put_run, sync_message
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
@@ -29,20 +30,10 @@ class FewDescriptors:
     """A hub process, and what is to be seen of it from outside."""
 
     def __init__(self, run: Path) -> None:
-        values = {"placement": {"metrics_host": ""}}
-        config = build_config(values).model_dump(mode="json")
-        record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
-        open_store(str(run)).put("run.json", record.model_dump_json().encode())
+        put_run(open_store(str(run)), build_config({"placement": {"metrics_host": ""}}))
         self.run = run
-        hub = [
-            sys.executable,
-            "-m",
-            "pipelinerl_core.roles.hub.main",
-            "--run",
-            str(run),
-            "--parent-pid",
-            str(os.getpid()),
-        ]
+        module = "pipelinerl_core.roles.hub.main"
+        hub = [sys.executable, "-m", module, "--run", str(run), "--parent-pid", str(os.getpid())]
         with (run / "hub.log").open("w") as log:
             self.process = subprocess.Popen(
                 ["sh", "-c", f'ulimit -n {LIMIT}; exec "$@"', "sh", *hub],
@@ -90,10 +81,7 @@ def come(url: str, name: str) -> tuple[HubClient, Registered]:
 def test_bare_connections_stop_neither_the_heartbeat_nor_who_is_there_and_newcomers_are_served_afterwards(hub):
     url = hub.told().url
     client, registered = come(url, "early")
-    sync = Sync(
-        boot_id=registered.boot_id, engine_version=0, running=0, waiting=0, concurrency=8, want=1, leases=(),
-        num_tokens=0, running_seconds=0.0,
-    )  # fmt: skip
+    sync = sync_message(boot_id=registered.boot_id, want=1)
     host, port = url.partition("://")[2].split(":")
     bare = [socket.create_connection((host, int(port)), timeout=SECONDS) for _ in range(BARE)]
     hub.wait_for(lambda: hub.num_descriptors() >= LIMIT, f"{LIMIT} open descriptors")

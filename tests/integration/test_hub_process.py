@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -11,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
-import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
 from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.config import build_config
-from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
+from pipelinerl_core.data.codec import decode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.messages import (
     Ack,
@@ -33,13 +30,12 @@ from pipelinerl_core.messages import (
     Reserved,
     Rows,
     Sealed,
-    Sync,
     SyncReply,
 )
 from pipelinerl_core.run.history import take_epoch
-from pipelinerl_core.run.records import Commit, HubRecord, RunRecord, commit_key
+from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
+from tests.builders import hub_record, put_commit, put_run, rows_of_lease, sync_message, trained_by, weight_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -58,19 +54,15 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PIPELINERL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
 
 
+def command_of(run: Path) -> list[str]:
+    module = "pipelinerl_core.roles.hub.main"
+    return [sys.executable, "-m", module, "--run", str(run), "--parent-pid", str(os.getpid())]
+
+
 class HubProcess:
     def __init__(self, run: Path) -> None:
         self.run = run
-        command = [
-            sys.executable,
-            "-m",
-            "pipelinerl_core.roles.hub.main",
-            "--run",
-            str(run),
-            "--parent-pid",
-            str(os.getpid()),
-        ]
-        self.process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command_of(run), env=environment(), stderr=subprocess.PIPE, text=True)
 
     def wait_until_up(self) -> HubRecord:
         return self.wait_for(lambda record: record.pid == self.process.pid)
@@ -93,9 +85,7 @@ class HubProcess:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    config = build_config(VALUES).model_dump(mode="json")
-    record = RunRecord(run_id="run", created_at=0.0, code_version="test", config=config)
-    open_store(str(tmp_path)).put("run.json", record.model_dump_json().encode())
+    put_run(open_store(str(tmp_path)), build_config(VALUES))
     return tmp_path
 
 
@@ -112,26 +102,6 @@ def start(run) -> Iterator[Callable[[], HubProcess]]:
         hub.end()
 
 
-def rows_of(lease: Lease) -> tuple[GroupRef, pa.RecordBatch]:
-    rollouts = [
-        Rollout(
-            group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, lease_id=lease.lease_id,
-            prompt_id=lease.prompt.prompt_id, source=lease.prompt.source, env=lease.prompt.env, actor="actor-0",
-            group_size=2, prompt_token_ids=np.arange(3, dtype=np.int32),
-            completion_token_ids=np.arange(5, dtype=np.int32),
-            rollout_logprobs=np.full(5, -1, np.float32), weight_spans=(WeightSpan(0, 0, 5),),
-            loss_mask=np.ones(5, np.bool_), reward=float(index), outcome=Outcome.SCORED,
-            finish_reason=FinishReason.STOP, error=None, sampler=Sampler(), max_tokens=8, started_at=0.0,
-            finished_at=1.0, scored_at=2.0,
-        )
-        for index in range(2)
-    ]  # fmt: skip
-    ref = GroupRef(
-        group_id=lease.group_id, attempt=lease.attempt, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=10
-    )
-    return ref, encode_rollouts("run", rollouts)
-
-
 class Actor:
     def __init__(self, record: HubRecord, leases: tuple[LeaseRef, ...] = ()) -> None:
         self.client = HubClient(record.url, token=TOKEN, role="actor", name="actor-0")
@@ -140,24 +110,16 @@ class Actor:
         self.boot_id = answer.boot_id
 
     def sync(self, want: int, leases: tuple[str, ...] = (), version: int = 0) -> SyncReply:
-        answer = self.client.request(
-            Sync(
-                boot_id=self.boot_id, engine_version=version, running=0, waiting=0, concurrency=4, want=want,
-                leases=leases, num_tokens=0, running_seconds=0.0,
-            )
-        )  # fmt: skip
+        message = sync_message(boot_id=self.boot_id, engine_version=version, want=want, leases=leases)
+        answer = self.client.request(message)
         assert isinstance(answer, SyncReply)
         return answer
 
     def deliver(self, lease: Lease) -> str:
-        ref, batch = rows_of(lease)
+        ref, batch = rows_of_lease(lease)
         answer = self.client.request(Group(lease_id=lease.lease_id, ref=ref), batch)
         assert isinstance(answer, Ack)
         return answer.note
-
-
-def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version=version, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
 
 
 class Trainer:
@@ -175,27 +137,11 @@ class Trainer:
 
     def commit(self, step: int, answer: Reserved | None = None, *, is_announced: bool = True) -> None:
         refs = answer.groups if answer else ()
-        trained = [
-            {"group_id": ref.group_id, "attempt": ref.attempt, "fate": "trained", "num_tokens": ref.num_tokens}
-            for ref in refs
-        ]
-        told = (
-            answer.model_dump(include={"next_group_id", "open_groups", "low_water", "tokens", "actors"})
-            if answer
-            else {}
-        )
-        commit = Commit.model_validate(
-            {
-                "run_id": "run", "step": step, "epoch": 1, "batches": (), "weights_sha256": "",
-                "manifest": manifest(step),
-                "checkpoint": None, "fates": trained, "reserved_at": 0, "computed_at": 0, "committed_at": 0, **told,
-            }
-        )  # fmt: skip
-        self.store.put(commit_key(step, 1), commit.model_dump_json().encode())
+        put_commit(self.store, step, manifest=weight_manifest(step), **(trained_by(answer) if answer else {}))
         if is_announced:
             groups = tuple((ref.group_id, ref.attempt) for ref in refs)
             self.client.request(
-                Committed(step=step, epoch=1, manifest=manifest(step), groups=groups, is_last=step == 2)
+                Committed(step=step, epoch=1, manifest=weight_manifest(step), groups=groups, is_last=step == 2)
             )
 
 
@@ -209,7 +155,7 @@ def test_a_hub_killed_in_the_middle_of_a_step_goes_on_where_it_was(run, start):
     writer = SegmentWriter(trainer.store, "actor-0", 1, "run", max_seconds=1.0, max_bytes=1 << 20)
     for lease in leases[:3]:
         assert actor.deliver(lease) == "ready"
-        writer.append(*reversed(rows_of(lease)))
+        writer.append(*reversed(rows_of_lease(lease)))
     seq, groups = writer.seal()
     actor.client.request(Sealed(actor="actor-0", epoch=1, seq=seq, groups=groups))
     reserved = trainer.reserve(1)
@@ -219,7 +165,7 @@ def test_a_hub_killed_in_the_middle_of_a_step_goes_on_where_it_was(run, start):
     second = start()
     record = second.wait_until_up()
     assert record.boot_id.startswith("2-")
-    trainer = Trainer(record, run, committed_step=1, manifest=manifest(1))
+    trainer = Trainer(record, run, committed_step=1, manifest=weight_manifest(1))
     kept = LeaseRef(group_id=3, attempt=0, lease_id=leases[3].lease_id)
     actor = Actor(record, leases=(kept,))
     assert actor.sync(want=0, leases=(kept.lease_id,)).stop_leases == ()
@@ -303,31 +249,15 @@ def test_a_hub_dies_with_its_parent(run):
 
 
 def test_a_hub_without_a_token_says_what_to_set(run):
-    command = [
-        sys.executable,
-        "-m",
-        "pipelinerl_core.roles.hub.main",
-        "--run",
-        str(run),
-        "--parent-pid",
-        str(os.getpid()),
-    ]
     result = subprocess.run(
-        command, env={**environment(), "PIPELINERL_TOKEN": ""}, capture_output=True, text=True, timeout=60
+        command_of(run), env={**environment(), "PIPELINERL_TOKEN": ""}, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2
     assert "PIPELINERL_TOKEN is not set" in result.stderr
 
 
 def test_a_beat_from_another_host_keeps_a_second_hub_away_until_it_is_old(run, start):
-    record = HubRecord(
-        url="grpc://x:1",
-        boot_id="1-x",
-        host="not-" + socket.gethostname(),
-        pid=1,
-        process_started_at=0.0,
-        beat=time.time() + 60,  # fresh however long the process takes to start
-    )
+    record = hub_record(beat=time.time() + 60)  # fresh however long the process takes to start
     (run / "hub.json").write_text(record.model_dump_json())
     refused = start()
     assert refused.process.wait(timeout=60) == 1

@@ -17,15 +17,8 @@ from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
-from tests.integration.pipeline import (
-    TOKEN,
-    assert_closes,
-    committed_steps,
-    make_run,
-    role,
-    trained_groups,
-    wait_for,
-)
+from tests.builders import sync_message
+from tests.integration.pipeline import TOKEN, assert_closes, committed_steps, make_run, role, trained_groups, wait_for
 
 CREDENTIALS = make_credentials()
 
@@ -130,10 +123,7 @@ def test_an_actor_goes_on_when_the_hub_comes_back_at_the_same_address_with_anoth
 
 
 def sync(boot_id: str) -> Sync:
-    return Sync(
-        boot_id=boot_id, engine_version=0, running=0, waiting=0, concurrency=8, want=0, leases=(), num_tokens=0,
-        running_seconds=0.0,
-    )  # fmt: skip
+    return sync_message(boot_id=boot_id)
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from pipelinerl_core.roles.runtime.inference import build_codec, build_engine, o
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import check_parity
 from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.types import EngineRequest, Rollout, Sampler
+from pipelinerl_core.types import Rollout
 from pipelinerl_core.weights.files import serialize
+from tests.builders import completion_of, engine_request
 
 pytestmark = pytest.mark.slow
 
@@ -38,16 +39,8 @@ def sample(config, start) -> list[Rollout]:
 
         async def one(index: int) -> Rollout:
             prompt = codec.encode(build_source(config).prompt(index))
-            request = EngineRequest(
-                request_id=str(index),
-                prompt_token_ids=prompt,
-                max_tokens=32,
-                sampler=Sampler(seed=index, temperature=TEMPERATURE),
-            )
-            async for chunk in engine.generate(request):
-                if chunk.completion is not None:
-                    return as_rollout(prompt, chunk.completion)
-            raise AssertionError("no completion")
+            request = engine_request(str(index), prompt=prompt, max_tokens=32, seed=index, temperature=TEMPERATURE)
+            return as_rollout(prompt, await completion_of(engine, request))
 
         try:
             return list(await asyncio.gather(*(one(index) for index in range(40))))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from pipelinerl_core.bench.peers import sequential
 from pipelinerl_core.bench.peers.record import read_points
 from pipelinerl_core.bench.peers.task import open_task, peer_parser
 from pipelinerl_core.roles.trainer.learners import build_alone
-from pipelinerl_core.types import FinishReason, Outcome, Rollout, Sampler, WeightSpan
+from pipelinerl_core.testing.rollout_rows import build_rollout
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ROOT / ".bench-packages"
@@ -27,30 +28,16 @@ def open_small(out, model, *options):
 
 
 def rollout_of(index, prompt_ids, completion_ids, reward, group_size):
-    return Rollout(
-        group_id=index // group_size,
-        rollout_index=index % group_size,
-        attempt=0,
-        lease_id="",
-        prompt_id="",
-        source="sums",
-        env="sums",
-        actor="peer",
-        group_size=group_size,
+    num = len(completion_ids)
+    rollout = build_rollout(
+        np.random.default_rng(0), group_id=index // group_size, rollout_index=index % group_size,
+        group_size=group_size, num_tokens=num, reward=reward,
+    )  # fmt: skip
+    return replace(
+        rollout,
         prompt_token_ids=np.array(prompt_ids, np.int32),
         completion_token_ids=np.array(completion_ids, np.int32),
-        rollout_logprobs=np.zeros(len(completion_ids), np.float32),
-        weight_spans=(WeightSpan(0, 0, len(completion_ids)),),
-        loss_mask=np.ones(len(completion_ids), np.bool_),
-        reward=reward,
-        outcome=Outcome.SCORED,
-        finish_reason=FinishReason.STOP,
-        error=None,
-        sampler=Sampler(seed=0),
-        max_tokens=24,
-        started_at=0.0,
-        finished_at=0.0,
-        scored_at=0.0,
+        rollout_logprobs=np.zeros(num, np.float32),
     )
 
 

@@ -21,24 +21,16 @@ from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import ConfigError, HubUnavailable, MissingObject, StaleLease
 from pipelinerl_core.messages import Ack, Bye, Group, Register, Reserve, Rows, Sync, encode
 from pipelinerl_core.roles.runtime.hub_link import HubLink
-from pipelinerl_core.run.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record, sync_message
+from tests.integration.exchange_case import TOKEN, leave, raw_exchange, refusal
 from tests.integration.pipeline import wait_for
 
-TOKEN = "a-test-token"
-SYNC = Sync(
-    boot_id="boot",
-    engine_version=0,
-    running=1,
-    waiting=0,
-    concurrency=8,
-    want=1,
-    leases=(),
-    num_tokens=0,
-    running_seconds=0.0,
-)
+SYNC = sync_message(running=1, want=1)
 
 
 class Channel:
@@ -81,23 +73,6 @@ def step_rows(client, step):
     reserved = client.request(Reserve(step=step, epoch=0))
     assert reserved.is_ready
     return client.request_rows(Rows(step=step, groups=tuple((ref.group_id, ref.attempt) for ref in reserved.groups)))
-
-
-def raw_exchange(url, schema=ROLLOUT_SCHEMA, token=TOKEN, role="actor"):
-    client = fl.FlightClient(url, generic_options=[("grpc.use_local_subchannel_pool", 1)])
-    options = fl.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
-    command = json.dumps({"role": role, "name": "raw"}).encode()
-    writer, reader = client.do_exchange(fl.FlightDescriptor.for_command(command), options)
-    writer.begin(schema)
-    return client, writer, reader
-
-
-def refusal(writer, reader, metadata, batch=None):
-    if batch is None:
-        writer.write_metadata(metadata)
-    else:
-        writer.write_with_metadata(batch, metadata)
-    return json.loads(reader.read_chunk().app_metadata.to_pybytes())
 
 
 # ---- one process ----
@@ -292,14 +267,6 @@ def test_a_message_that_is_none_is_refused_and_the_exchange_goes_on(channel, met
     leave(client, writer, reader)
 
 
-def leave(client, writer, reader):
-    writer.done_writing()
-    with pytest.raises(StopIteration):
-        reader.read_chunk()
-    writer.close()
-    client.close()
-
-
 class FailingHub(QueueHub):
     """Every request fails, each kind in its own way."""
 
@@ -467,8 +434,8 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent():
 
 def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
     store = open_store(str(tmp_path))
-    record = HubRecord(url=channel.url, boot_id="boot", host="", pid=1, process_started_at=0.0, beat=time.time())
-    store.put(HUB_KEY, record.model_dump_json().encode())
+    record = hub_record(url=channel.url, beat=time.time())
+    put_record(store, HUB_KEY, record)
     asked, gate = threading.Event(), threading.Event()
 
     def registration():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -17,8 +18,10 @@ from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
-from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
+from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
+from tests.builders import completion_of as finish
+from tests.builders import engine_request
 from tests.vllm_cores import LONGEST, START_SECONDS, VLLMBuilder
 
 pytestmark = [
@@ -36,26 +39,12 @@ def model(seed=0):
     return tiny_model("qwen2", seed, hidden_size=128)
 
 
-def ask(name, *, prompt=PROMPT, max_tokens=24, prior=None):
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=np.array(prompt, np.int32),
-        max_tokens=max_tokens,
-        sampler=Sampler(),
-        prior=prior,
-    )
+ask = partial(engine_request, prompt=PROMPT)
 
 
 def update(seed, version):
     tensors = weights_of(model(seed))
     return WeightUpdate(version=version, tensors=tensors, num_bytes=1)
-
-
-async def finish(engine, request):
-    async for chunk in engine.generate(request):
-        if chunk.completion is not None:
-            return chunk.completion
-    raise AssertionError("no completion")
 
 
 @pytest.fixture

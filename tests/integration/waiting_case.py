@@ -18,7 +18,7 @@ from pipelinerl_core.training.attention import PACKED_ATTENTION
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums
-from tests.unit.training.test_no_waiting import NoWaiting, packs_of
+from tests.unit.training.no_waiting_case import NoWaiting, packs_of
 
 
 def run(stage, dtype):

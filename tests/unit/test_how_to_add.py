@@ -27,10 +27,6 @@ from pipelinerl_core.storage.local import MemoryStore
 from pipelinerl_core.types import Chunk, Completion, EngineRequest, FinishReason, Prompt, Sampler, WeightSpan
 
 
-def registry(module, name):
-    return pytest.mark.skipif(not hasattr(module, name), reason=f"{module.__name__} has no table {name}")
-
-
 def with_kind(section, kind):
     """A configuration with a kind that config/sections.py does not list."""
     config = build_config({})
@@ -106,7 +102,6 @@ class Counting:
         return [self.prompt(-1 - number) for number in range(count)]
 
 
-@registry(source, "SOURCES")
 def test_a_registered_prompt_source_is_built_by_its_kind(monkeypatch):
     monkeypatch.setattr(source, "SOURCES", {**source.SOURCES, "counting": lambda config: Counting()})
     built = source.build_source(with_kind("prompts", "counting"))
@@ -114,7 +109,6 @@ def test_a_registered_prompt_source_is_built_by_its_kind(monkeypatch):
     assert [prompt.task["answer"] for prompt in built.held_out(2)] == ["0", "-1"]
 
 
-@registry(object_store, "STORES")
 def test_a_registered_store_is_opened_by_its_scheme(monkeypatch):
     monkeypatch.setattr(
         object_store, "STORES", {**object_store.STORES, "example": lambda rest: MemoryStore(f"example-{rest}")}
@@ -149,7 +143,6 @@ class ConstantEngine:
         )
 
 
-@registry(load, "ENGINES")
 def test_a_registered_engine_is_started_by_its_kind(monkeypatch):
     async def start_constant(config, start):
         return ConstantEngine()

@@ -3,18 +3,12 @@
 import pytest
 
 from pipelinerl_core.restart_budget import RestartBudget
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.builders import ManualClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock(0.0)
 
 
 def taken(budget: RestartBudget, times: int) -> list[bool]:

@@ -89,7 +89,7 @@ def keep_freed_memory(max_bytes: int = 0) -> None:
     """Allocate Arrow's buffers with the C library, which reuses freed memory (glibc: up to `max_bytes`).
 
     Arrow's default pool returns freed memory to the system and faults it in again page by page, which takes a
-    quarter of the CPU time of a sending actor. glibc also returns free memory at the end of a heap, above a low default limit.
+    quarter of the CPU time of a sending actor. glibc also returns free memory at the end of a heap above a low limit.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -25,7 +25,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan
-from tests.unit.training.test_learner import config, learner_of, tiny_model
+from tests.unit.training.learner_case import config, learner_of, tiny_model
 
 TURN = ReinforceLoss(advantage="turn")
 # Completions of 3, 5 and 7 tokens of 1, 2 and 3 turns; tokens 2 and 3 of the second one and 1 and 4 of the third came

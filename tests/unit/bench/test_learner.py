@@ -7,15 +7,10 @@ import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.bench import learner
-from pipelinerl_core.bench.engine_load import SIZES
 from pipelinerl_core.bench.learner_memory import CONTESTANTS, measure
 from pipelinerl_core.bench.learner_memory import table as memory_table
-from pipelinerl_core.bench.learner_rounds import BareLoop, Workload, measure_fill, measure_workload
-
-MINI = Workload(
-    name="mini", num_groups=2, group_size=4, median_tokens=6, max_tokens=20, pack_tokens=64,
-    model={**SIZES["tiny"], "num_hidden_layers": 1},
-)  # fmt: skip
+from pipelinerl_core.bench.learner_rounds import BareLoop, measure_fill, measure_workload
+from tests.unit.bench.learner_case import MINI
 
 
 def test_contestants_take_turns_on_the_same_tokens():

@@ -39,7 +39,6 @@ from pipelinerl_core.messages import (
     Reserve,
     Reserved,
     Rows,
-    Sync,
     SyncReply,
     encode,
 )
@@ -53,22 +52,14 @@ from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.run.follow import RunFollower, forward
-from pipelinerl_core.run.records import (
-    HUB_KEY,
-    REPORT_JSON_KEY,
-    RUN_KEY,
-    WEIGHTS_TABLE_KEY,
-    EpochRecord,
-    RunRecord,
-    batch_key,
-    epoch_key,
-)
+from pipelinerl_core.run.records import HUB_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY, batch_key
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
 from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.weights.files import entry_of
+from tests.builders import put_epoch, put_run, sync_message
 
 CONFIG = build_config(
     {
@@ -126,12 +117,8 @@ class World:
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
         self.now = START
-        record = RunRecord(run_id="run", created_at=START, code_version="", config=CONFIG.model_dump(mode="json"))
-        store.put(RUN_KEY, record.model_dump_json().encode())
-        self.epoch = EpochRecord(
-            epoch=1, role="trainer", parent=None, adopted_through=-1, started_at=START, host="", pid=1
-        )
-        store.put(epoch_key(1), self.epoch.model_dump_json().encode())
+        put_run(store, created_at=START, config=CONFIG)
+        self.epoch = put_epoch(store, 1, started_at=START)
         self.num_hubs = 0
         self.start_hub()
         self.samples = self.tokens = 0
@@ -161,12 +148,7 @@ class World:
         return Committer(self.store, CONFIG, run_id="run", epoch=self.epoch, link=self.trainer)
 
     def sync(self, name: str, *, want: int = 0) -> SyncReply:
-        answer = self.wires[name].say(
-            Sync(
-                boot_id=self.boot_id, engine_version=0, running=0, waiting=0, concurrency=4, want=want, leases=(),
-                num_tokens=0, running_seconds=0.0,
-            )
-        )  # fmt: skip
+        answer = self.wires[name].say(sync_message(boot_id=self.boot_id, want=want))
         assert isinstance(answer, SyncReply)
         return answer
 

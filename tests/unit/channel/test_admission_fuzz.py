@@ -30,11 +30,11 @@ from pipelinerl_core.messages import (
     Reserve,
     Rows,
     Sealed,
-    Sync,
     encode,
 )
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import TurnSpan
+from tests.builders import sync_message
 
 FAST = settings(
     deadline=None,
@@ -48,10 +48,15 @@ TURNED = encode_rollouts(
     "run", [replace(rollout, turn_spans=(TurnSpan(0, 5), TurnSpan(5, 12))) for rollout in ROLLOUTS]
 )
 GROUP = Group(id=5, lease_id="1.0.b", ref=group_ref(ROLLOUTS))
-SYNC = Sync(
-    boot_id="b", engine_version=1, running=1, waiting=0, concurrency=8, want=2, leases=("1.0.b",), num_tokens=5,
-    running_seconds=1.0, counters={"cpu_seconds": 1.0},
-)  # fmt: skip
+SYNC = sync_message(
+    engine_version=1,
+    running=1,
+    want=2,
+    leases=("1.0.b",),
+    num_tokens=5,
+    running_seconds=1.0,
+    counters={"cpu_seconds": 1.0},
+)
 MESSAGES = [
     Register(role="actor", name="fuzz", epoch=1), SYNC, GROUP, Sealed(actor="fuzz", epoch=1, seq=0, groups=((1, 0),)),
     Reserve(step=1, epoch=1), Rows(step=1, groups=((1, 0),)), Committed(step=1, epoch=1, manifest=None, groups=()),

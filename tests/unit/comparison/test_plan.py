@@ -15,6 +15,7 @@ from pipelinerl_core.run.locate import create_run, run_url
 from pipelinerl_core.run.records import REPORT_JSON_KEY, EvalRecord, commit_key, eval_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
+from tests.builders import ManualClock
 
 ARMS = (Arm("keep", ("engine.kv=keep",)), Arm("drain", ("engine.kv=drain",)))
 
@@ -160,16 +161,8 @@ def test_the_result_is_written_with_what_is_there_and_remembers_how_long_runs_to
 # ---- budget -----------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 def budget_of(seconds, *, spent=(), begun=(0,)):
-    clock = Clock()
+    clock = ManualClock()
     return Budget(seconds, spent, begun=begun, clock=clock), clock
 
 

@@ -11,8 +11,10 @@ from pipelinerl_core.config.dropped import DROPPED
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.advice import Evidence, advice
 from pipelinerl_core.run.context import note_resume, open_run
-from pipelinerl_core.run.records import RESUME_KEY, RUN_KEY, ResumeRecord, RunRecord
+from pipelinerl_core.run.records import RESUME_KEY, ResumeRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import put_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,10 +44,9 @@ def test_any_other_unknown_key_of_a_stored_configuration_is_refused():
 def test_a_stored_run_and_its_resumes_are_opened_without_them(tmp_path):
     store = open_store(str(tmp_path))
     stored = with_dropped(load_config("quickstart"))
-    record = RunRecord(run_id="run", created_at=0.0, code_version="0.1.0", config=stored)
-    store.put(RUN_KEY, record.model_dump_json().encode())
+    put_run(store, code_version="0.1.0", config=stored)
     overrides = (*(f"{key}=false" for key in DROPPED), "trainer.pack_tokens=4096")
-    store.put(RESUME_KEY, ResumeRecord(overrides=overrides, at=0.0).model_dump_json().encode())
+    put_record(store, RESUME_KEY, ResumeRecord(overrides=overrides, at=0.0))
     config = open_run(str(tmp_path)).config
     assert config == load_config("quickstart", ["trainer.pack_tokens=4096"])
     note_resume(store, ["placement.threads=2"])

@@ -18,7 +18,8 @@ from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import FinishReason, GroupRef, Origin, Outcome, TurnSpan, WeightSpan
-from tests.unit.data.test_codec import ORIGINS, TURNS, by_hand
+from tests.builders import group_named
+from tests.unit.data.rollout_case import ORIGINS, TURNS, by_hand
 
 MAX_TOKENS = 64
 
@@ -287,10 +288,9 @@ def test_a_message_without_groups_or_without_rows_is_refused(sound):
 
 def test_a_message_must_name_the_origins_of_its_rows():
     rows = encode_rollouts("run", [replace(by_hand(0), origins=ORIGINS), replace(by_hand(1), origins=ORIGINS[:1])])
-    ref = GroupRef(
-        group_id=2**40, attempt=1, actor="actor-0", actor_epoch=5, num_rollouts=2, num_tokens=10,
-        origins=(Origin("actor-0", 1700000009, 1), Origin("actor-7", 1700000000, 4)),
-    )  # fmt: skip
+    ref = group_named(
+        2**40, attempt=1, actor_epoch=5, origins=(Origin("actor-0", 1700000009, 1), Origin("actor-7", 1700000000, 4))
+    )
     check_groups([ref], rows)
     with pytest.raises(SchemaMismatch, match=r"row 0: the rows of this group are .* their message names"):
         check_groups([replace(ref, origins=())], rows)

@@ -16,11 +16,12 @@ from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_se
 from pipelinerl_core.data.partials import decode_partials, encode_partials
 from pipelinerl_core.data.schema import conform
 from pipelinerl_core.errors import ConfigError, SchemaMismatch, StoreError
-from pipelinerl_core.messages import Register, Request, Sync
+from pipelinerl_core.messages import Register, Request
 from pipelinerl_core.storage.keys import check_key
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import WeightManifest
-from tests.unit.data.test_partials import row
+from tests.builders import partial_row as row
+from tests.builders import sync_message
 
 FAST = settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SEGMENT = to_segment([encode_rollouts("run", build_group(0, group_id=1, size=2))])
@@ -68,10 +69,9 @@ def test_logs_of_open_groups(data):
         pass
 
 
-SYNC = Sync(
-    boot_id="b", engine_version=1, running=1, waiting=0, concurrency=8, want=2, leases=("1.0.b",), num_tokens=5,
-    running_seconds=1.0,
-).model_dump()  # fmt: skip
+SYNC = sync_message(
+    engine_version=1, running=1, want=2, leases=("1.0.b",), num_tokens=5, running_seconds=1.0
+).model_dump()
 REGISTER = Register(role="actor", name="a", epoch=1).model_dump()
 
 

@@ -26,19 +26,7 @@ from pipelinerl_core.types import (
     PreviousHolder,
     WeightSpan,
 )
-
-
-def row(start=0, num=3, *, group_id=5, index=0, attempt=0, version=7, **more):
-    return PartialRow(
-        group_id=group_id,
-        rollout_index=index,
-        attempt=attempt,
-        start=start,
-        token_ids=np.arange(start, start + num, dtype=np.int32),
-        rollout_logprobs=-np.arange(start, start + num, dtype=np.float32),
-        weight_spans=(WeightSpan(version, start, start + num),) if num else (),
-        **more,
-    )
+from tests.builders import partial_row as row
 
 
 def assert_same(found, expected):

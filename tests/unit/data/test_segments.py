@@ -7,14 +7,7 @@ from pipelinerl_core.data.segments import RowReader, SegmentName, SegmentReader,
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.builders import ManualClock
 
 
 @pytest.fixture
@@ -24,7 +17,7 @@ def store(tmp_path):
 
 def make_writer(store, clock=None, **limits):
     limits = {"max_seconds": 1.0, "max_bytes": 1 << 20, **limits}
-    return SegmentWriter(store, "actor-0", 3, "run", clock=clock or Clock(), **limits)
+    return SegmentWriter(store, "actor-0", 3, "run", clock=clock or ManualClock(100.0), **limits)
 
 
 def append(writer, group_id, *, run_id="run", epoch=3, num_tokens=12):
@@ -34,7 +27,7 @@ def append(writer, group_id, *, run_id="run", epoch=3, num_tokens=12):
 
 
 def test_groups_wait_for_the_oldest_ones_age_then_share_a_segment(store):
-    clock = Clock()
+    clock = ManualClock(100.0)
     writer = make_writer(store, clock)
     assert writer.seal_due() is None
     append(writer, 0)

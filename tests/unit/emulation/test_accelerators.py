@@ -5,7 +5,6 @@ import logging
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
@@ -13,7 +12,7 @@ from pipelinerl_core.emulation import accelerators as emulation
 from pipelinerl_core.emulation.accelerators import EmulatedClock, EmulatedLearner, EmulatedSpeeds
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.types import EngineRequest, Sampler
+from tests.builders import completion_of, engine_request
 
 
 def config(kind="pipeline", actors=1, accelerators=6, generators=2, **changes):
@@ -75,15 +74,7 @@ def test_nothing_is_emulated_unless_accelerators_are_given():
 
 
 async def finish(engine, seed, max_tokens):
-    request = EngineRequest(
-        request_id=str(seed),
-        prompt_token_ids=np.array([5, 6, 7], np.int32),
-        max_tokens=max_tokens,
-        sampler=Sampler(seed=seed),
-    )
-    async for chunk in engine.generate(request):
-        completion = chunk.completion
-    return completion
+    return await completion_of(engine, engine_request(str(seed), seed=seed, max_tokens=max_tokens))
 
 
 def engine_of(clock=None, slots=3):

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
-from pipelinerl_core.messages import Reserved, Sync
-from pipelinerl_core.types import GroupRef, LengthTotals, WeightManifest
+from pipelinerl_core.messages import Reserved
+from pipelinerl_core.types import GroupRef, LengthTotals
+from tests.builders import sync_message, weight_manifest
 
 NUM_ACTORS = 3
 
@@ -57,7 +58,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return FakeActor(key)
 
     def announce(self, step: int, answer: Reserved) -> None:
-        manifest = WeightManifest(version=step, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+        manifest = weight_manifest(step)
         groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
         self.ledger.committed(step, groups, answer.fates, manifest)
 
@@ -67,10 +68,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def sync(self, index: int, want: int, sampled: int, heard: bool) -> None:
         actor = self.actors[index]
         actor.num_tokens += sampled
-        message = Sync(
-            boot_id="", engine_version=actor.version, running=0, waiting=0, concurrency=4, want=want,
-            leases=tuple(actor.leases), num_tokens=actor.num_tokens, running_seconds=0.0,
-        )  # fmt: skip
+        message = sync_message(
+            engine_version=actor.version, want=want, leases=tuple(actor.leases), num_tokens=actor.num_tokens
+        )
         result = self.ledger.sync(actor.key, message)
         if not heard:  # the answer is lost
             return

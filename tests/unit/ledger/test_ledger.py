@@ -8,19 +8,11 @@ from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
-from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
-from pipelinerl_core.run.records import Commit
+from pipelinerl_core.messages import LeaseRef, Reserved
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
+from tests.builders import ManualClock, commit_record, sync_message, trained_by, weight_manifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def config(**changes: dict[str, object]) -> RunConfig:
@@ -36,24 +28,21 @@ def config(**changes: dict[str, object]) -> RunConfig:
     return build_config(values)
 
 
-def new_ledger(clock: Clock | None = None, *, committed: int = 0, first_attempt: int = 0, **changes) -> Ledger:
-    ledger = Ledger(config(**changes), clock=clock or Clock(), boot_id="boot", first_attempt=first_attempt)
+def new_ledger(clock: ManualClock | None = None, *, committed: int = 0, first_attempt: int = 0, **changes) -> Ledger:
+    ledger = Ledger(config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt)
     if committed >= 0:
         ledger.committed(0, (), (), manifest(0))
     return ledger
 
 
 def manifest(version: int, host: str = "here") -> WeightManifest:
-    return WeightManifest(version=version, epoch=1, files=(), key=None, shm=None, host=host, published_at=0.0)
+    return weight_manifest(version, host=host)
 
 
 def sync(
     ledger: Ledger, actor: ActorKey, want: int, leases: Sequence[str] = (), version: int = 0, tokens: int = 0, **more
 ) -> SyncResult:
-    message = Sync(
-        boot_id="boot", engine_version=version, running=0, waiting=0, concurrency=8, want=want, leases=tuple(leases),
-        num_tokens=tokens, running_seconds=0.0, **more,
-    )  # fmt: skip
+    message = sync_message(engine_version=version, want=want, leases=tuple(leases), num_tokens=tokens, **more)
     return ledger.sync(actor, message)
 
 
@@ -189,7 +178,7 @@ def test_a_lease_of_somebody_else_must_be_stopped():
 
 
 def test_an_expired_lease_goes_to_another_actor_before_new_prompts():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     first, _ = lease(ledger, A, want=2)
     clock.now += 10.5
@@ -199,7 +188,7 @@ def test_an_expired_lease_goes_to_another_actor_before_new_prompts():
 
 
 def test_a_sync_renews_its_leases():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     [grant] = lease(ledger, A, want=1)
     for _ in range(5):
@@ -209,7 +198,7 @@ def test_a_sync_renews_its_leases():
 
 
 def test_time_in_which_the_hub_stood_still_expires_nothing():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     lease(ledger, A, want=1)
     clock.now += 60
@@ -256,7 +245,7 @@ def test_a_group_is_still_known_after_it_was_trained():
 
 
 def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_superseded():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     lost = lease(ledger, B, want=1)[0]
     clock.now += 11
@@ -276,7 +265,7 @@ def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_super
 
 
 def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     [grant] = lease(ledger, A, want=1)
     clock.now += 11
@@ -290,7 +279,7 @@ def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
 
 
 def test_rows_for_an_expired_lease_are_refused_even_if_nobody_else_has_the_group_yet():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     [grant] = lease(ledger, A, want=1)
     clock.now += 11
@@ -526,7 +515,7 @@ def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
 
 
 def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back():
-    clock = Clock()
+    clock = ManualClock()
     ledger = new_ledger(clock)
     [grant] = lease(ledger, A, want=1)
     sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
@@ -567,20 +556,7 @@ def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
 # ---- restart -----------------------------------------------------------------------------------------------------
 
 
-def commit_record(step: int, answer: Reserved) -> Commit:
-    trained = tuple(
-        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
-        for ref in answer.groups
-    )
-    return Commit(
-        run_id="run", step=step, epoch=2, batches=(), weights_sha256="", manifest=manifest(step), checkpoint=None,
-        fates=(*answer.fates, *trained), next_group_id=answer.next_group_id, open_groups=answer.open_groups,
-        low_water=answer.low_water, tokens=answer.tokens,
-        actors=dict(answer.actors), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
-    )  # fmt: skip
-
-
-def restarted(clock: Clock, *sealed: tuple[int, dict[int, int]]) -> tuple[Ledger, list[Grant]]:
+def restarted(clock: ManualClock, *sealed: tuple[int, dict[int, int]]) -> tuple[Ledger, list[Grant]]:
     """A second hub after commit 1: 0 and 1 were trained, 2 and 3 leased, `sealed` are (group_id, tokens)."""
     old = new_ledger(clock, schedule={"max_lag": 3})
     grants = lease(old, A, want=4)
@@ -590,12 +566,12 @@ def restarted(clock: Clock, *sealed: tuple[int, dict[int, int]]) -> tuple[Ledger
     answer = old.reserve(1, epoch=2)
     new = Ledger(config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
     found = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
-    new.restore(commit_record(1, answer), found, manifest(1))
+    new.restore(commit_record(1, 2, manifest=manifest(1), **trained_by(answer)), found, manifest(1))
     return new, grants
 
 
 def test_a_restarted_hub_takes_sealed_groups_without_a_fate_as_ready():
-    ledger, _ = restarted(Clock(), (0, {0: 10}), (1, {0: 10}), (2, {0: 7}))
+    ledger, _ = restarted(ManualClock(), (0, {0: 10}), (1, {0: 10}), (2, {0: 7}))
     assert (ledger.num_ready, ledger.num_queued, ledger.next_group_id) == (1, 1, 4)
     tokens = ledger.tokens()
     assert (tokens["trained"], tokens["ready"], tokens["generated"], tokens["in_flight"]) == (20, 7, 33, 6)
@@ -603,7 +579,7 @@ def test_a_restarted_hub_takes_sealed_groups_without_a_fate_as_ready():
 
 
 def test_trained_rows_that_were_not_sealed_find_their_owner_when_they_are_offered_again():
-    ledger, grants = restarted(Clock())
+    ledger, grants = restarted(ManualClock())
     check_closes(ledger.tokens())
     assert ledger.tokens()["trained"] == 20
     ledger.register_actor(A)
@@ -614,7 +590,7 @@ def test_trained_rows_that_were_not_sealed_find_their_owner_when_they_are_offere
 
 
 def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_after_the_grace_time():
-    clock = Clock()
+    clock = ManualClock()
     ledger, grants = restarted(clock)
     kept = LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)
     ledger.register_actor(A, [kept])
@@ -630,7 +606,7 @@ def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_
 
 
 def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it():
-    clock = Clock()
+    clock = ManualClock()
     ledger, grants = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)])
     assert sync(ledger, A, want=0).leases == ()
@@ -640,14 +616,14 @@ def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it():
 
 
 def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_it():
-    clock = Clock()
+    clock = ManualClock()
     ledger, _ = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=6, attempt=0, lease_id="6.0.boot")])
     assert (ledger.next_group_id, ledger.num_leased, ledger.num_queued) == (7, 1, 4)
 
 
 def test_a_trainer_presents_its_reservation_again_and_missing_rows_come_later():
-    ledger, grants = restarted(Clock(), (2, {0: 10}))
+    ledger, grants = restarted(ManualClock(), (2, {0: 10}))
     refs = [summary(group_id, {0: 10}).ref for group_id in (2, 3)]
     ledger.register_trainer(2, step=2, refs=refs)
     assert ids(ledger.reserve(2, epoch=2)) == [2, 3]
@@ -661,7 +637,7 @@ def test_a_trainer_presents_its_reservation_again_and_missing_rows_come_later():
 
 
 def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again():
-    clock = Clock()
+    clock = ManualClock()
     ledger, _ = restarted(clock, (2, {0: 10}))
     ledger.register_trainer(2, step=2, refs=[summary(group_id, {0: 10}).ref for group_id in (2, 3)])
     ledger.register_trainer(3)
@@ -690,7 +666,7 @@ def test_a_reserved_group_whose_rows_are_lost_is_generated_again_and_the_others_
 
 
 def test_a_lost_group_whose_rows_never_came_to_this_hub_is_leased_again():
-    ledger, _ = restarted(Clock(), (2, {0: 10}))
+    ledger, _ = restarted(ManualClock(), (2, {0: 10}))
     ledger.register_trainer(2, step=2, refs=[summary(group_id, {0: 10}).ref for group_id in (2, 3)])
     answer = ledger.reserve(2, epoch=2, lost=[(3, 0)])
     assert not answer.is_ready
@@ -699,7 +675,7 @@ def test_a_lost_group_whose_rows_never_came_to_this_hub_is_leased_again():
 
 
 def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
-    ledger, _ = restarted(Clock(), (2, {0: 10}), (3, {0: 10}))
+    ledger, _ = restarted(ManualClock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(3, epoch=2)  # 2 and 3 are ready here, but they belong to step 2
     assert not answer.is_ready
     assert "steps [2]" in answer.reason
@@ -709,7 +685,7 @@ def test_a_restarted_hub_waits_for_commits_of_steps_it_has_not_seen_reserved():
 
 
 def test_a_step_far_ahead_waits_for_the_commits_before_it_and_drops_nothing():
-    ledger, _ = restarted(Clock(), (2, {0: 10}), (3, {0: 10}))
+    ledger, _ = restarted(ManualClock(), (2, {0: 10}), (3, {0: 10}))
     answer = ledger.reserve(10**15, epoch=2)
     assert answer.reason == "the commits of steps [2, 3, 4] have not arrived"
     assert not ledger.is_due(6)  # where both would be stale; but they may have been trained in step 2
@@ -750,7 +726,7 @@ def test_a_lease_names_those_who_held_the_group_before_newest_first():
 
 
 def test_holders_are_found_again_by_a_restarted_hub():
-    ledger = new_ledger(first_attempt=1000, clock=Clock())
+    ledger = new_ledger(first_attempt=1000, clock=ManualClock())
     ledger.register_actor(A, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.old")])
     ledger.restore_holders(
         {0: [PreviousHolder("gone", 3, 0)], 1: [PreviousHolder("actor-0", 1, 0)], 9: [PreviousHolder("gone", 3, 0)]}

@@ -13,13 +13,14 @@ from pipelinerl_core.ledger import ActorKey, GroupSummary, Ledger, SealedGroup
 from pipelinerl_core.ledger.lengths import LengthMeter
 from pipelinerl_core.ledger.order import split_lengths
 from pipelinerl_core.ledger.tokens import TokenLedger
-from pipelinerl_core.messages import FateRecord, Sync
+from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.testing.synthetic_run import make_rollout
-from pipelinerl_core.types import GroupRef, LengthTotals
+from pipelinerl_core.types import LengthTotals
+from tests.builders import commit_record, group_named, sync_message
 
-REF = GroupRef(group_id=0, attempt=0, actor="actor-0", actor_epoch=1, num_rollouts=3, num_tokens=18)
+REF = group_named(0, num_rollouts=3, num_tokens=18)
 VERSION_0 = LengthTotals(num_tokens=7, first_third=1 + 2, last_third=1, length_sum=3 * 3 + 4 * 6)
 VERSION_1 = LengthTotals(num_tokens=2, first_third=0, last_third=2, length_sum=2 * 6)
 UNSCORED = LengthTotals(num_tokens=9, first_third=3, last_third=3, length_sum=81)
@@ -45,7 +46,7 @@ def test_a_summary_counts_thirds_and_lengths_per_version():
 
 @pytest.mark.parametrize(("length", "third"), [(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (8, 3)])
 def test_a_third_is_rounded_and_first_and_last_are_alike(length, third):
-    ref = GroupRef(group_id=0, attempt=0, actor="a", actor_epoch=1, num_rollouts=1, num_tokens=length)
+    ref = group_named(0, num_rollouts=1, num_tokens=length)
     [summary] = summarize([ref], encode_rollouts("run", [make_rollout(spans=[(0, 0, length)])]))
     expected = LengthTotals(num_tokens=length, first_third=third, last_third=third, length_sum=length * length)
     assert summary.lengths == expected
@@ -55,7 +56,7 @@ def test_spans_add_up_to_their_rollout_wherever_it_is_cut():
     rng = np.random.default_rng(0)
     for length in range(2, 30):
         cut = int(rng.integers(1, length))
-        ref = GroupRef(group_id=0, attempt=0, actor="a", actor_epoch=1, num_rollouts=1, num_tokens=length)
+        ref = group_named(0, num_rollouts=1, num_tokens=length)
         whole, parts = (
             summarize([ref], encode_rollouts("run", [make_rollout(spans=spans)]))[0]
             for spans in ([(0, 0, length)], [(0, 0, cut), (1, cut, length)])
@@ -125,7 +126,7 @@ def times(count: int) -> LengthTotals:
 
 def four_tokens(group_id: int) -> GroupSummary:
     """Two rollouts of two tokens, all of version 0: a first and a last third of one token each."""
-    ref = GroupRef(group_id=group_id, attempt=0, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=4)
+    ref = group_named(group_id, num_tokens=4)
     return GroupSummary(ref=ref, rewards=(0.0, 1.0), tokens_by_version={0: 4}, lengths_by_version={0: FOUR})
 
 
@@ -133,10 +134,7 @@ def test_a_commit_carries_the_meter_through_a_restart_of_the_hub():
     old = ledger_of()
     old.committed(0, (), (), None)
     old.register_actor(ActorKey("actor-0", 1))
-    sync = Sync(
-        boot_id="", engine_version=0, running=0, waiting=0, concurrency=8, want=5, leases=(), num_tokens=0,
-        running_seconds=0.0,
-    )  # fmt: skip
+    sync = sync_message(want=5)
     leases = old.sync(ActorKey("actor-0", 1), sync).leases
     assert len(leases) == 4
     for grant in leases:
@@ -146,12 +144,15 @@ def test_a_commit_carries_the_meter_through_a_restart_of_the_hub():
     assert first.lengths == {"generated": times(4), "ready": times(4)}
     assert second.lengths == {"generated": times(4), "ready": times(2), "trained": times(2)}
 
-    commit = Commit(
-        run_id="run", step=2, epoch=2, batches=(), weights_sha256="", manifest=None, checkpoint=None, reserved_at=0.0,
-        computed_at=0.0, committed_at=0.0, next_group_id=4, tokens=second.tokens, lengths=second.lengths,
+    commit = commit_record(
+        2,
+        2,
+        next_group_id=4,
+        tokens=second.tokens,
+        lengths=second.lengths,
         waits={"engine": 3.0},
         fates=tuple(FateRecord(group_id=n, attempt=0, fate="trained", num_tokens=4) for n in (2, 3)),
-    )  # fmt: skip
+    )
     commit = Commit.model_validate_json(commit.model_dump_json())
     new = ledger_of(first_attempt=1000)
     new.restore(commit, [SealedGroup(summary=four_tokens(n), seq=0) for n in (0, 1, 2, 3)], None)

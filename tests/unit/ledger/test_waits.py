@@ -6,7 +6,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.ledger import ActorKey, GroupSummary, Ledger
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import Sync
-from pipelinerl_core.types import GroupRef
+from tests.builders import group_named, sync_message
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
@@ -104,10 +104,7 @@ def test_slots_are_empty_in_vain_when_more_was_asked_for_than_granted(running, w
 
 
 def sync(running: int, want: int, waiting: int = 0, leases: tuple[str, ...] = ()) -> Sync:
-    return Sync(
-        boot_id="", engine_version=0, running=running, waiting=waiting, concurrency=8, want=want, leases=leases,
-        num_tokens=0, running_seconds=0.0,
-    )  # fmt: skip
+    return sync_message(running=running, waiting=waiting, want=want, leases=leases)
 
 
 def test_a_reservation_says_what_was_waited_for_it():
@@ -133,9 +130,7 @@ def test_a_reservation_says_what_was_waited_for_it():
     assert not ledger.sync(A, sync(2, want=2, leases=names)).leases  # 6 of 8 slots are empty, no place is free
     now[0] = 2.0
     for grant in first:
-        ref = GroupRef(
-            group_id=grant.group_id, attempt=0, actor="actor-0", actor_epoch=1, num_rollouts=4, num_tokens=4
-        )
+        ref = group_named(grant.group_id, num_rollouts=4, num_tokens=4)
         ledger.add_group(GroupSummary(ref=ref, rewards=(0.0, 1.0), tokens_by_version={0: 4}), grant.lease_id)
     answer = ledger.reserve(1, epoch=2)
     assert answer.waits == {"engine": 1.5 + 0.5 * 0.25, "window": 0.5 * 0.75, "stale_wait": 0.0, "actors": 0.0}

@@ -14,7 +14,6 @@ from pipelinerl_core.run.records import (
     WEIGHTS_TABLE_KEY,
     ActorSample,
     EvalRecord,
-    RunRecord,
     SwapRecord,
     commit_key,
     eval_key,
@@ -29,6 +28,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
+from tests.builders import run_record
 
 REQUIRED = {
     "run_id",
@@ -150,11 +150,8 @@ def two_step_run(store):
     put_record(
         store,
         RUN_KEY,
-        RunRecord(
-            run_id="r",
-            created_at=90.0,
-            code_version="0",
-            config={"schedule": {"kind": "pipeline"}, "engine": {"kind": "embedded"}},
+        run_record(
+            run_id="r", created_at=90.0, config={"schedule": {"kind": "pipeline"}, "engine": {"kind": "embedded"}}
         ),
     )
     put_record(store, commit_key(0, 2), commit_at(0, 91))
@@ -244,7 +241,7 @@ def test_a_synthetic_run_has_every_figure_and_is_plain_json():
 
 def test_a_run_without_a_step_has_a_report():
     store = MemoryStore()
-    put_record(store, RUN_KEY, RunRecord(run_id="r", created_at=1.0, code_version="0", config={}))
+    put_record(store, RUN_KEY, run_record())
     report = build_report(store)
     assert report["steps"] == 0
     assert report["reward_last"] is None

@@ -15,7 +15,6 @@ from pipelinerl_core.run.records import (
     RUN_KEY,
     WEIGHTS_TABLE_KEY,
     EvalRecord,
-    RunRecord,
     commit_key,
     eval_key,
 )
@@ -30,6 +29,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
+from tests.builders import run_record
 
 _VOID = {"meta", "br", "link"}
 
@@ -107,7 +107,7 @@ def test_ticks_are_round_numbers():
 
 def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_out():
     store = MemoryStore()
-    put_record(store, RUN_KEY, RunRecord(run_id="r", created_at=0.0, code_version="0", config={}))
+    put_record(store, RUN_KEY, run_record())
     rollout = make_rollout(spans=[(7, 0, 3), (8, 3, 6)], prompt="3+4=", completion="12345")
     rows = [training_row(rollout, oldest_version=8)]
     put_record(store, commit_key(9, 2), make_commit(9).model_copy(update={"batches": put_batch(store, 9, 2, rows)}))
@@ -122,7 +122,7 @@ def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_o
 def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret():
     store = MemoryStore()
     config = {"tracking": {"mlflow_uri": "postgresql://u:hunter2@h/db"}, "hub": {"token": "hunter2"}}
-    put_record(store, RUN_KEY, RunRecord(run_id="<b>r</b>", created_at=0.0, code_version="0", config=config))
+    put_record(store, RUN_KEY, run_record(run_id="<b>r</b>", config=config))
     sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0}
     record = EvalRecord(version=0, num_prompts=1, accuracy=0, mean_tokens=1, errors=0, seconds=1, samples=(sample,))
     put_record(store, eval_key(0), record)

@@ -8,9 +8,10 @@ from rich.console import Console
 from pipelinerl_core.report import live_view
 from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import START, Shape, put_record, write_run
+from tests.builders import hub_record
 
 LIVE = {
     "newest_version": 4,
@@ -22,9 +23,7 @@ LIVE = {
 
 
 def hub(beat):
-    return HubRecord(
-        url="grpc://127.0.0.1:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=beat, live=LIVE
-    )
+    return hub_record(beat=beat, live=LIVE)
 
 
 @pytest.fixture

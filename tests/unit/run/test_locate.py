@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.run import locate
-from pipelinerl_core.run.records import EpochRecord, epoch_key
 from pipelinerl_core.testing.fakes import MemoryStore
+from tests.builders import put_epoch
 
 
 @pytest.fixture
@@ -22,17 +22,8 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def put_epoch(run, epoch, role="trainer", *, pid, host=None, started_at=None):
-    record = EpochRecord(
-        epoch=epoch,
-        role=role,
-        parent=None,
-        adopted_through=-1,
-        started_at=time.time() if started_at is None else started_at,
-        host=host or socket.gethostname(),
-        pid=pid,
-    )
-    run.store.put(epoch_key(epoch), record.model_dump_json().encode())
+def start(run, epoch, role="trainer", **values):
+    put_epoch(run.store, epoch, role, **{"started_at": time.time(), "host": socket.gethostname(), **values})
 
 
 def dead_pid():
@@ -47,26 +38,26 @@ def is_left(run):
 
 
 def test_weights_in_shared_memory_stay_while_the_trainer_of_another_start_is_on_this_host(run):
-    put_epoch(run, 2, pid=dead_pid())
-    put_epoch(run, 4, pid=os.getpid())
-    put_epoch(run, 5, "hub", pid=dead_pid())
+    start(run, 2, pid=dead_pid())
+    start(run, 4, pid=os.getpid())
+    start(run, 5, "hub", pid=dead_pid())
     assert is_left(run)
 
 
 @pytest.mark.parametrize("newest", ["none", "dead", "elsewhere", "pid of another process"])
 def test_weights_in_shared_memory_go_with_the_last_start_on_this_host(run, newest):
     if newest != "none":
-        put_epoch(run, 2, pid=os.getpid())
+        start(run, 2, pid=os.getpid())
     if newest == "dead":
-        put_epoch(run, 4, pid=dead_pid())
+        start(run, 4, pid=dead_pid())
     if newest == "elsewhere":
-        put_epoch(run, 4, pid=os.getpid(), host="another-host")
+        start(run, 4, pid=os.getpid(), host="another-host")
     if newest == "pid of another process":
-        put_epoch(run, 4, pid=os.getpid(), started_at=1.0)
+        start(run, 4, pid=os.getpid(), started_at=1.0)
     assert not is_left(run)
 
 
 def test_weights_in_shared_memory_go_though_the_trainer_of_this_start_has_its_grace_still(run):
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as trainer:
-        put_epoch(run, 2, pid=trainer.pid)
+        start(run, 2, pid=trainer.pid)
         assert not is_left(run)

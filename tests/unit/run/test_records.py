@@ -21,14 +21,11 @@ from pipelinerl_core.run.records import (
     STARTS_KEY,
     CheckpointManifest,
     ControlRecord,
-    EpochRecord,
     EvalRecord,
-    HubRecord,
     Record,
     RendezvousRecord,
     ResumeRecord,
     RoleRecord,
-    RunRecord,
     StartsRecord,
     checkpoint_prefix,
     commit_key,
@@ -41,10 +38,11 @@ from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.synthetic_run import make_commit, put_record
 from pipelinerl_core.training.checkpoint import load_checkpoint
+from tests.builders import epoch_record, hub_record, run_record
 
-HUB = HubRecord(url="grpc://h:1", boot_id="b", host="h", pid=1, process_started_at=1.0, beat=1.0)
+HUB = hub_record(beat=1.0)
 ROLE = RoleRecord(run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=1.0, beat=1.0)
-EPOCH = EpochRecord(epoch=1, role="hub", parent=None, adopted_through=-1, started_at=1.0, host="h", pid=1)
+EPOCH = epoch_record(1, "hub")
 EVALUATION = EvalRecord(version=0, num_prompts=1, accuracy=0.5, mean_tokens=1.0, errors=0, seconds=1.0)
 MEETING = RendezvousRecord(epoch=1, where="tcp:h:1", size=2, per_node=1, device="cpu", seconds=1.0)
 MANIFEST_KEY = f"{checkpoint_prefix(1, 1)}/manifest.json"
@@ -52,7 +50,7 @@ MANIFEST_KEY = f"{checkpoint_prefix(1, 1)}/manifest.json"
 # Key -> a record that is right, one of its numbers, and what reads the record.
 RECORDS = {
     RUN_KEY: (
-        RunRecord(run_id="r", created_at=1.0, code_version="1", config={}),
+        run_record(),
         "created_at",
         lambda store: open_run(store.url),
     ),

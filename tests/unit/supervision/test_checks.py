@@ -20,6 +20,7 @@ from pipelinerl_core.run.locate import refuse_if_live, root_url
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
+from pipelinerl_core.testing.synthetic_run import put_record
 
 
 def config(*overrides: str):
@@ -201,7 +202,7 @@ def test_a_hub_on_another_host_that_has_said_goodbye_leaves_the_run_free_at_once
 
 def test_a_second_start_of_a_live_run_is_refused_by_pid(tmp_path):
     store = open_store(str(tmp_path))
-    store.put(HUB_KEY, hub().model_dump_json().encode())
+    put_record(store, HUB_KEY, hub())
     with pytest.raises(ConfigError, match=f"this run is live: its hub has pid {os.getpid()}"):
         refuse_if_live(store.url)
 

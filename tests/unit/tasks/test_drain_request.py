@@ -9,7 +9,7 @@ from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
 
 from pipelinerl.tasks import automations
 from pipelinerl.tasks.automations import RESUME_MESSAGE
-from pipelinerl.tasks.drain_request import clear_drain_request
+from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.testing.fakes import MemoryStore
 
@@ -45,7 +45,7 @@ def is_kept(monkeypatch, server: Server) -> bool:
     monkeypatch.setattr(automations, "get_client", lambda sync_client: server)
     store = MemoryStore()
     ask_to_drain(store, by="this test")
-    clear_drain_request(store, str(uuid.uuid4()))
+    clear_earlier_drain_request(store, str(uuid.uuid4()))
     return wants_drain(store)
 
 
@@ -67,4 +67,4 @@ def test_where_the_server_cannot_say_the_run_goes_on(monkeypatch):
 
 def test_without_a_wish_nobody_is_asked(monkeypatch):
     monkeypatch.setattr(automations, "get_client", lambda sync_client: pytest.fail("asked"))
-    clear_drain_request(MemoryStore(), str(uuid.uuid4()))
+    clear_earlier_drain_request(MemoryStore(), str(uuid.uuid4()))

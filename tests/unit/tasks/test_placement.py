@@ -19,6 +19,7 @@ from pipelinerl_core.errors import Fenced
 from pipelinerl_core.run.records import EpochRecord
 from pipelinerl_core.supervision import run_roles
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
+from tests.builders import epoch_record
 
 
 class Server:
@@ -296,7 +297,7 @@ def test_a_role_is_known_before_it_is_started():
 
 
 def hub_epoch(epoch: int, pid: int, host: str) -> EpochRecord:
-    return EpochRecord(epoch=epoch, role="hub", parent=None, adopted_through=-1, started_at=0.0, host=host, pid=pid)
+    return epoch_record(epoch, "hub", host=host, pid=pid)
 
 
 @pytest.mark.parametrize(

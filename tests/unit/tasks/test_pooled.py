@@ -11,8 +11,8 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 from pipelinerl.tasks import pooled
 from pipelinerl_core.config import load_config
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
+from tests.builders import run_record
 
 DEADLINE_LOOKS = 100
 
@@ -61,7 +61,7 @@ class RunRoles:
 
 @pytest.fixture
 def follow(monkeypatch):
-    record = RunRecord(run_id="of-this-test", created_at=0.0, code_version="test", config={})
+    record = run_record(run_id="of-this-test")
     run = RunContext(store=MemoryStore(), record=record, config=load_config("quickstart"), token="")
     monkeypatch.setattr(pooled, "open_run", lambda url: run)
     monkeypatch.setattr(pooled, "load_token", lambda run_id: "token")

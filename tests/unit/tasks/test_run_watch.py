@@ -12,7 +12,7 @@ from pipelinerl_core.errors import DeadlineExceeded, StoreError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
 
 STEP_SECONDS = STALL_SECONDS / 3
 
@@ -58,7 +58,7 @@ def trainer_turns(watch: RunWatch, start_beat: float) -> None:
         run_id="r-1", role="trainer", name="trainer", host="h", pid=1, url="http://h:1", started_at=0.0,
         beat=start_beat, start_beat=start_beat,
     )  # fmt: skip
-    watch._run.store.put(role_key("trainer", "trainer"), record.model_dump_json().encode())
+    put_record(watch._run.store, role_key("trainer", "trainer"), record)
 
 
 def test_a_run_without_a_commit_or_a_token_is_ended(watch, clock):

@@ -1,7 +1,6 @@
 """A weight version as a directory that transformers reads."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -13,12 +12,14 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters, factor_names
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.run.history import take_epoch
-from pipelinerl_core.run.records import ADAPTERS_FILE, Commit, RunRecord, commit_key
+from pipelinerl_core.run.records import ADAPTERS_FILE, Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import entry_of, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
+from tests.builders import put_commit, put_run
 
 
 @pytest.fixture
@@ -39,19 +40,14 @@ def run(tmp_path, model):
     url = f"file://{tmp_path}/runs/one"
     store = open_store(url)
     config = load_config("quickstart", [f"model.path={start}"])
-    record = RunRecord(run_id="one", created_at=1.0, code_version="x", config=config.model_dump(mode="json"))
-    store.put("run.json", record.model_dump_json().encode())
+    put_run(store, run_id="one", config=config)
     epoch = take_epoch(store, "trainer", -1)
     publisher = WeightPublisher(store, run_id="one", epoch=epoch.epoch, use_shm=False)
     for step in range(3):
         weights = {name: torch.full_like(tensor, float(step)) for name, tensor in model.named_parameters()}
         manifest = publisher.publish(step, weights, durable=True) if step != 1 else None
-        commit = Commit(
-            run_id="one", step=step, epoch=epoch.epoch, batches=(), manifest=manifest, checkpoint=None, fates=(),
-            weights_sha256=entry_of("x", serialize(weights)).sha256, next_group_id=0, open_groups=(), low_water={},
-            tokens={}, reserved_at=0.0, computed_at=0.0, committed_at=time.time(),
-        )  # fmt: skip
-        store.put(commit_key(step, epoch.epoch), commit.model_dump_json().encode())
+        sha256 = entry_of("x", serialize(weights)).sha256
+        put_commit(store, step, epoch.epoch, run_id="one", manifest=manifest, weights_sha256=sha256)
     return url
 
 
@@ -101,7 +97,7 @@ def test_adapters_are_merged_into_the_starting_model(run, tmp_path):
     commit = commit.model_copy(
         update={"manifest": publisher.publish(2, weights, durable=True), "weights_sha256": sha256}
     )
-    store.put(key, commit.model_dump_json().encode())
+    put_record(store, key, commit)
 
     document = export(run, tmp_path / "out")
 

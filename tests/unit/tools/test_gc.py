@@ -2,7 +2,6 @@
 
 import socket
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -11,43 +10,26 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.run.records import (
-    HUB_KEY,
-    CheckpointRef,
-    EpochRecord,
-    HubRecord,
-    batch_key,
-    commit_key,
-    epoch_key,
-    partial_key,
-    rollout_key,
-)
+from pipelinerl_core.run.records import HUB_KEY, CheckpointRef, batch_key, commit_key, partial_key, rollout_key
+from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.audit import Audit
 from pipelinerl_core.tools.gc import collect
 from pipelinerl_core.training.checkpoint import save_checkpoint
-from pipelinerl_core.types import PartialRow
 from pipelinerl_core.weights.publish import WeightPublisher
-from tests.unit.tools.test_audit import CONFIG, EPOCH, STEPS, change, commit_of, store
-
-__all__ = ["store"]
+from tests.builders import hub_record, partial_row, put_epoch
+from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
 
+@pytest.fixture
+def store():
+    return stored_run()
+
+
 def put_log(store, seq, *group_ids):
-    rows = [
-        PartialRow(
-            group_id=group_id,
-            rollout_index=0,
-            attempt=0,
-            start=0,
-            token_ids=np.zeros(0, np.int32),
-            rollout_logprobs=np.zeros(0, np.float32),
-            weight_spans=(),
-        )
-        for group_id in group_ids
-    ]
+    rows = [partial_row(num=0, group_id=group_id) for group_id in group_ids]
     key = partial_key("actor-0", 1, seq)
     store.put(key, to_segment([encode_partials(rows)]))
     return key
@@ -73,21 +55,8 @@ def put_orphans(store):
     ]
     for key in (*past, *beyond):
         store.put(key, b"x")
-    put_epoch(store, 4, STEPS)  # it did not adopt the commit of step 4
+    put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS)  # it did not adopt the commit of step 4
     return past, beyond
-
-
-def put_epoch(store, epoch, adopted_through):
-    record = EpochRecord(
-        epoch=epoch,
-        role="trainer",
-        parent=EPOCH,
-        adopted_through=adopted_through,
-        started_at=0.0,
-        host="here",
-        pid=1,
-    )
-    store.put(epoch_key(epoch), record.model_dump_json().encode())
 
 
 def put_next_steps(store, *steps, epoch=4):
@@ -97,7 +66,7 @@ def put_next_steps(store, *steps, epoch=4):
         manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
         store.put(batch_key(step, epoch, rank=0), b"x")
         commit = commit_of(store, STEPS).model_copy(update={"step": step, "epoch": epoch, "manifest": manifest})
-        store.put(commit_key(step, epoch), commit.model_dump_json().encode())
+        put_record(store, commit_key(step, epoch), commit)
 
 
 class BusyStore:
@@ -142,7 +111,7 @@ def test_orphans_of_a_run_that_is_done_go(store):
 
 
 def test_nothing_goes_of_the_steps_that_a_run_takes_while_it_is_looked_through(store):
-    put_epoch(store, 4, STEPS)
+    put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS)
     before = everything(store)
     busy = BusyStore(store, "commits/", lambda: put_next_steps(store, 4, 5))
     collect(busy, LONGER, with_rollouts=False, dry_run=False)
@@ -153,18 +122,11 @@ def test_nothing_goes_of_the_steps_that_a_run_takes_while_it_is_looked_through(s
 
 def put_hub(store):
     process = psutil.Process()
-    record = HubRecord(
-        url="grpc://x:1",
-        boot_id="1-x",
-        host=socket.gethostname(),
-        pid=process.pid,
-        process_started_at=process.create_time(),
-        beat=0.0,
-    )
-    store.put(HUB_KEY, record.model_dump_json().encode())
+    record = hub_record(host=socket.gethostname(), pid=process.pid, process_started_at=process.create_time())
+    put_record(store, HUB_KEY, record)
 
 
-@pytest.mark.parametrize("starts", [lambda store: put_epoch(store, 4, STEPS), put_hub])
+@pytest.mark.parametrize("starts", [lambda store: put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS), put_hub])
 def test_a_run_that_starts_while_it_is_looked_through_is_left_alone(store, starts):
     store.put(batch_key(2, 1, rank=0), b"x")
     before = everything(store)

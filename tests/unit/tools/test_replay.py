@@ -11,10 +11,11 @@ from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
-from pipelinerl_core.run.records import CheckpointRef, Commit, commit_key
+from pipelinerl_core.run.records import CheckpointRef
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools import replay
 from pipelinerl_core.training.checkpoint import save_checkpoint
+from tests.builders import put_commit
 
 EPOCH = 2
 CHECKPOINTS = (0, 2, 4)
@@ -36,12 +37,7 @@ def run():
         if step in CHECKPOINTS:
             save_checkpoint(store, step, EPOCH, {"w": torch.full((4,), float(step))}, {"version": step})
         newest = max(checkpoint for checkpoint in CHECKPOINTS if checkpoint <= step)
-        commit = Commit(
-            run_id="run", step=step, epoch=EPOCH, batches=(), weights_sha256="", manifest=None,
-            checkpoint=CheckpointRef(step=newest, epoch=EPOCH), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
-        )  # fmt: skip
-        commits[step] = commit_key(step, EPOCH)
-        store.put(commits[step], commit.model_dump_json().encode())
+        commits[step] = put_commit(store, step, EPOCH, checkpoint=CheckpointRef(step=newest, epoch=EPOCH))
     return store, commits
 
 

@@ -20,17 +20,12 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training import attention, attention_choice
-from pipelinerl_core.training.attention import (
-    ATTENTION_FUNCTIONS,
-    FLEX_ATTENTION,
-    PACKED_ATTENTION,
-    VARLEN_ATTENTION,
-)
+from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
 from pipelinerl_core.training.attention_choice import Heads, choose_attention, missing_for
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import hidden_states, prepare_model
-from tests.unit.training.test_no_waiting import NoWaiting
+from tests.unit.training.no_waiting_case import NoWaiting
 
 # Torch's tracer of the plain form of flex attention looks at it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -255,8 +250,8 @@ def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
             ["learner.attention=varlen"],
             "does not support float32, but model.dtype=float32. Set learner.attention=auto or flex",
         ),
-        (["learner.attention=flex"], "model.device=auto with engine.kind=embedded is the CPU"),
-        (["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"], "is the CPU"),
+        (["learner.attention=flex"], "model.device=auto with engine.kind=embedded computes on the CPU"),
+        (["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"], "computes on the CPU"),
         (["learner.attention=flash"], "'auto', 'padded', 'varlen' or 'flex'"),
     ],
 )

@@ -21,7 +21,7 @@ from pipelinerl_core.training.lora import (
     trained_parameters,
 )
 from pipelinerl_core.training.model import checkpoint_activations, prepare_model
-from tests.unit.training.test_learner import config, plain_loss, rows_of, tiny_model
+from tests.unit.training.learner_case import config, plain_loss, rows_of, tiny_model
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 

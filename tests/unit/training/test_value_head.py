@@ -7,19 +7,14 @@ import pytest
 import torch
 
 from pipelinerl_core.algo.advantages import ADVANTAGES
-from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.losses import PpoLoss, ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training.policy import Policy, PolicyOutput, pack_loss
-from tests.unit.training.test_learner import config, groups, learner_of, tiny_model
+from tests.unit.training.learner_case import config, learner_of, rows_of, tiny_model
 
 VALUE = ReinforceLoss(advantage="value", value_coefficient=0.5)
-
-
-def rows_of(run_config):
-    return assemble_rows(1, groups(), run_config).rows
 
 
 def output_of(batch, logprobs, values):

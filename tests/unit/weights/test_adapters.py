@@ -19,16 +19,18 @@ from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import restore
-from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, Commit, EpochRecord, commit_key, holds_adapters
+from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key, holds_adapters
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.models import tiny_model
+from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import deserialize, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.unit.roles.actor.test_loop import Engine, Link, actor, turns
+from tests.builders import commit_record, epoch_record
+from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 
 LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 
@@ -237,15 +239,12 @@ def test_a_model_whose_files_do_not_have_the_weights_is_refused_at_the_start(mod
 
 
 def commit_with(manifest, step=0):
-    return Commit(
-        run_id="run", step=step, epoch=1, batches=(), weights_sha256="", manifest=manifest,
-        checkpoint=CheckpointRef(step=0, epoch=1), reserved_at=0.0, computed_at=0.0, committed_at=0.0,
-    )  # fmt: skip
+    return commit_record(step, manifest=manifest, checkpoint=CheckpointRef(step=0, epoch=1))
 
 
 def test_the_committer_names_the_file_for_what_it_holds(model):
     store, config = MemoryStore(), config_of(model, "weights.transport=object_store")
-    epoch = EpochRecord(epoch=1, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1)
+    epoch = epoch_record(1)
     committer = Committer(store, config, run_id="run", epoch=epoch, link=None)
     weights = learner_of(config).weights()
     committer.submit(
@@ -263,7 +262,7 @@ def test_a_run_does_not_go_on_beside_another_model(model, tmp_path):
     store, learner = MemoryStore(), learner_of(config_of(model))
     save_checkpoint(store, 0, 1, *learner.state())
     manifest = publish(store, learner.weights(), version=0)
-    store.put(commit_key(0, 1), commit_with(manifest).model_dump_json().encode())
+    put_record(store, commit_key(0, 1), commit_with(manifest))
     commits = {0: commit_key(0, 1)}
     restore(store, learner, commits, 0)
     tiny_model("qwen2", 1).save_pretrained(tmp_path / "other")

@@ -4,28 +4,24 @@ import contextlib
 import dataclasses
 import threading
 import time
-from datetime import timedelta
 from typing import ClassVar
 
 import pytest
 import torch
-from torch import distributed as dist
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import BroadcastError
-from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher, joined_groups
+from pipelinerl_core.roles.trainer.broadcasting import joined_groups
 from pipelinerl_core.run.records import broadcast_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.broadcast import (
     GROUP_COUNTER,
     WeightBroadcaster,
-    gloo_receiver_key,
     layout_of,
     read_group,
 )
 from pipelinerl_core.weights.files import serialize
-from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
 
 WEIGHTS = {
     "b.weight": torch.arange(6.0).reshape(2, 3),
@@ -56,16 +52,12 @@ class Member(threading.Thread):
             self._receive()
 
     def _receive(self):
-        host, _, port = self.group.ticket.removeprefix("gloo:").rpartition(":")
-        deadline = timedelta(seconds=self.group.deadline_seconds)
-        store = dist.TCPStore(host, int(port), self.group.world_size, is_master=False, timeout=deadline)
-        store.set(gloo_receiver_key(self.rank), "")
-        collective = dist.ProcessGroupGloo(store, self.rank, self.group.world_size, deadline)
+        collective = connect(self.group, self.rank)
         for _ in range(self.num_versions):
             version = {}
             for meta in self.group.layout:
                 version[meta.name] = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
-                collective.broadcast([version[meta.name]], dist.BroadcastOptions()).wait()
+                receive(collective, version[meta.name])
             self.received.append(version)
         self.may_leave.wait(60)
 
@@ -217,13 +209,8 @@ def test_actors_count_with_their_newest_epoch_while_they_are_heard_of():
 
 @pytest.fixture
 def publisher(store):
-    config = build_config(
-        {"engine": {"kind": "vllm"}, "weights": {"transport": "nccl", "broadcast_seconds": DEADLINE_SECONDS}}
-    )
-    plain = WeightPublisher(store, run_id="run", epoch=3, use_shm=False)
-    publisher = BroadcastPublisher(store, plain, config, epoch=3)
-    yield publisher
-    publisher.close()
+    with broadcast_publisher(store, 3, DEADLINE_SECONDS) as publisher:
+        yield publisher
 
 
 def publish(publisher, version, actors, durable=False):

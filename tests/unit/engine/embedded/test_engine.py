@@ -1,6 +1,7 @@
 """What only the embedded engine promises: untouched KV bytes, exact determinism, streaming, loading."""
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,23 +14,10 @@ from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.testing.models import VOCAB_SIZE, reference_logprobs, tiny_model, weights_of
-from pipelinerl_core.types import EngineRequest, Sampler
+from tests.builders import completion_of as finish
+from tests.builders import engine_request
 
-
-def ask(name, *, prompt=(5, 6, 7), max_tokens=20, seed=0, temperature=1.0, top_p=1.0, prior=None):
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=np.array(prompt, np.int32),
-        max_tokens=max_tokens,
-        sampler=Sampler(seed=seed, temperature=temperature, top_p=top_p),
-        prior=prior,
-    )
-
-
-async def finish(engine, request):
-    async for chunk in engine.generate(request):
-        completion = chunk.completion
-    return completion
+ask = partial(engine_request, max_tokens=20)
 
 
 async def after_tokens(engine, count):

@@ -3,26 +3,22 @@
 import asyncio
 import threading
 import time
-from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
-from torch import distributed as dist
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.engine.vllm.core import CoreLoad, CoreOutput
 from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
-from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
-from pipelinerl_core.weights.broadcast import GROUP_COUNTER, gloo_receiver_key, read_group
+from pipelinerl_core.weights.broadcast import GROUP_COUNTER, read_group
 from pipelinerl_core.weights.files import serialize
-from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
 
 DEADLINE_SECONDS = 60.0
 REQUEST = EngineRequest(request_id="r", prompt_token_ids=np.array([1, 2], np.int32), max_tokens=1, sampler=Sampler())
@@ -91,18 +87,6 @@ class Staged:
         pass
 
 
-def connect(group, rank):
-    host, _, port = group.ticket.removeprefix("gloo:").rpartition(":")
-    deadline = timedelta(seconds=group.deadline_seconds)
-    store = dist.TCPStore(host, int(port), group.world_size, is_master=False, timeout=deadline)
-    store.set(gloo_receiver_key(rank), "")
-    return dist.ProcessGroupGloo(store, rank, group.world_size, deadline)
-
-
-def receive(collective, tensor):
-    collective.broadcast([tensor], dist.BroadcastOptions()).wait()
-
-
 def make_engine(core, kv="keep"):
     return VLLMEngine(core, Staged(), slots=2, max_len=8, vocab_size=8, eos_token_ids=(), kv=kv)
 
@@ -143,13 +127,8 @@ def store(request):
 
 @pytest.fixture
 def publisher(store):
-    config = build_config(
-        {"engine": {"kind": "vllm"}, "weights": {"transport": "nccl", "broadcast_seconds": DEADLINE_SECONDS}}
-    )
-    plain = WeightPublisher(store, run_id="run", epoch=1, use_shm=False)
-    publisher = BroadcastPublisher(store, plain, config, epoch=1)
-    yield publisher
-    publisher.close()
+    with broadcast_publisher(store, 1, DEADLINE_SECONDS) as publisher:
+        yield publisher
 
 
 def publish(publisher, version, groups):

@@ -15,7 +15,7 @@ from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.types import GroupRef
+from tests.builders import group_named
 
 SECONDS = 60.0
 
@@ -71,7 +71,7 @@ class Link:
 
 
 def group(group_id, *, is_sent=False):
-    ref = GroupRef(group_id=group_id, attempt=0, actor="a", actor_epoch=1, num_rollouts=8, num_tokens=80)
+    ref = group_named(group_id, num_rollouts=8, num_tokens=80)
     return FinishedGroup(ref, f"lease-{group_id}", rows=None, is_sent=is_sent)
 
 

@@ -12,8 +12,9 @@ from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
+from tests.builders import weight_manifest
 
-MANIFEST = WeightManifest(version=5, epoch=1, files=(), key="weights/5.1", shm=None, host="here", published_at=0.0)
+MANIFEST = weight_manifest(5, key="weights/5.1")
 
 
 class Receiver:

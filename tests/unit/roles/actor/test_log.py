@@ -11,7 +11,7 @@ from pipelinerl_core.errors import StoreError
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import PreviousHolder
-from tests.unit.data.test_partials import row
+from tests.builders import partial_row as row
 
 
 class Runner:

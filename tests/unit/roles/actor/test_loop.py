@@ -2,72 +2,18 @@
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import SwapError
-from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts
-from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.types import GroupRef, SwapReport, WeightManifest
-
-
-class Link:
-    """Answers every request; remembers what was asked for in one visit of a thread."""
-
-    boot_id = "boot"
-    registered = None
-    on_nudge = None
-
-    def __init__(self):
-        self.groups = []
-
-    def request(self, message, rows=None):
-        self.groups.append(message.ref.group_id)
-        return Ack(re=0)
-
-    def request_all(self, messages):
-        return [self.request(message, rows) for message, rows in messages]
-
-
-class Engine:
-    """Refuses the first `failures` swaps."""
-
-    def __init__(self, failures):
-        self.weight_version = 0
-        self.failures = failures
-        self.num_swaps = 0
-
-    def stats(self):
-        return SimpleNamespace(num_tokens=0)
-
-    async def swap(self, update):
-        self.num_swaps += 1
-        if self.num_swaps <= self.failures:
-            raise SwapError("vLLM starts again")
-        self.weight_version = update.version
-        return SwapReport(version=update.version, pause_seconds=0.0, num_bytes=0, num_running=0)
-
-
-def actor(link, engine=None):
-    subscriber = SimpleNamespace(fetch=lambda manifest: SimpleNamespace(version=manifest.version))
-    parts = ActorParts(
-        engine=engine, scorer=None, codec=None, subscriber=subscriber, segments=None, store=MemoryStore()
-    )
-    return Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda registration: link)
+from tests.builders import group_named, weight_manifest
+from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 
 
 def group(group_id):
-    ref = GroupRef(group_id=group_id, attempt=0, actor="a", actor_epoch=1, num_rollouts=8, num_tokens=80)
+    ref = group_named(group_id, num_rollouts=8, num_tokens=80)
     return FinishedGroup(ref, f"lease-{group_id}", rows=None)
-
-
-async def turns(number=50):
-    for _ in range(number):
-        await asyncio.sleep(0.002)
 
 
 @pytest.mark.parametrize(("credit", "first"), [(10, [0, 1, 2, 3, 4]), (3, [0, 1, 2])])
@@ -108,9 +54,7 @@ def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(fail
         loop = asyncio.create_task(one._swap_loop())
         for _ in range(5):  # the hub offers the newest version with every sync
             tried, end = engine.num_swaps, time.monotonic() + 60
-            one._newest = WeightManifest(
-                version=7, epoch=1, files=(), key=None, shm=None, host="here", published_at=0.0
-            )
+            one._newest = weight_manifest(7)
             one._newer.set()
             while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
                 assert time.monotonic() < end

@@ -1,6 +1,5 @@
 """How a hub starts beside another one of its run."""
 
-import socket
 import time
 
 import pytest
@@ -9,25 +8,20 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.roles.hub import main
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import HUB_KEY, HubRecord, RunRecord
+from pipelinerl_core.run.records import HUB_KEY
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record, run_record
 
 
 def test_a_hub_that_comes_up_while_another_one_reads_the_past_is_not_fenced_by_it(monkeypatch):
     store, read_stored_state = MemoryStore(), main.read_stored_state
-    record = RunRecord(run_id="run", created_at=0.0, code_version="test", config={})
+    record = run_record()
     context = RunContext(store=store, record=record, config=build_config({}), token="a-token-for-tests")
-    other = HubRecord(
-        url="grpc://x:1",
-        boot_id="1-x",
-        host="not-" + socket.gethostname(),
-        pid=1,
-        process_started_at=0.0,
-        beat=time.time() + 3600,
-    )
+    other = hub_record(beat=time.time() + 3600)
 
     def read_while_another_starts(*arguments):
-        store.put(HUB_KEY, other.model_dump_json().encode())
+        put_record(store, HUB_KEY, other)
         return read_stored_state(*arguments)
 
     monkeypatch.setattr(main, "read_stored_state", read_while_another_starts)

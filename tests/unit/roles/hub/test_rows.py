@@ -9,7 +9,7 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.ledger import Ledger
-from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed, Sync
+from pipelinerl_core.messages import Committed, Group, Register, Reserve, Rows, Sealed
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.rows import GROUP_BYTES, SEALED_SHARE, RowMemory, WrittenGroup
@@ -17,7 +17,7 @@ from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.hub.trainer_side import MIN_RUN_BYTES, _runs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
-from pipelinerl_core.types import WeightManifest
+from tests.builders import sync_message, weight_manifest
 
 NUM_TOKENS = 400
 
@@ -107,7 +107,7 @@ class Stalled:
         for name in (*self.names, "trainer"):
             self.hub.connected(name, lambda num_groups: None)
             self(name, Register(role="trainer" if name == "trainer" else "actor", name=name, epoch=1))
-        manifest = WeightManifest(version=0, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)
+        manifest = weight_manifest(0)
         self("trainer", Committed(step=0, epoch=1, manifest=manifest, groups=()))
         self.most_bytes = 0
 
@@ -117,10 +117,7 @@ class Stalled:
 
     def send(self, name: str) -> int:
         """One sync, and all groups that its credit is good for."""
-        sync = Sync(
-            boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=4, want=1 << 20, leases=(),
-            num_tokens=0, running_seconds=0.0,
-        )  # fmt: skip
+        sync = sync_message(want=1 << 20)
         credit = self(name, sync.model_copy(update={"want": 0})).credit
         for lease in self(name, sync.model_copy(update={"want": credit})).leases[:credit]:
             rollouts = build_group(0, group_id=lease.group_id, size=2, num_tokens=NUM_TOKENS, actor=name)

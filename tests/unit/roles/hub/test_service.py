@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -20,7 +19,6 @@ from pipelinerl_core.messages import (
     Ack,
     Bye,
     Committed,
-    FateRecord,
     Group,
     Lease,
     LeaseRef,
@@ -33,7 +31,6 @@ from pipelinerl_core.messages import (
     Rows,
     RowsHeader,
     Sealed,
-    Sync,
     SyncReply,
 )
 from pipelinerl_core.prompts import build_source
@@ -41,9 +38,18 @@ from pipelinerl_core.roles.hub import trainer_side
 from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
 from pipelinerl_core.roles.hub.recovery import read_stored_state, summarize
 from pipelinerl_core.roles.hub.service import Hub
-from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.types import FinishReason, GroupRef, Outcome, Rollout, Sampler, WeightManifest, WeightSpan
+from pipelinerl_core.testing.synthetic_run import make_rollout
+from pipelinerl_core.types import GroupRef, WeightManifest
+from tests.builders import (
+    group_named,
+    put_commit,
+    put_epoch,
+    rows_of_lease,
+    sync_message,
+    trained_by,
+    weight_manifest,
+)
 
 CONFIG = build_config(
     {
@@ -54,33 +60,10 @@ CONFIG = build_config(
     }
 )
 APRIL = build_config(CONFIG.model_dump() | {"schedule": {"kind": "april", "alpha": 2, "max_lag": 1}})
-SPANS = (WeightSpan(0, 0, 3), WeightSpan(1, 3, 5))
-
-
-def rollout(lease: Lease, index: int, *, spans=SPANS, reward: float | None = None, actor: str = "actor-0") -> Rollout:
-    num = spans[-1].end
-    return Rollout(
-        group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, lease_id=lease.lease_id,
-        prompt_id=lease.prompt.prompt_id, source=lease.prompt.source, env=lease.prompt.env, actor=actor, group_size=2,
-        prompt_token_ids=np.arange(4, dtype=np.int32), completion_token_ids=np.arange(num, dtype=np.int32),
-        rollout_logprobs=np.full(num, -0.5, np.float32), weight_spans=spans, loss_mask=np.ones(num, np.bool_),
-        reward=reward, outcome=Outcome.ERROR if reward is None else Outcome.SCORED, finish_reason=FinishReason.STOP,
-        error="reward: broken" if reward is None else None, sampler=Sampler(), max_tokens=8, started_at=0.0,
-        finished_at=1.0, scored_at=2.0,
-    )  # fmt: skip
-
-
-def rows_of(lease: Lease, rewards=(0.0, 1.0)) -> tuple[GroupRef, pa.RecordBatch]:
-    spans = (WeightSpan(0, 0, 5),)
-    batch = encode_rollouts("run", [rollout(lease, i, spans=spans, reward=r) for i, r in enumerate(rewards)])
-    ref = GroupRef(
-        group_id=lease.group_id, attempt=lease.attempt, actor="actor-0", actor_epoch=1, num_rollouts=2, num_tokens=10
-    )
-    return ref, batch
 
 
 def manifest(version: int) -> WeightManifest:
-    return WeightManifest(version=version, epoch=2, files=(), key=None, shm=None, host="", published_at=0.0)
+    return weight_manifest(version, epoch=2)
 
 
 class Talk:
@@ -115,16 +98,13 @@ class Talk:
         self("t", Committed(step=0, epoch=2, manifest=manifest(0), groups=()))
 
     def sync(self, want: int, leases: Sequence[str] = (), version: int = 0, **more) -> SyncReply:
-        message = Sync(
-            boot_id="boot", engine_version=version, running=0, waiting=0, concurrency=4, want=want,
-            leases=tuple(leases), num_tokens=0, running_seconds=0.0, **more,
-        )  # fmt: skip
+        message = sync_message(engine_version=version, want=want, leases=tuple(leases), **more)
         answer = self("a", message)
         assert isinstance(answer, SyncReply)
         return answer
 
     def deliver(self, lease: Lease) -> None:
-        ref, batch = rows_of(lease)
+        ref, batch = rows_of_lease(lease)
         assert self("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="ready")
 
     def reserve(self, step: int, wait_seconds: float = 0.0) -> Reserved:
@@ -145,19 +125,14 @@ def talk(tmp_path) -> Talk:
 
 
 def test_a_summary_counts_tokens_per_version_of_scored_rollouts_only():
-    lease = Lease(
-        group_id=3, attempt=1, lease_id="x", deadline_seconds=0.0, group_size=3, prompt=build_source(CONFIG).prompt(3)
-    )
-    batch = encode_rollouts(
-        "run",
-        [
-            rollout(lease, 0, reward=1.0),
-            rollout(lease, 1, spans=(WeightSpan(1, 0, 4),)),
-            rollout(lease, 2, spans=(WeightSpan(0, 0, 1), WeightSpan(2, 1, 7)), reward=0.25),
-        ],
-    )
-    ref = GroupRef(group_id=3, attempt=1, actor="actor-0", actor_epoch=1, num_rollouts=3, num_tokens=16)
-    [summary] = summarize([ref], batch)
+    rollouts = [
+        make_rollout(group_id=3, rollout_index=index, spans=spans, reward=reward)
+        for index, (spans, reward) in enumerate(
+            [([(0, 0, 3), (1, 3, 5)], 1.0), ([(1, 0, 4)], None), ([(0, 0, 1), (2, 1, 7)], 0.25)]
+        )
+    ]
+    ref = group_named(3, num_rollouts=3, num_tokens=16)
+    [summary] = summarize([ref], encode_rollouts("run", rollouts))
     assert summary.tokens_by_version == {0: 3 + 1, 1: 2, 2: 6}
     assert summary.rewards == (1.0, 0.25)
 
@@ -171,16 +146,10 @@ def test_leases_carry_the_prompts_of_their_position(talk):
 
 def test_who_has_not_registered_or_knows_another_hub_is_told_to_register(talk):
     talk.hub.connected("new", lambda num_groups: None)
-    stranger = talk("new", Sync(
-        boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=1, want=0, leases=(), num_tokens=0,
-        running_seconds=0.0,
-    ))  # fmt: skip
+    stranger = talk("new", sync_message(concurrency=1))
     assert isinstance(stranger, Refused)
     assert stranger.code == "unknown_boot"
-    old = talk("a", Sync(
-        boot_id="older", engine_version=0, running=0, waiting=0, concurrency=1, want=0, leases=(), num_tokens=0,
-        running_seconds=0.0,
-    ))  # fmt: skip
+    old = talk("a", sync_message(boot_id="older", concurrency=1))
     assert isinstance(old, Refused)
     assert old.code == "unknown_boot"
 
@@ -194,7 +163,7 @@ def other_actor(talk: Talk) -> None:
 def test_an_actor_delivers_in_its_own_name_and_under_its_own_lease(talk):
     other_actor(talk)
     [lease] = talk.sync(want=1).leases
-    ref, batch = rows_of(lease)
+    ref, batch = rows_of_lease(lease)
     before = talk.ledger.tokens()
     with pytest.raises(WrongPeer, match="actor-1/5 sent a message of actor-0/1"):
         talk("b", Group(lease_id=lease.lease_id, ref=ref), batch)
@@ -247,7 +216,7 @@ def test_a_group_that_no_hub_can_have_leased_is_refused_before_all_up_to_it_are_
     lease = LeaseRef(group_id=10**12, attempt=0, lease_id="x")
     source = build_source(CONFIG)
     far = Lease(**lease.model_dump(), deadline_seconds=0.0, group_size=2, prompt=source.prompt(0))
-    ref, batch = rows_of(far)
+    ref, batch = rows_of_lease(far)
     for peer, message, rows in (
         ("a", Register(role="actor", name="actor-0", epoch=1, leases=(lease,)), None),
         ("a", Group(lease_id="x", ref=ref), batch),
@@ -265,12 +234,9 @@ def test_a_late_group_of_a_lost_lease_is_stale_and_not_taken_for_somebody_elses(
     other_actor(talk)
     [lease] = talk.sync(want=1).leases
     talk.ledger.bye(ActorKey("actor-0", 1))
-    sync = Sync(
-        boot_id="boot", engine_version=0, running=0, waiting=0, concurrency=4, want=1, leases=(), num_tokens=0,
-        running_seconds=0.0,
-    )  # fmt: skip
+    sync = sync_message(want=1)
     assert talk("b", sync).leases[0].attempt == 1
-    ref, batch = rows_of(lease)
+    ref, batch = rows_of_lease(lease)
     with pytest.raises(StaleLease):
         talk("a", Group(lease_id=lease.lease_id, ref=ref), batch)
     assert talk("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),))) == Ack(re=7)
@@ -281,7 +247,7 @@ def test_an_actor_that_comes_back_while_its_old_exchange_looks_alive_goes_on(tal
     talk.hub.connected("again", lambda num_groups: None)
     held = LeaseRef(group_id=0, attempt=0, lease_id=lease.lease_id)
     assert talk("again", Register(role="actor", name="actor-0", epoch=1, leases=(held,))).kind == "registered"
-    ref, batch = rows_of(lease)
+    ref, batch = rows_of_lease(lease)
     assert talk("again", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="ready")
     assert talk("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="known")  # sent before
 
@@ -353,9 +319,9 @@ def test_nothing_is_written_to_an_actor_that_is_silent_until_it_is_heard_of_agai
 
 def test_a_group_that_does_not_stay_returns_its_credit(talk):
     [lease] = talk.sync(want=1).leases
-    ref, batch = rows_of(lease, rewards=(0.0, None))
+    ref, batch = rows_of_lease(lease, rewards=(0.0, None))
     assert talk("a", Group(lease_id=lease.lease_id, ref=ref), batch) == Ack(re=7, note="failed")
-    ref, batch = rows_of(lease.model_copy(update={"attempt": 3}))
+    ref, batch = rows_of_lease(lease.model_copy(update={"attempt": 3}))
     with pytest.raises(StaleLease):
         talk("a", Group(lease_id="other", ref=ref), batch)
     assert talk.credits == [1, 1]
@@ -478,26 +444,25 @@ def test_live_record_shows_the_run(talk):
 # ---- with the store ----------------------------------------------------------------------------------------------
 
 
+def restarted_before_step_1(talk: Talk, refs: tuple[GroupRef, ...]) -> Talk:
+    """A new hub of the same store, to which the trainer presents its reservation of step 1 again."""
+    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
+    ledger.committed(0, (), (), manifest(0))
+    new = Talk(talk.store.url.removeprefix("file://"), ledger)
+    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
+    new("a", Register(role="actor", name="actor-0", epoch=1))
+    return new
+
+
 def seal(talk: Talk, lease: Lease) -> None:
-    ref, batch = rows_of(lease)
+    ref, batch = rows_of_lease(lease)
     writer = SegmentWriter(talk.store, "actor-0", 1, "run", max_seconds=1.0, max_bytes=1 << 20)
     writer.append(batch, ref)
     writer.seal()
 
 
 def write_commit(talk: Talk, step: int, answer: Reserved | None = None) -> None:
-    fates = [
-        FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
-        for ref in (answer.groups if answer else ())
-    ]
-    commit = Commit(
-        run_id="run", step=step, epoch=2, batches=(), weights_sha256="", manifest=manifest(step), checkpoint=None,
-        fates=tuple(fates), next_group_id=answer.next_group_id if answer else 0,
-        open_groups=answer.open_groups if answer else (), low_water=answer.low_water if answer else {},
-        tokens=answer.tokens if answer else {}, actors=answer.actors if answer else {}, reserved_at=0.0,
-        computed_at=0.0, committed_at=0.0,
-    )  # fmt: skip
-    talk.store.put(commit_key(step, 2), commit.model_dump_json().encode())
+    put_commit(talk.store, step, 2, manifest=manifest(step), **(trained_by(answer) if answer else {}))
 
 
 def test_a_commit_that_no_hub_was_told_of_is_read_from_the_store(talk):
@@ -519,13 +484,12 @@ def test_a_restarted_hub_serves_sealed_rows_and_reservations_that_are_presented_
     for lease in leases[:2]:
         talk.deliver(lease)
     first = talk.reserve(1)
-    record = EpochRecord(epoch=2, role="trainer", parent=None, adopted_through=-1, started_at=0, host="", pid=1)
-    talk.store.put(epoch_key(2), record.model_dump_json().encode())
+    put_epoch(talk.store, 2)
     write_commit(talk, 0)
     write_commit(talk, 1, first)
     seal(talk, leases[2])
-    ref, batch = rows_of(leases[3])
-    refs = (rows_of(leases[2])[0], ref)
+    ref, batch = rows_of_lease(leases[3])
+    refs = (rows_of_lease(leases[2])[0], ref)
 
     past = read_stored_state(talk.store)
     ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
@@ -545,12 +509,8 @@ def test_a_restarted_hub_serves_sealed_rows_and_reservations_that_are_presented_
 
 def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
     [lease] = talk.sync(want=1).leases
-    refs = (rows_of(lease)[0],)
-    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
-    ledger.committed(0, (), (), manifest(0))
-    new = Talk(talk.store.url.removeprefix("file://"), ledger)
-    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
-    new("a", Register(role="actor", name="actor-0", epoch=1))
+    refs = (rows_of_lease(lease)[0],)
+    new = restarted_before_step_1(talk, refs)
     seal(new, lease)
     new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
     [(header, batch)] = new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None)
@@ -559,18 +519,14 @@ def test_rows_are_read_back_from_their_segment_once_it_is_sealed(talk):
 
 def test_rows_in_memory_follow_the_reservation_and_the_others_are_asked_for(talk):
     leases = talk.sync(want=2).leases
-    refs = tuple(rows_of(lease)[0] for lease in leases)
-    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
-    ledger.committed(0, (), (), manifest(0))
-    new = Talk(talk.store.url.removeprefix("file://"), ledger)
-    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
-    new("a", Register(role="actor", name="actor-0", epoch=1))
+    refs = tuple(rows_of_lease(lease)[0] for lease in leases)
+    new = restarted_before_step_1(talk, refs)
     message = Reserve(step=1, epoch=2, wait_seconds=0, with_rows=True)
     ((nothing_yet, _),) = new.hub.handle("t", message, None)
     assert (len(nothing_yet.groups), nothing_yet.num_following) == (2, 0)
     held = LeaseRef(group_id=1, attempt=0, lease_id=leases[1].lease_id)
     new("a", Register(role="actor", name="actor-0", epoch=1, leases=(held,)))
-    ref, batch = rows_of(leases[1])
+    ref, batch = rows_of_lease(leases[1])
     new("a", Group(lease_id=leases[1].lease_id, ref=ref), batch)
     (answer, _), (header, rows) = new.hub.handle("t", message, None)
     assert (len(answer.groups), answer.num_following) == (2, 1)
@@ -581,12 +537,8 @@ def test_rows_in_memory_follow_the_reservation_and_the_others_are_asked_for(talk
 
 def test_rows_of_a_damaged_segment_are_refused_and_their_group_is_leased_again(talk, tmp_path):
     leases = talk.sync(want=2).leases
-    refs = tuple(rows_of(lease)[0] for lease in leases)
-    ledger = Ledger(CONFIG, clock=time.time, boot_id="boot", first_attempt=3000)
-    ledger.committed(0, (), (), manifest(0))
-    new = Talk(talk.store.url.removeprefix("file://"), ledger)
-    new("t", Register(role="trainer", name="trainer", epoch=2, step=1, reservation=refs))
-    new("a", Register(role="actor", name="actor-0", epoch=1))
+    refs = tuple(rows_of_lease(lease)[0] for lease in leases)
+    new = restarted_before_step_1(talk, refs)
     seal(new, leases[0])
     new("a", Sealed(actor="actor-0", epoch=1, seq=0, groups=((0, 0),)))
     (path,) = tmp_path.glob("rollouts/*/*/*.arrow")
@@ -595,13 +547,13 @@ def test_rows_of_a_damaged_segment_are_refused_and_their_group_is_leased_again(t
         list(new.hub.handle("t", Rows(step=1, groups=((0, 0),)), None))
     answer = new("t", Reserve(step=1, epoch=2, wait_seconds=0, lost=((0, 0), (1, 0))))
     assert not answer.is_ready
-    assert ledger.num_queued == 2
+    assert new.ledger.num_queued == 2
 
 
 def test_groups_of_one_write_are_each_taken_or_refused_for_themselves(talk):
     other_actor(talk)
     first, second, third = talk.sync(want=3).leases
-    parts = [rows_of(lease) for lease in (first, first, second, third)]
+    parts = [rows_of_lease(lease) for lease in (first, first, second, third)]
     refs = [ref for ref, _ in parts]
     refs[2] = replace(refs[2], actor="actor-1", actor_epoch=5)
     leases = [first.lease_id, first.lease_id, second.lease_id, "another"]
@@ -626,7 +578,7 @@ def test_groups_of_one_write_are_each_taken_or_refused_for_themselves(talk):
 
 def test_a_refused_write_leaves_no_rows_behind_for_the_next_garbage_collection(talk):
     [lease] = talk.sync(want=1).leases
-    ref, batch = rows_of(lease)
+    ref, batch = rows_of_lease(lease)
     rows = weakref.ref(batch)
     whole = pa.concat_batches([batch, batch])
     both = weakref.ref(whole)

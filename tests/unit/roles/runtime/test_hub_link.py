@@ -13,13 +13,15 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.stream_hub import QueueHub
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record
 
 TOKEN = "a-test-token"
 
 
 def record(**fields) -> HubRecord:
     values = {"url": "grpc://127.0.0.1:1", "host": socket.gethostname(), "beat": time.time(), **fields}
-    return HubRecord(boot_id="boot", pid=1, process_started_at=0.0, **values)
+    return hub_record(**values)
 
 
 def test_hub_json_of_an_earlier_version_is_read():
@@ -43,7 +45,7 @@ def link_to(tmp_path):
 
     def make(found: HubRecord, *, token: str = TOKEN, deadline_seconds: float = 0.0) -> HubLink:
         store = open_store(str(tmp_path))
-        store.put(HUB_KEY, found.model_dump_json().encode())
+        put_record(store, HUB_KEY, found)
         link = HubLink(
             store, token=token, role="actor", name="actor-0", deadline_seconds=deadline_seconds,
             registration=lambda: Register(role="actor", name="actor-0", epoch=1),

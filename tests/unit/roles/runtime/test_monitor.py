@@ -20,17 +20,19 @@ from pipelinerl_core.roles.runtime import inference, monitor
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import RoleRecord, RunRecord, role_key
+from pipelinerl_core.run.records import RoleRecord, role_key
 from pipelinerl_core.telemetry.metrics import ALL_ROLES, METRICS
 from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import run_record
 
 TOKEN = "the-token-of-the-run"
 
 
 def context(*overrides):
     config = load_config("quickstart", overrides)
-    record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
+    record = run_record()
     return RunContext(store=MemoryStore(), record=record, config=config, token=TOKEN)
 
 
@@ -72,12 +74,12 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         status, text = get(f"{record.url}/metrics")
         found = samples(text)
         assert status == 200
-        assert found["pipelinerl_role_info", "trainer", "trainer", "run-1"] == 1
+        assert found["pipelinerl_role_info", "trainer", "trainer", "run"] == 1
         assert found["pipelinerl_role_ready",] == 1
         assert found["pipelinerl_store_seconds_count", "put"] == 1
         assert "process_resident_memory_bytes" in text
         assert TOKEN not in text
-        labels = {"run": "run-1", "role": "trainer", "name": "trainer", "host": record.host}
+        labels = {"run": "run", "role": "trainer", "name": "trainer", "host": record.host}
         assert targets(run.store) == [{"targets": [record.url.removeprefix("http://")], "labels": labels}]
     end = time.monotonic() + 60
     while run.store.list("roles") and time.monotonic() < end:  # the end waits a second for it
@@ -204,7 +206,7 @@ def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_
     dead = RoleRecord(
         run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=0.0, beat=1000.0
     )
-    store.put(role_key("actor", "a"), dead.model_dump_json().encode())
+    put_record(store, role_key("actor", "a"), dead)
     store.put(role_key("actor", "b"), b"{")
     assert [one.name for one in live_roles(store, now=1060.0)] == ["a"]
     assert live_roles(store, now=1130.0) == []
@@ -216,7 +218,7 @@ def test_the_loopback_address_of_another_host_is_no_target():
         record = RoleRecord(
             run_id="r", role="actor", name=name, host="elsewhere", pid=1, url=url, started_at=0.0, beat=time.time()
         )
-        store.put(role_key("actor", name), record.model_dump_json().encode())
+        put_record(store, role_key("actor", name), record)
     assert [one["targets"] for one in targets(store)] == [["10.0.0.7:1"]]
 
 

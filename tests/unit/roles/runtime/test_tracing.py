@@ -21,14 +21,14 @@ from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.tracing import build_tracer
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.records import Commit, RunRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry import span_export
 from pipelinerl_core.telemetry.span_export import FileExporter
 from pipelinerl_core.telemetry.traces import Tracer
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import make_rollout, training_row
-from pipelinerl_core.types import FileEntry, GroupRef, Prompt, SwapReport, WeightManifest
+from pipelinerl_core.types import FileEntry, Prompt, SwapReport
+from tests.builders import commit_record, group_named, run_record, weight_manifest
 
 STEP_METRICS = {"time/compute_seconds": 1.0, "time/reserve_wait_seconds": 0.5, "reward/mean": 0.25}
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="3+4=", task={})
@@ -40,7 +40,7 @@ def _spans_have_time(monkeypatch):
 
 
 def context(store, *overrides):
-    record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
+    record = run_record()
     return RunContext(store=store, record=record, config=load_config("quickstart", overrides), token="t")
 
 
@@ -79,14 +79,14 @@ def act(run, rollouts, now):
     one = monitor(run, "actor", "actor-0")
     watch = ActorWatch(one, engine, epoch=3, is_current=lambda: True)
     files = (FileEntry(name="f", size=10, sha256="0"),)
-    manifest = WeightManifest(version=1, epoch=4, files=files, key=None, shm=None, host="h", published_at=now)
+    manifest = weight_manifest(1, epoch=4, files=files, host="h", published_at=now)
     watch.synced(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
     swap = watch.swapped(SwapReport(version=1, pause_seconds=0.01, num_bytes=10, num_running=2))
     assert swap.num_tokens == 8
     lease = Lease(group_id=17, attempt=2, lease_id="l", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
     held = [replace(one, finished_at=now + 5, scored_at=now + 5) for one in rollouts]
     watch.finished(lease, held, leased_at=now - 10)
-    ref = GroupRef(group_id=17, attempt=2, actor="actor-0", actor_epoch=3, num_rollouts=2, num_tokens=8)
+    ref = group_named(17, attempt=2, actor_epoch=3, num_tokens=8)
     for _ in range(2):  # a hub that has restarted is sent it again
         watch.answered(ref, Ack(re=1))
     one.tracer.close()
@@ -98,9 +98,8 @@ def train(run, rollouts, now, manifest):
     watch = TrainerWatch(one, epoch=4)
     watch.computed(1, [training_row(rollout) for rollout in rollouts], STEP_METRICS, (now - 5, now - 4, now - 3))
     watch.committed(
-        Commit(
-            run_id="run-1", step=1, epoch=4, batches=(), weights_sha256="0", manifest=manifest, checkpoint=None,
-            metrics={"time/commit_seconds": 0.5, "weights/published_seconds": 0.2},
+        commit_record(
+            1, 4, manifest=manifest, metrics={"time/commit_seconds": 0.5, "weights/published_seconds": 0.2},
             reserved_at=now - 4, computed_at=now - 3, committed_at=now - 2,
         )
     )  # fmt: skip

@@ -12,11 +12,12 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
-from pipelinerl_core.run.records import ActorSample, EpochRecord
+from pipelinerl_core.run.records import ActorSample
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
+from tests.builders import epoch_record
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -33,9 +34,7 @@ class Link:
 
 
 def start(epoch):
-    return EpochRecord(
-        epoch=epoch, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1
-    )
+    return epoch_record(epoch)
 
 
 @pytest.fixture

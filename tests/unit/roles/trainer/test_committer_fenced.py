@@ -8,8 +8,9 @@ from pipelinerl_core.errors import Fenced
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
-from pipelinerl_core.run.records import EpochRecord, commit_key, epoch_key
+from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
+from tests.builders import put_epoch
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -29,8 +30,7 @@ class Link:
 def parts(monkeypatch, tmp_path):
     monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
     store, link = MemoryStore(), Link()
-    epoch = EpochRecord(epoch=2, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1)
-    store.put(epoch_key(2), epoch.model_dump_json().encode())
+    epoch = put_epoch(store, 2)
     config = load_config("quickstart", ["weights.durable_every=1000"])
     committer = Committer(store, config, run_id="run", epoch=epoch, link=link)
     for step in (0, 1):

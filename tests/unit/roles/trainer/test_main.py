@@ -6,13 +6,12 @@ from types import SimpleNamespace
 from pipelinerl_core.config import load_config
 from pipelinerl_core.messages import Reserved
 from pipelinerl_core.roles.trainer.main import Trainer
-from pipelinerl_core.run.records import EpochRecord
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.types import GroupRef
+from tests.builders import epoch_record, group_named
 
 
 def group(group_id):
-    return GroupRef(group_id=group_id, attempt=0, actor="a", actor_epoch=1, num_rollouts=1, num_tokens=1)
+    return group_named(group_id, num_rollouts=1, num_tokens=1)
 
 
 class Link:
@@ -35,7 +34,7 @@ def test_a_registration_never_has_the_groups_of_another_step():
                 told.add((register.step, *(ref.group_id for ref in register.reservation)))
 
     context = SimpleNamespace(store=MemoryStore(), config=load_config("quickstart"), run_id="run", token="")
-    epoch = EpochRecord(epoch=1, role="trainer", parent=None, adopted_through=-1, started_at=0.0, host="here", pid=1)
+    epoch = epoch_record(1)
     trainer = Watched(context, None, epoch, link=lambda registration: Link())
     for step in (1, 2, 3):
         trainer._reserve(step, threading.Event(), ())

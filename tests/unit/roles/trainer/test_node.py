@@ -11,8 +11,10 @@ from pipelinerl_core.roles.trainer import node
 from pipelinerl_core.roles.trainer.node import run_node
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous
 from pipelinerl_core.run.drain import ask_to_drain
-from pipelinerl_core.run.records import HUB_KEY, HubRecord, RendezvousRecord, commit_key
+from pipelinerl_core.run.records import HUB_KEY, RendezvousRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record
 
 STEPS = 3
 
@@ -48,10 +50,8 @@ class World:
         return self.lets_go[meeting.epoch]()
 
     def beat(self):
-        hub = HubRecord(
-            url="grpc://h:1", boot_id="b", host="elsewhere", pid=1, process_started_at=0.0, beat=self.seconds + 5e8
-        )
-        self.store.put(HUB_KEY, hub.model_dump_json().encode())
+        hub = hub_record(beat=self.seconds + 5e8)
+        put_record(self.store, HUB_KEY, hub)
 
     def meet(self, epoch, lets_go):
         """Rank 0 starts; `lets_go` is its life."""

@@ -15,9 +15,11 @@ from pipelinerl_core.roles.trainer import already_done, main
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.history import read_epochs, take_epoch
-from pipelinerl_core.run.records import HUB_KEY, Commit, HubRecord, RunRecord, commit_key
+from pipelinerl_core.run.records import HUB_KEY, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.stream_hub import QueueHub
+from pipelinerl_core.testing.synthetic_run import put_record
+from tests.builders import hub_record, put_commit, run_record
 
 STEPS = 3
 
@@ -32,7 +34,7 @@ def context(monkeypatch) -> RunContext:
         raise Opened
 
     monkeypatch.setattr(main, "open_learners", open_learners)
-    record = RunRecord(run_id="run-1", created_at=0.0, code_version="test", config={})
+    record = run_record()
     config = load_config("quickstart", [f"trainer.steps={STEPS}"])
     return RunContext(store=MemoryStore(), record=record, config=config, token="token")
 
@@ -49,11 +51,7 @@ def commit_through(context: RunContext, last: int) -> None:
 def complete(context: RunContext, epoch: int) -> None:
     """The last step is committed; its trainer has died."""
     commit_through(context, STEPS)
-    commit = Commit(
-        run_id="run-1", step=STEPS, epoch=epoch, batches=(), weights_sha256="", manifest=None, checkpoint=None,
-        reserved_at=0.0, computed_at=0.0, committed_at=0.0,
-    )  # fmt: skip
-    context.store.put(commit_key(STEPS, epoch), commit.model_dump_json().encode())
+    put_commit(context.store, STEPS, epoch)
 
 
 def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context, monkeypatch):
@@ -69,11 +67,8 @@ def test_a_hub_that_has_not_heard_of_the_last_commit_hears_of_it(context):
     hub = QueueHub()
     server = HubServer(hub, host="127.0.0.1", port=0, token=context.token)
     server.start()
-    found = HubRecord(
-        url=server.url, host=socket.gethostname(), boot_id="boot", pid=1,
-        process_started_at=0.0, beat=time.time(),
-    )  # fmt: skip
-    context.store.put(HUB_KEY, found.model_dump_json().encode())
+    found = hub_record(url=server.url, host=socket.gethostname(), beat=time.time())
+    put_record(context.store, HUB_KEY, found)
     start(context)
     assert server.shutdown(60.0)
     (message,) = (message for message in hub.received if isinstance(message, Register))
