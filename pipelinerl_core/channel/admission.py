@@ -73,5 +73,5 @@ def check_sender(who: Introduction, request: Request) -> None:
         raise WrongPeer(f"{who} sent {request.kind}: role {who.role} may not send it")
     if isinstance(request, Register) and (request.role, request.name) != (who.role, who.name):
         raise WrongPeer(
-            f"{who} registers as {request.role}/{request.name}, other than the role and name of its exchange"
+            f"{who} registers as {request.role}/{request.name}: the role and name must be those of its exchange"
         )

@@ -136,7 +136,7 @@ def damaged_checkpoint(world: World) -> str:
         damage(newest / "state.safetensors", world)
         return newest.name
 
-    return f"step {until_one_is_damaged(choose)}, trainer {kill('roles.trainer --run', world)}"
+    return f"step {until_one_is_damaged(choose)}, trainer {kill('roles.trainer.main --run', world)}"
 
 
 def away(service: Callable[[World], Service], seconds: float, world: World) -> str:
@@ -156,12 +156,12 @@ def catalogue(
     """Name -> fault, of all that can happen to a run with these settings on this kind of store."""
     faults: dict[str, Fault] = {
         "kill hub": partial(kill, "roles.hub"),
-        "kill trainer": partial(kill, "roles.trainer --run"),
+        "kill trainer": partial(kill, "roles.trainer.main --run"),
         "kill actor": partial(kill, "roles.actor"),
         "kill reward worker": partial(kill, "rewards.worker"),
         "kill flow": kill_flow,
         "stop hub": partial(stop, "roles.hub"),
-        "stop trainer": partial(stop, "roles.trainer --run"),
+        "stop trainer": partial(stop, "roles.trainer.main --run"),
         "stop actor": partial(stop, "roles.actor"),
         "stop reward worker": partial(stop, "rewards.worker"),
         "segments damaged": damaged_segments,
@@ -174,7 +174,7 @@ def catalogue(
     if "engine.kind=vllm" in settings:
         faults["kill engine core"] = partial(kill, "VLLM::EngineCore")
     if any(setting.startswith("trainer.ranks=") and setting != "trainer.ranks=1" for setting in settings):
-        faults |= {"kill rank": partial(kill, "roles.trainer_rank"), "stop rank": partial(stop, "roles.trainer_rank")}
+        faults |= {"kill rank": partial(kill, "roles.trainer.rank"), "stop rank": partial(stop, "roles.trainer.rank")}
     if kind == "s3":
         modes = {"503": "503", "slow": "slow", "torn": "torn", "full": "full"}
         return faults | {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}

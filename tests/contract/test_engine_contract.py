@@ -606,8 +606,8 @@ EOS_PRIOR = Completion(
     ("request_", "message"),
     [
         (ask(prompt=[]), "empty prompt"),
-        (ask(max_tokens=0), "max_tokens=0 .* 0 prior"),
-        (ask(max_tokens=2, prior=EOS_PRIOR), "max_tokens=2 .* 2 prior"),
+        (ask(max_tokens=0), "max_tokens=0 .* 0 tokens of the prior"),
+        (ask(max_tokens=2, prior=EOS_PRIOR), "max_tokens=2 .* 2 tokens of the prior"),
         (ask(max_tokens=92), r"5 prompt tokens \+ max_tokens=92 .* max_len=96"),
         (ask(prompt=[1, VOCAB_SIZE]), r"token id 19, outside of \[0, 19\)"),
         (ask(prompt=[1, -1]), "token id -1"),

@@ -61,15 +61,26 @@ def check_report(report, run):
 
 
 def vllm_processes():
-    """Of anybody: nothing of vLLM may be left."""
+    """vLLM's processes on this machine, those of other tests included."""
     return [p for p in psutil.process_iter(["name"]) if (p.info["name"] or "").startswith("VLLM")]
 
 
-def engine_cores():
+def engine_cores(command):
+    """Engine cores of the actors of a run."""
+    found = []
+    for process in psutil.Process(command.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "VLLM" in process.name() and "EngineCore" in process.name():
+                found.append(process)
+    return found
+
+
+def left_over():
+    """vLLM's processes whose run has ended: no test process is above them."""
     found = []
     for process in vllm_processes():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "EngineCore" in process.name():
+            if not any("pytest" in " ".join(parent.cmdline()) for parent in process.parents()):
                 found.append(process)
     return found
 
@@ -90,7 +101,7 @@ def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_
         wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=400)
         run = next(tmp_path.glob("quickstart-*"))
         wait_for(lambda: committed_steps(str(run)) >= 5, "step 5", seconds=400)
-        (core,) = engine_cores()
+        (core,) = engine_cores(command)
         core.send_signal(signal.SIGKILL)
     except BaseException:
         end(command)
@@ -102,7 +113,7 @@ def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_
     assert {manifest["key"] for manifest in manifests if manifest["is_broadcast"]} == {None}
     groups = {manifest["group"] for manifest in manifests if manifest["group"]}
     assert len(groups) >= 2  # the killed core was in one, the new one is in another
-    wait_for(lambda: not vllm_processes(), "the end of vLLM", seconds=120)
+    wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
 
 
 def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
@@ -112,8 +123,10 @@ def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
         run = next(tmp_path.glob("quickstart-*"))
         for step in (3, 10):
             wait_for(lambda at=step: committed_steps(str(run)) >= at, f"step {step}", seconds=400)
-            wait_for(engine_cores, "an engine core", seconds=200)  # the one before may be starting still
-            for process in engine_cores():
+            wait_for(
+                lambda: engine_cores(command), "an engine core", seconds=200
+            )  # the one before may be starting still
+            for process in engine_cores(command):
                 with contextlib.suppress(psutil.NoSuchProcess):  # a worker goes with its core
                     process.send_signal(signal.SIGKILL)
     except BaseException:
@@ -123,4 +136,4 @@ def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
     check_report(report, run)
     assert report["multi_version_fraction"] > 0  # weights were swapped in the middle of sequences
     assert report["num_swaps"] >= 3  # an actor that is behind takes the newest, and the last come too late
-    wait_for(lambda: not vllm_processes(), "the end of vLLM", seconds=120)
+    wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)

@@ -58,10 +58,10 @@ def flip(store, step):
     ("recorded", "study", "says"),
     [
         ("turn", "kind=ppo", None),
-        ("turn", "kind=gspo", "those of turn, and loss.kind=gspo .* Set loss.advantage=turn too"),
+        ("turn", "kind=gspo", "advantages of turn, and .* loss.kind=gspo .* Set loss.advantage=turn too"),
         ("group_mean", "kind=gspo", None),
-        ("value", "kind=gspo", "those of value. Start a new run"),
-        ("leave_one_out", "advantage=value", "those of leave_one_out. Start a new run"),
+        ("value", "kind=gspo", "advantages of value. Start a new run"),
+        ("leave_one_out", "advantage=value", "advantages of leave_one_out. Start a new run"),
     ],
 )
 def test_a_study_reads_the_recorded_advantages_as_what_they_are(recorded, study, says):

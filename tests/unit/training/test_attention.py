@@ -251,7 +251,10 @@ def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
             "does not support float32, but model.dtype=float32. Set learner.attention=auto or flex",
         ),
         (["learner.attention=flex"], "model.device=auto with engine.kind=embedded computes on the CPU"),
-        (["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"], "computes on the CPU"),
+        (
+            ["learner.attention=varlen", "model.dtype=bfloat16", "engine.kind=vllm", "model.device=cpu"],
+            "computes on the CPU",
+        ),
         (["learner.attention=flash"], "'auto', 'padded', 'varlen' or 'flex'"),
     ],
 )

@@ -1,6 +1,5 @@
 """Traces: spans of one group from two processes join; the roles agree on what is traced; off costs nothing."""
 
-import importlib
 import json
 import socket
 import subprocess
@@ -194,14 +193,7 @@ def test_a_directory_that_cannot_be_written_loses_spans_and_nothing_else(tmp_pat
 
 
 def test_otlp_without_its_package_is_one_line(monkeypatch):
-    real = importlib.import_module
-
-    def missing(name, *rest):
-        if name.startswith("opentelemetry.exporter"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"make install.*tracking.traces=file"):
         build_tracer(context(MemoryStore(), "tracking.traces=otlp"), "actor", "a")
 
