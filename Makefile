@@ -16,7 +16,7 @@ LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
 DEEPSPEED := $(VENV)/.installed-deepspeed
 # Groups of tests side by side (GROUPS in tests/conftest.py); WORKERS= runs all tests one after the other.
-WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadscope --no-loadscope-reorder
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # Two busy processes on two cores slow each other down 10 to 30 times with OpenMP's default spin-wait.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,14 +41,29 @@ SECRET_KEY = "test-secret-key"
 BUCKET = "bucket"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def _group(file: str) -> str:
+    return _GROUP_OF.get(Path(file).stem, file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler that gives each group to one worker.
+
+    `--dist loadgroup` cannot do this: pytest-xdist 3.8 appends the group to a field of test items that pytest 9.2 no
+    longer has.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid.partition("::")[0])
+
+    return GroupScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put every test into the group of its file, the longest groups first."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_GROUP_OF.get(item.path.stem, str(item.path))))
-    items.sort(
-        key=lambda item: _ORDER.index(_GROUP_OF[item.path.stem]) if item.path.stem in _GROUP_OF else len(_ORDER)
-    )
+    """Put the longest groups first, the tests of a group side by side."""
+    items.sort(key=lambda item: _ORDER.index(group) if (group := _group(item.path.name)) in _ORDER else len(_ORDER))
 
 
 @dataclass(frozen=True)
