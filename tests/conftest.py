@@ -1,5 +1,7 @@
 """Fixtures that several tiers share."""
 
+import asyncio
+import inspect
 import os
 import shutil
 import socket
@@ -48,6 +50,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: _ORDER.index(_GROUP_OF[item.path.stem]) if item.path.stem in _GROUP_OF else len(_ORDER)
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop: of its engine builder (`build`, `seeded`), else a new one."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    builder = arguments.get("build") or arguments.get("seeded") or asyncio
+    builder.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @dataclass(frozen=True)

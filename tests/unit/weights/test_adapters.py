@@ -142,7 +142,7 @@ def test_the_base_model_is_known_by_its_weights_not_by_its_files(model, tmp_path
 
 
 @pytest.mark.parametrize("is_read_by", ["subscriber", "actor"])
-def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_path, caplog, is_read_by):
+async def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_path, caplog, is_read_by):
     other = tmp_path / "other"
     tiny_model("qwen2", 1).save_pretrained(other)
     store = MemoryStore()
@@ -156,24 +156,20 @@ def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_pa
         with pytest.raises(ChecksumMismatch, match=says):
             subscriber.fetch(manifest)
         return
-
-    async def main():
-        engine = Engine(0)
-        one = actor(Link(), engine)
-        one._subscriber, one._newest = subscriber, manifest
-        loop = asyncio.create_task(one._swap_loop())
-        one._newer.set()
-        end = time.monotonic() + 60
-        while one._unreadable != 3 and time.monotonic() < end:
-            await turns(1)
-        for _ in range(3):
-            one._newer.set()
-            await turns(40)
-        loop.cancel()
-        return engine.num_swaps, one._unreadable
-
     caplog.set_level(logging.WARNING)
-    assert asyncio.run(main()) == (0, 3)
+    engine = Engine(0)
+    one = actor(Link(), engine)
+    one._subscriber, one._newest = subscriber, manifest
+    loop = asyncio.create_task(one._swap_loop())
+    one._newer.set()
+    end = time.monotonic() + 60
+    while one._unreadable != 3 and time.monotonic() < end:
+        await turns(1)
+    for _ in range(3):
+        one._newer.set()
+        await turns(40)
+    loop.cancel()
+    assert (engine.num_swaps, one._unreadable) == (0, 3)
     (line,) = caplog.messages  # once, not with every sync
     assert says in line
     assert "\n" not in line

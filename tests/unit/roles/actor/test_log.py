@@ -44,44 +44,35 @@ def lease(*holders):
     return SimpleNamespace(group_id=5, attempt=1, holders=holders)
 
 
-def test_finished_groups_are_sealed_before_the_rest_is_written():
-    async def main():
-        store, events = MemoryStore(), []
-        log = log_of(store, Runner(row()), events, partial_seconds=0.01)
-        task, end = asyncio.create_task(log.run()), time.monotonic() + 60
-        while not store.list("partials") and time.monotonic() < end:  # noqa: ASYNC110 - the store tells nobody
-            await asyncio.sleep(0.01)
-        assert store.list("partials")
-        assert not task.done()
-        task.cancel()
-        return events
-
-    assert asyncio.run(main())[:2] == ["seal", "flush"]
+async def test_finished_groups_are_sealed_before_the_rest_is_written():
+    store, events = MemoryStore(), []
+    log = log_of(store, Runner(row()), events, partial_seconds=0.01)
+    task, end = asyncio.create_task(log.run()), time.monotonic() + 60
+    while not store.list("partials") and time.monotonic() < end:  # noqa: ASYNC110 - the store tells nobody
+        await asyncio.sleep(0.01)
+    assert store.list("partials")
+    assert not task.done()
+    task.cancel()
+    assert events[:2] == ["seal", "flush"]
 
 
-def test_what_one_actor_wrote_another_takes_over():
-    async def main():
-        store = MemoryStore()
-        await log_of(store, Runner(row(num=4))).flush()
-        return await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
-
-    taken = asyncio.run(main())
+async def test_what_one_actor_wrote_another_takes_over():
+    store = MemoryStore()
+    await log_of(store, Runner(row(num=4))).flush()
+    taken = await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
 
 
-def test_switched_off_it_writes_nothing_and_still_takes_over():
-    async def main():
-        store, runner, events = MemoryStore(), Runner(row()), []
-        await log_of(store, Runner(row(num=2))).flush()
-        before = store.list("partials")
-        log = log_of(store, runner, events, partial_log=False)
-        await asyncio.wait_for(log.run(), 1)
-        await log.flush()
-        await log.forget([(5, 0)])
-        assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
-        return await log.restore(lease(PreviousHolder("a", 1, 0)))
-
-    assert len(asyncio.run(main())[0].token_ids) == 2
+async def test_switched_off_it_writes_nothing_and_still_takes_over():
+    store, runner, events = MemoryStore(), Runner(row()), []
+    await log_of(store, Runner(row(num=2))).flush()
+    before = store.list("partials")
+    log = log_of(store, runner, events, partial_log=False)
+    await asyncio.wait_for(log.run(), 1)
+    await log.flush()
+    await log.forget([(5, 0)])
+    assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
+    assert len((await log.restore(lease(PreviousHolder("a", 1, 0))))[0].token_ids) == 2
 
 
 def test_a_lease_that_nobody_held_asks_no_store():

@@ -127,32 +127,28 @@ class Engine:
         )
 
 
-def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
+async def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
     monkeypatch.setattr(inference, "HEARTBEAT_SECONDS", 0.005)
-
-    async def main():
-        engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
-        is_current = [False]
-        watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
-        assert one.readiness() == (False, "not registered at the hub yet")
-        watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
-        assert one.readiness() == (False, "the newest weights are not loaded yet")
-        is_current[0] = True
-        loop = asyncio.create_task(watch.run())
-        for _ in range(30):  # it samples
-            engine.num_tokens += 1
-            await asyncio.sleep(0.01)
-        assert one.readiness()[0]
-        end = time.monotonic() + 60
-        while one.health()[0]:  # it hangs, the event loop turns
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
-        watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
-        await asyncio.sleep(0.05)
-        assert one.health()[0], "an engine that is paused has nothing to do"
-        loop.cancel()
-
-    asyncio.run(main())
+    engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
+    is_current = [False]
+    watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
+    assert one.readiness() == (False, "not registered at the hub yet")
+    watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
+    assert one.readiness() == (False, "the newest weights are not loaded yet")
+    is_current[0] = True
+    loop = asyncio.create_task(watch.run())
+    for _ in range(30):  # it samples
+        engine.num_tokens += 1
+        await asyncio.sleep(0.01)
+    assert one.readiness()[0]
+    end = time.monotonic() + 60
+    while one.health()[0]:  # it hangs, the event loop turns
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+    watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
+    await asyncio.sleep(0.05)
+    assert one.health()[0], "an engine that is paused has nothing to do"
+    loop.cancel()
 
 
 def test_without_a_host_nothing_is_served_or_written():
