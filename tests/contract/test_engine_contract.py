@@ -6,7 +6,6 @@
 import asyncio
 import dataclasses
 import itertools
-import time
 from functools import partial
 
 import numpy as np
@@ -18,6 +17,7 @@ from pipelinerl_core.testing import models as testing_models
 from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from pipelinerl_core.types import Completion, FinishReason, WeightSpan
 from tests.builders import engine_request
+from tests.waiting import until as wait_until
 
 EOS = 3
 PROMPT = [5, 6, 7, 13, 8]
@@ -29,6 +29,7 @@ def tiny_model(*arguments, **settings):
 
 
 ask = partial(engine_request, prompt=PROMPT)
+until = partial(wait_until, pause=0)
 
 
 def update_of(tensors, version):
@@ -60,13 +61,6 @@ def assert_spans_cover(completion):
     assert [0, *(s.end for s in spans)] == [*(s.start for s in spans), len(completion.token_ids)]
     assert all(s.start < s.end for s in spans)
     assert all(a.version < b.version for a, b in itertools.pairwise(spans))
-
-
-async def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        await asyncio.sleep(0)
 
 
 # ---- tokens and log-probabilities --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,14 +63,6 @@ def role(name: str, url: str, log: Path, *arguments: str) -> Iterator[subprocess
         if process.poll() is None:
             process.kill()
         process.wait(timeout=60)
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Poll until `condition` holds; fails naming `what` after the deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
-        time.sleep(0.05)
 
 
 def committed_steps(url: str) -> int:

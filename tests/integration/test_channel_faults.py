@@ -27,7 +27,8 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
 from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows, wait_for
+from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +18,7 @@ import yaml
 from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
 from tests.integration.prefect_server import kill_tree, postgres, postgres_programs
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -121,11 +121,10 @@ def start_redis_and_s3(stack: Stack) -> None:
 
 
 def await_success(command: list[str], process: subprocess.Popen[bytes] | None = None) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
-        assert time.monotonic() < deadline, command
-        assert process is None or process.poll() is None, command
-        time.sleep(0.3)
+    def has_succeeded() -> bool:
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+    wait_for(has_succeeded, " ".join(command), START_SECONDS, pause=0.3, process=process)
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from tests.builders import hub_record, put_commit, put_run, rows_of_lease, sync_message, trained_by, weight_manifest
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -236,16 +237,10 @@ def test_a_hub_dies_with_its_parent(run):
     """)
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
-    deadline = time.monotonic() + 60
-    while not (run / "hub.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for((run / "hub.json").exists, "hub.json")
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 20
-    while lives(pid):
-        assert time.monotonic() < deadline, "the hub outlived its parent"
-        time.sleep(0.02)
+    wait_for(lambda: not lives(pid), "the end of the hub, whose parent was killed", 20)
 
 
 def test_a_hub_without_a_token_says_what_to_set(run):

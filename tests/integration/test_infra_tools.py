@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import threading
-import time
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -19,6 +18,7 @@ from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -85,10 +85,9 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
         monitor.heartbeat("computing step 3")
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 60
-            while not (found := ask(port, "query?query=pipelinerl_role_healthy").get("result")):
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            found = wait_for(
+                lambda: ask(port, "query?query=pipelinerl_role_healthy").get("result"), "a scrape of the role"
+            )
         finally:
             process.kill()
             process.wait(timeout=10)

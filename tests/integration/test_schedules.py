@@ -18,8 +18,8 @@ from tests.integration.pipeline import (
     start_role,
     trained_groups,
     trained_rows,
-    wait_for,
 )
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

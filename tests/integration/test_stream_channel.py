@@ -28,7 +28,7 @@ from pipelinerl_core.testing.stream_hub import QueueHub
 from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record, sync_message
 from tests.integration.exchange_case import TOKEN, leave, raw_exchange, refusal
-from tests.integration.pipeline import wait_for
+from tests.waiting import wait_for
 
 SYNC = sync_message(running=1, want=1)
 

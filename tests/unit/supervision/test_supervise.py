@@ -16,6 +16,7 @@ from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +44,6 @@ import os, sys, time, signal, subprocess
 with open(sys.argv[1] + "/starts", "a+") as file:
     file.write("x"); file.flush(); file.seek(0); n = len(file.read())
 """
-
-
-def wait_for(path: Path, seconds: float = 60.0) -> str:
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.01)
-    return path.read_text()
 
 
 def is_running(pid: int) -> bool:
@@ -155,7 +148,7 @@ def stop_when_started(tmp_path: Path, program: str, **options) -> tuple[RoleRepo
     reports: list[RoleReport] = []
     thread = threading.Thread(target=lambda: reports.append(run(tmp_path, program, stop=stop, **options)))
     thread.start()
-    wait_for(tmp_path / "pid")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the process id")
     begun = time.monotonic()
     stop.set()
     thread.join(60)
@@ -191,10 +184,7 @@ def test_what_a_role_has_started_ends_with_it(tmp_path):
     grandchild = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     program = COUNT + grandchild + "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
     stop_when_started(tmp_path, program)
-    deadline = time.monotonic() + 30
-    while is_running(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < deadline, "the grandchild outlived the role"
-        time.sleep(0.01)
+    wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of the role's own child")
 
 
 def test_a_role_that_does_not_become_ready_is_restarted_and_named(tmp_path):

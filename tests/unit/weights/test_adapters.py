@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,6 +30,7 @@ from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, epoch_record
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
+from tests.waiting import until
 
 LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 
@@ -162,9 +162,7 @@ async def test_adapters_of_another_model_are_refused_by_name_and_counted(model, 
     one._subscriber, one._newest = subscriber, manifest
     loop = asyncio.create_task(one._swap_loop())
     one._newer.set()
-    end = time.monotonic() + 60
-    while one._unreadable != 3 and time.monotonic() < end:
-        await turns(1)
+    await until(lambda: one._unreadable == 3, "three refusals")
     for _ in range(3):
         one._newer.set()
         await turns(40)

@@ -22,6 +22,7 @@ from pipelinerl_core.weights.broadcast import (
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
+from tests.waiting import wait_for
 
 WEIGHTS = {
     "b.weight": torch.arange(6.0).reshape(2, 3),
@@ -94,20 +95,13 @@ def make(store):
         broadcaster.close()
 
 
-def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.01)
-
-
 def formed(broadcaster, store, actors, num_versions=1):
     """The members of a group of these actors, all of which have met and said so."""
     assert broadcaster.ensure_group(dict.fromkeys(actors, 0), WEIGHTS) is False
     group = read_group(store, broadcaster.number)
     members = [Member(group, rank, num_versions) for rank in range(1, group.world_size)]
     joined = dict.fromkeys(actors, group.number)
-    until(lambda: broadcaster.ensure_group(joined, WEIGHTS), "a group that has met")
+    wait_for(lambda: broadcaster.ensure_group(joined, WEIGHTS), "a group that has met")
     for member in members:
         member.may_leave.set()
     return members
@@ -144,7 +138,7 @@ def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
     Member(read_group(store, number), 1)
     time.sleep(0.5)
     assert broadcaster.ensure_group({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
-    until(lambda: broadcaster.ensure_group({"actor-0": number}, WEIGHTS), "a group that has met")
+    wait_for(lambda: broadcaster.ensure_group({"actor-0": number}, WEIGHTS), "a group that has met")
     assert broadcaster.number == number
 
 
@@ -174,7 +168,7 @@ def test_a_group_that_never_meets_gives_way_to_another(make, store):
     broadcaster = make(deadline_seconds=1.0)
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     number = broadcaster.number
-    until(lambda: broadcaster.ensure_group({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
+    wait_for(lambda: broadcaster.ensure_group({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
     assert broadcaster.number > number
 
 
@@ -223,7 +217,7 @@ def broadcasting(publisher, store, num_versions):
     assert (first.is_broadcast, first.broadcast_index, first.key is None) == (False, 0, False)
     member = Member(read_group(store, first.group), 1, num_versions)
     actors = {"a/1": sample(first.group)}
-    until(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
+    wait_for(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
     member.may_leave.set()
     return member, actors
 
@@ -324,11 +318,11 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     first, (thread,) = broadcaster._sender, broadcaster._threads
     first.may_fail.set()
-    until(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
+    wait_for(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
     broadcaster.ensure_group({"a": 0, "b": 0}, WEIGHTS)
     second, number = broadcaster._sender, broadcaster.number
     Slow.may_go_on.set()
     thread.join(60)
     assert broadcaster.number == number != 0
     second.may_fail.set()
-    until(lambda: broadcaster.number == 0, "the word that the second never met")
+    wait_for(lambda: broadcaster.number == 0, "the word that the second never met")

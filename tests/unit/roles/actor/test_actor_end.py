@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import group_named
+from tests.waiting import until
 
 SECONDS = 60.0
 
@@ -75,13 +75,6 @@ def group(group_id, *, is_sent=False):
     return FinishedGroup(ref, f"lease-{group_id}", rows=None, is_sent=is_sent)
 
 
-async def until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.005)
-
-
 async def nothing(keys):
     """In place of the log."""
 
@@ -102,11 +95,11 @@ async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when
     loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.report())]
     for group_id in range(3):
         one.add(group(group_id, is_sent=True))
-        await until(lambda number=group_id: segments.num_sealed == number + 1)
-    await until(lambda: len(forgotten) == 3)
+        await until(lambda number=group_id: segments.num_sealed == number + 1, "a segment")
+    await until(lambda: len(forgotten) == 3, "three forgotten groups")
     assert link.told == []
     is_there.set()
-    await until(lambda: one.lease_refs() == [])  # sent, sealed and known: nobody answers for them any more
+    await until(lambda: one.lease_refs() == [], "three reports")  # sent, sealed and known to the hub
     for loop in loops:
         loop.cancel()
     assert [message.seq for message in link.told] == [0, 1, 2]
@@ -120,7 +113,7 @@ async def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_
     one.must_send_again = True  # it has registered with a new hub
     await one.seal(everything=True)
     telling = asyncio.create_task(one.report())
-    await until(lambda: link.told)
+    await until(lambda: link.told, "a report")
     telling.cancel()
     (again,) = one.groups_to_send_again()
     assert again.seq == 0

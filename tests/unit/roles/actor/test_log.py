@@ -1,7 +1,6 @@
 """The actor's log of open groups: when it is written, and what a store that fails costs."""
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import PreviousHolder
 from tests.builders import partial_row as row
+from tests.waiting import until
 
 
 class Runner:
@@ -47,10 +47,8 @@ def lease(*holders):
 async def test_finished_groups_are_sealed_before_the_rest_is_written():
     store, events = MemoryStore(), []
     log = log_of(store, Runner(row()), events, partial_seconds=0.01)
-    task, end = asyncio.create_task(log.run()), time.monotonic() + 60
-    while not store.list("partials") and time.monotonic() < end:  # noqa: ASYNC110 - the store tells nobody
-        await asyncio.sleep(0.01)
-    assert store.list("partials")
+    task = asyncio.create_task(log.run())
+    await until(lambda: store.list("partials"), "a part of the log")
     assert not task.done()
     task.cancel()
     assert events[:2] == ["seal", "flush"]

@@ -9,6 +9,7 @@ from pipelinerl_core.errors import SwapError
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from tests.builders import group_named, weight_manifest
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
+from tests.waiting import until
 
 
 def group(group_id):
@@ -30,9 +31,7 @@ async def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(cre
     assert visits == []  # without credit nothing leaves
     one._credit = credit
     one._credit_granted.set()
-    end = time.monotonic() + 60
-    while len(link.groups) < len(first) and time.monotonic() < end:
-        await turns(1)
+    await until(lambda: len(link.groups) >= len(first), f"{len(first)} groups")
     await turns()
     loop.cancel()
     assert link.groups == first

@@ -26,6 +26,7 @@ from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import run_record
+from tests.waiting import until, wait_for
 
 TOKEN = "the-token-of-the-run"
 
@@ -44,11 +45,8 @@ def get(url, method="GET"):
         return error.code, error.read().decode()
 
 
-def record_of(store, role, name, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not store.exists(role_key(role, name)):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def record_of(store, role, name):
+    wait_for(lambda: store.exists(role_key(role, name)), f"the record of {name}")
     return RoleRecord.model_validate_json(store.get(role_key(role, name)))
 
 
@@ -81,10 +79,7 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         assert TOKEN not in text
         labels = {"run": "run", "role": "trainer", "name": "trainer", "host": record.host}
         assert targets(run.store) == [{"targets": [record.url.removeprefix("http://")], "labels": labels}]
-    end = time.monotonic() + 60
-    while run.store.list("roles") and time.monotonic() < end:  # the end waits a second for it
-        time.sleep(0.01)
-    assert run.store.list("roles") == []
+    wait_for(lambda: run.store.list("roles") == [], "the end of the record")  # the end of the role waits a second
     with pytest.raises(OSError, match="refused"):
         urlopen(f"{record.url}/healthz", timeout=5)
 
@@ -141,10 +136,7 @@ async def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_eng
         engine.num_tokens += 1
         await asyncio.sleep(0.01)
     assert one.readiness()[0]
-    end = time.monotonic() + 60
-    while one.health()[0]:  # it hangs, the event loop turns
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
+    await until(lambda: not one.health()[0], "an engine that hangs")  # the event loop turns
     watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
     await asyncio.sleep(0.05)
     assert one.health()[0], "an engine that is paused has nothing to do"
@@ -177,11 +169,8 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
     run = context()
 
     def await_record(condition):
-        deadline = time.monotonic() + 60
-        while not condition(found := record_of(run.store, "trainer", "trainer")):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        return found
+        wait_for(lambda: condition(record_of(run.store, "trainer", "trainer")), "the record of the trainer")
+        return record_of(run.store, "trainer", "trainer")
 
     with monitored(run, "trainer", "trainer") as (_, watched):
         assert await_record(lambda found: True).start_beat == 0.0
