@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl_core.testing.fakes import MemoryStore
 from tests.ports import free_port
 
 # Before anything imports torch: on two cores OpenMP's default spin-wait slows busy neighbours down 10 to 30 times.
@@ -134,6 +135,21 @@ def s3_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 def s3_environment(monkeypatch: pytest.MonkeyPatch):
     """A function that points the standard AWS variables at an endpoint for this test."""
     return lambda endpoint: use_endpoint(monkeypatch, endpoint)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """An empty store in memory."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty directory in place of shared memory, for the weights of this process."""
+    (tmp_path / "shm").mkdir()
+    for module in ("publish", "staging"):
+        monkeypatch.setattr(f"pipelinerl_core.weights.{module}.SHM_ROOT", tmp_path / "shm")
+    return tmp_path / "shm"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import torch
 from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.roles.trainer.broadcasting import joined_groups
 from pipelinerl_core.run.records import broadcast_key
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.broadcast import (
     GROUP_COUNTER,
     WeightBroadcaster,
@@ -61,11 +60,6 @@ class Member(threading.Thread):
                 receive(collective, version[meta.name])
             self.received.append(version)
         self.may_leave.wait(60)
-
-
-@pytest.fixture
-def store(request):
-    return open_store(f"memory://{request.node.name}")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER, read_group
 from pipelinerl_core.weights.files import serialize
@@ -118,11 +117,6 @@ class Worker(threading.Thread):
                 receive(collective, tensor)
         except RuntimeError:  # somebody has left
             return
-
-
-@pytest.fixture
-def store(request):
-    return open_store(f"memory://{request.node.name}")
 
 
 @pytest.fixture

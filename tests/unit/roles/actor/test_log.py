@@ -44,8 +44,8 @@ def lease(*holders):
     return SimpleNamespace(group_id=5, attempt=1, holders=holders)
 
 
-async def test_finished_groups_are_sealed_before_the_rest_is_written():
-    store, events = MemoryStore(), []
+async def test_finished_groups_are_sealed_before_the_rest_is_written(store):
+    events = []
     log = log_of(store, Runner(row()), events, partial_seconds=0.01)
     task = asyncio.create_task(log.run())
     await until(lambda: store.list("partials"), "a part of the log")
@@ -54,8 +54,7 @@ async def test_finished_groups_are_sealed_before_the_rest_is_written():
     assert events[:2] == ["seal", "flush"]
 
 
-async def test_what_one_actor_wrote_another_takes_over():
-    store = MemoryStore()
+async def test_what_one_actor_wrote_another_takes_over(store):
     await log_of(store, Runner(row(num=4))).flush()
     taken = await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
@@ -77,8 +76,7 @@ def test_a_lease_that_nobody_held_asks_no_store():
     assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).restore(lease())) == {}
 
 
-def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
-    store = MemoryStore()
+def test_a_log_that_cannot_be_read_means_a_new_beginning(store, monkeypatch, caplog):
 
     def fail(_prefix):
         raise StoreError("503")

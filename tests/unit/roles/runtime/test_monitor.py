@@ -186,8 +186,7 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
         assert await_record(lambda found: found.beat > written).start_beat == last
 
 
-def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(monkeypatch):
-    store = MemoryStore()
+def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(store, monkeypatch):
     dead = RoleRecord(
         run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=0.0, beat=1000.0
     )
@@ -197,8 +196,7 @@ def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_
     assert live_roles(store, now=1130.0) == []
 
 
-def test_the_loopback_address_of_another_host_is_no_target():
-    store = MemoryStore()
+def test_the_loopback_address_of_another_host_is_no_target(store):
     for name, url in (("a", "http://127.0.0.1:1"), ("b", "http://10.0.0.7:1")):
         record = RoleRecord(
             run_id="r", role="actor", name=name, host="elsewhere", pid=1, url=url, started_at=0.0, beat=time.time()
