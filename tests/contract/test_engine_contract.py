@@ -530,7 +530,9 @@ EOS_PRIOR = Completion(
         (ask(prior=dataclasses.replace(EOS_PRIOR, token_ids=np.array([1, 2, 4], np.int32))), "cover the same tokens"),
     ],
 )
-async def test_a_request_that_cannot_be_served_is_refused_at_once_and_harms_nobody(build, request_, message):
+async def test_a_request_that_cannot_be_served_is_refused_at_once_and_no_other_request_fails(
+    build, request_, message
+):
     engine = await build(tiny_model(), eos_token_ids=[EOS])
     task = asyncio.create_task(finish(engine, ask("good", seed=1)))
     await until(lambda: engine.stats().running == 1, "the good request")

@@ -5,7 +5,6 @@ No Docker: PostgreSQL and Redis are Debian's, rclone stands in for the S3 store,
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import yaml
 from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
 from tests.integration.prefect_server import kill_tree, postgres, postgres_programs
 from tests.ports import free_port
+from tests.processes import debian_program
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -106,10 +106,7 @@ def prepare_databases(port: str) -> None:
 
 def start_redis_and_s3(stack: Stack) -> None:
     """Debian's Redis, installed if it is missing; rclone in place of versitygw."""
-    if shutil.which("redis-server") is None:
-        install = ["apt-get", "install", "-qy", "--no-install-recommends", "redis-server"]
-        for command in (["apt-get", "update", "-q"], install):
-            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    debian_program("redis-server", "--no-install-recommends")
     port = str(stack.ports["redis"])
     stack.start("redis", [*SERVICES["redis"]["command"], "--port", port])
     address, keys = f"127.0.0.1:{stack.ports['s3']}", f"{ACCESS_KEY},{SECRET_KEY}"

@@ -1,4 +1,4 @@
-"""A hub with few descriptors, and more connections than it has room for, from somebody without the token."""
+"""A hub with a low limit of descriptors, and more connections than the limit, from a client without the token."""
 
 import os
 import socket
@@ -75,7 +75,7 @@ def come(url: str, name: str) -> tuple[HubClient, Registered]:
     return client, answer
 
 
-def test_bare_connections_stop_neither_the_heartbeat_nor_who_is_there_and_newcomers_are_served_afterwards(hub):
+def test_bare_connections_stop_neither_the_heartbeat_nor_present_clients_and_new_clients_are_served_afterwards(hub):
     url = hub.told().url
     client, registered = come(url, "early")
     sync = sync_message(boot_id=registered.boot_id, want=1)

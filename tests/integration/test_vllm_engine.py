@@ -21,6 +21,7 @@ from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
 from tests.builders import completion_of as finish
 from tests.builders import engine_request
+from tests.processes import is_running
 from tests.vllm_cores import LONGEST, START_SECONDS, VLLMBuilder
 from tests.waiting import until, wait_for
 
@@ -358,13 +359,6 @@ if __name__ == "__main__":
 """
 
 
-def _lives(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     model().save_pretrained(tmp_path / "model")
     script = tmp_path / "orphan.py"
@@ -375,4 +369,4 @@ def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     assert len([child for child in children if _is_vllm(child)]) >= 2  # the engine core and its worker
     parent.kill()
     parent.wait()
-    wait_for(lambda: not any(_lives(child) for child in children), f"the end of {children}", 120)
+    wait_for(lambda: not any(is_running(child) for child in children), f"the end of {children}", 120)

@@ -8,16 +8,10 @@ import sys
 import psutil
 
 from pipelinerl_core import parent_death
+from tests.processes import is_running
 from tests.waiting import wait_for
 
 SCRIPT = [sys.executable, "-I", "-S", parent_death.__file__]
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_process_whose_parent_is_gone_ends_at_once():

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import LeaseRef, Reserved
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
-from tests.builders import ManualClock, commit_record, sync_message, trained_by, weight_manifest
+from tests.builders import ManualClock, commit_record, small_config, sync_message, trained_by, weight_manifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
@@ -20,21 +19,10 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def config(**changes: dict[str, object]) -> RunConfig:
-    values: dict[str, dict[str, object]] = {
-        "rollouts": {"group_size": 4},
-        "engine": {"concurrency": 8},
-        "schedule": {"max_lag": 1},
-        "trainer": {"groups_per_step": 2, "steps": 100},
-        "placement": {"lease_seconds": 10.0},
-    }
-    for section, settings in changes.items():
-        values[section] = {**values.get(section, {}), **settings}
-    return build_config(values)
-
-
 def new_ledger(clock: ManualClock | None = None, *, committed: int = 0, first_attempt: int = 0, **changes) -> Ledger:
-    ledger = Ledger(config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt)
+    ledger = Ledger(
+        small_config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt
+    )
     if committed >= 0:
         ledger.committed(0, (), (), manifest(0))
     return ledger
@@ -179,7 +167,7 @@ def test_a_lease_the_actor_does_not_list_is_sent_again_and_counts_as_wanted():
     assert [grant.lease_id for grant in result.leases] == [second.lease_id, "2.0.boot"]
 
 
-def test_a_lease_of_somebody_else_must_be_stopped():
+def test_a_lease_of_another_actor_must_be_stopped():
     ledger, [grant] = leased(1)
     ledger.register_actor(B)
     assert sync(ledger, B, want=0, leases=[grant.lease_id, "7.0.boot"]).stop_leases == (grant.lease_id, "7.0.boot")
@@ -274,7 +262,7 @@ def test_rows_for_a_lost_lease_are_refused_and_superseded_once(clock):
     check_closes(ledger.tokens())
 
 
-def test_rows_for_an_expired_lease_are_refused_even_if_nobody_else_has_the_group_yet(clock):
+def test_rows_for_an_expired_lease_are_refused_before_the_group_is_leased_again(clock):
     ledger, [grant] = leased(1, clock)
     clock.now += 11
     ledger.expire()
@@ -455,14 +443,14 @@ def test_low_water_is_the_lowest_segment_with_an_undecided_group():
     assert ledger.reserve(4, epoch=2).low_water == {"actor-0/1": 3}
 
 
-def test_a_segment_heard_of_out_of_order_does_not_raise_the_low_water_mark():
+def test_a_segment_reported_out_of_order_does_not_raise_the_low_water_mark():
     ledger = new_ledger()
     deliver_all(ledger, lease(ledger, A, want=2))
     ledger.sealed(A, 1, [])
     assert ledger.reserve(1, epoch=2).low_water == {"actor-0/1": 0}
 
 
-def test_segments_heard_of_out_of_order_count_once_the_gap_is_closed():
+def test_segments_reported_out_of_order_count_once_the_gap_is_closed():
     ledger = new_ledger()
     deliver_all(ledger, lease(ledger, A, want=2))
     commit(ledger, 1, ledger.reserve(1, epoch=2))
@@ -529,7 +517,7 @@ def restarted(clock: ManualClock, *sealed: tuple[int, dict[int, int]]) -> tuple[
         deliver(old, grant)
     sync(old, A, want=0, leases=[grant.lease_id for grant in grants[2:]], tokens=33)
     answer = old.reserve(1, epoch=2)
-    new = Ledger(config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
+    new = Ledger(small_config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
     found = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
     new.restore(commit_record(1, 2, manifest=manifest(1), **trained_by(answer)), found, manifest(1))
     return new, grants
@@ -669,7 +657,7 @@ def origins_summary(grant: Grant, actor: ActorKey, num_tokens: int, *origins: Or
     return GroupSummary(ref=ref, rewards=(0.0, 1.0), tokens_by_version={0: num_tokens})
 
 
-def test_a_lease_names_those_who_held_the_group_before_newest_first():
+def test_a_lease_names_the_previous_holders_of_its_group_newest_first():
     ledger, (first,) = leased(1)
     assert first.holders == ()
     ledger.bye(A)
@@ -682,13 +670,13 @@ def test_a_lease_names_those_who_held_the_group_before_newest_first():
     assert new.holders == ()
 
 
-def test_holders_are_found_again_by_a_restarted_hub():
-    ledger = new_ledger(first_attempt=1000, clock=ManualClock())
+def test_holders_are_found_again_by_a_restarted_hub(clock):
+    ledger = new_ledger(clock, first_attempt=1000)
     ledger.register_actor(A, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.old")])
     ledger.restore_holders(
         {0: [PreviousHolder("gone", 3, 0)], 1: [PreviousHolder("actor-0", 1, 0)], 9: [PreviousHolder("gone", 3, 0)]}
     )
-    ledger._clock.now += 30
+    clock.now += 30
     ledger.expire()
     grants = {grant.group_id: grant.holders for grant in lease(ledger, B, want=3)}
     assert grants == {0: (PreviousHolder("gone", 3, 0),), 1: (PreviousHolder("actor-0", 1, 0),), 2: ()}

@@ -1,4 +1,4 @@
-"""Rollouts of a lease: sampled, scored, and continued from what somebody else had."""
+"""Rollouts of a lease: sampled, scored, and continued from the log of a previous holder."""
 
 import asyncio
 
@@ -120,7 +120,7 @@ def test_an_error_of_the_reward_is_logged_as_one():
     assert known[failed[0]].reward is None
 
 
-async def test_a_cancelled_group_is_nobodys_log():
+async def test_a_cancelled_group_leaves_no_log():
     engine, one = runner(Scorer())
     task = asyncio.create_task(one.run(lease()))
     for _ in range(12):

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from pipelinerl_core.config import load_config
@@ -16,6 +15,7 @@ from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+from tests.processes import is_running
 from tests.waiting import wait_for
 
 
@@ -46,20 +46,13 @@ with open(sys.argv[1] + "/starts", "a+") as file:
 """
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_role_that_ends_with_0_is_not_restarted(tmp_path):
     report = run(tmp_path, COUNT)
     assert (report.exit_code, report.restarts, report.stopped) == (0, 0, False)
     assert (tmp_path / "starts").read_text() == "x"
 
 
-def test_a_role_that_is_asked_to_leave_by_somebody_else_is_started_again_until_its_work_is_done(tmp_path):
+def test_a_role_that_ends_with_0_before_its_work_is_done_is_started_again(tmp_path):
     report = run(tmp_path, COUNT, is_done=lambda: (tmp_path / "starts").read_text() == "xx")
     assert (report.exit_code, report.restarts) == (0, 1)
 

@@ -1,4 +1,7 @@
-"""The MLflow tracker against a real SQLite store (creating one takes seconds)."""
+"""The MLflow tracker against a real SQLite store (creating one takes seconds).
+
+Tests read back, and let fail, what the tracker writes through its own client: a second client takes seconds too.
+"""
 
 import json
 import logging

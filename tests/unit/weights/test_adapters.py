@@ -196,7 +196,7 @@ def test_adapters_that_do_not_fit_the_model_are_one_line(model, change, says):
         BaseWeights(model).merged(adapters, "version 3")
 
 
-def test_whoever_expects_merged_weights_refuses_adapters(store, model):
+def test_a_subscriber_that_expects_merged_weights_refuses_adapters(store, model):
     manifest = publish(store, learner_of(config_of(model)).weights())
     with pytest.raises(ChecksumMismatch, match=r"adapters, in a run with weights.content=merged"):
         WeightSubscriber(store).fetch(manifest)

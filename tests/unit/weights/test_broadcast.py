@@ -184,7 +184,7 @@ def sample(group=None, at=100.0):
     return {"at": at, "counters": {} if group is None else {GROUP_COUNTER: float(group)}}
 
 
-def test_actors_count_with_their_newest_epoch_while_they_are_heard_of():
+def test_actors_count_with_their_newest_epoch_until_they_are_silent():
     actors = {
         "a/1": sample(7, at=99.0),
         "a/2": sample(8),
@@ -262,7 +262,7 @@ def test_a_group_is_an_object_of_the_run(make, store):
 
 def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, store):
     class Losing(WeightBroadcaster):
-        """The thread that meets gives the group up right after the first look at it."""
+        """The thread that connects drops the group right after the first read of the attribute."""
 
         def __getattribute__(self, name):
             found = super().__getattribute__(name)
@@ -279,7 +279,7 @@ def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, s
 
 def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, monkeypatch):
     class Alone:
-        """Nobody comes, which it learns when it is told."""
+        """No receiver joins; `connect` fails once the test allows it."""
 
         ticket = "gloo:127.0.0.1:1"
 
@@ -294,7 +294,7 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
             pass
 
     class Slow(WeightBroadcaster):
-        """A thread that meets stands still after it has looked which group there is."""
+        """The thread that connects stops after it has read the current group."""
 
         has_looked, may_go_on = threading.Event(), threading.Event()
 
@@ -312,11 +312,11 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     first, (thread,) = broadcaster._sender, broadcaster._threads
     first.may_fail.set()
-    wait_for(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
+    wait_for(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first rendezvous")
     broadcaster.ensure_group({"a": 0, "b": 0}, WEIGHTS)
     second, number = broadcaster._sender, broadcaster.number
     Slow.may_go_on.set()
     thread.join(60)
     assert broadcaster.number == number != 0
     second.may_fail.set()
-    wait_for(lambda: broadcaster.number == 0, "the word that the second never met")
+    wait_for(lambda: broadcaster.number == 0, "the failure of the second rendezvous")

@@ -115,7 +115,7 @@ class Worker(threading.Thread):
             collective = connect(self._group, self._rank)
             while True:
                 receive(collective, tensor)
-        except RuntimeError:  # somebody has left
+        except RuntimeError:  # another member has left
             return
 
 
@@ -143,7 +143,7 @@ async def form(publisher, store, engine):
     await engine.join(group, group.first_ranks["c"])
     actors = dict.fromkeys("abc", group.number)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (manifest := publish(publisher, 2, actors)).is_broadcast:  # the trainer's own thread meets
+    while not (manifest := publish(publisher, 2, actors)).is_broadcast:  # the trainer joins in a thread of its own
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     return manifest, others
@@ -158,7 +158,7 @@ async def disband(engine, publisher, others):
         assert not other.is_alive()
 
 
-async def test_whoever_stood_still_during_a_broadcast_does_not_take_it_for_the_next_one(publisher, store):
+async def test_an_engine_that_missed_a_broadcast_does_not_apply_it_as_the_next_version(publisher, store):
     core = Core()
     engine = make_engine(core)
     await engine.open()
@@ -227,7 +227,7 @@ async def test_each_group_is_counted_from_its_first_broadcast_on():
     for number in (7, 8):
         await engine.join(group(number), 1)
         await engine.swap(broadcast(number * 10, 1, number))
-        await engine.swap(by_file(number * 10 + 1))  # for somebody else; it counts for nothing
+        await engine.swap(by_file(number * 10 + 1))  # for an actor outside of the group; it is not counted
         await engine.swap(broadcast(number * 10 + 2, 2, number))
     await engine.close()
     assert core.loaded == [(71, 70), (71, 71), (72, 72), (81, 80), (81, 81), (82, 82)]

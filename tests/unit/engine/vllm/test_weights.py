@@ -59,7 +59,7 @@ def test_without_a_file_the_tensors_are_written(model, tmp_path, published):
     torch.testing.assert_close(load_file(path), weights(), rtol=0, atol=0)
 
 
-def test_a_file_that_names_the_head_of_tied_weights_is_written_under_the_name_vllm_knows(model, tmp_path):
+def test_tied_weights_named_as_the_head_are_written_under_the_name_that_vllm_reads(model, tmp_path):
     tensors = weights()
     head = {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
     from safetensors.torch import save_file

@@ -105,8 +105,8 @@ async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when
     assert [message.seq for message in link.told] == [0, 1, 2]
 
 
-async def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_is_offered():
-    """Else that hub knows where the group lies, never counts it as ready, and has it sampled again."""
+async def test_a_group_whose_segment_a_new_hub_learns_first_is_still_offered():
+    """Otherwise the hub has the segment of the group, never counts the group as ready, and leases it again."""
     link = Link()
     one = sealer(link, Segments())
     one.add(group(0, is_sent=True))
@@ -138,14 +138,14 @@ async def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
     for everything in (True, False):
         await one.seal(everything=everything)
     with pytest.raises(StoreError, match="the disk is full"):
-        await one.close()  # the last chance: whoever supervises the actor hears of it
+        await one.close()  # the last attempt: the supervisor of the actor must see the error
     segments.is_away = False
     await one.close()
     assert [message.groups for message in link.told] == [((0, 0),)]
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), RunOver("over")])
-async def test_the_last_segment_is_written_though_no_hub_hears_of_it(error):
+async def test_the_last_segment_is_written_without_a_hub(error):
     segments = Segments()
     one = sealer(Link(lambda message: error), segments)
     one.add(group(0))

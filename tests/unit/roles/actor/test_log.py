@@ -72,7 +72,7 @@ async def test_switched_off_it_writes_nothing_and_still_takes_over():
     assert len((await log.restore(lease(PreviousHolder("a", 1, 0))))[0].token_ids) == 2
 
 
-def test_a_lease_that_nobody_held_asks_no_store():
+def test_a_lease_without_previous_holders_reads_no_store():
     assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).restore(lease())) == {}
 
 

@@ -1,4 +1,7 @@
-"""What the actor's loops do between the engine and the hub, without either."""
+"""What the actor's loops do between the engine and the hub, without either.
+
+Each test runs one loop alone: the test sets the attributes that the other loops of the actor set otherwise.
+"""
 
 import asyncio
 import time

@@ -186,7 +186,7 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
         assert await_record(lambda found: found.beat > written).start_beat == last
 
 
-def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(store, monkeypatch):
+def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_is_skipped(store, monkeypatch):
     dead = RoleRecord(
         run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=0.0, beat=1000.0
     )
