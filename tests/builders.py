@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
@@ -27,6 +27,20 @@ class ManualClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def small_config(**changes: dict[str, Any]) -> RunConfig:
+    """Steps of two groups and max_lag=1: at most four groups at once. `changes`: section -> values of its keys."""
+    values: dict[str, dict[str, Any]] = {
+        "rollouts": {"group_size": 4},
+        "engine": {"concurrency": 8},
+        "schedule": {"max_lag": 1},
+        "trainer": {"groups_per_step": 2, "steps": 100},
+        "placement": {"lease_seconds": 10.0},
+    }
+    for section, settings in changes.items():
+        values[section] = {**values.get(section, {}), **settings}
+    return build_config(values)
 
 
 def weight_manifest(version: int, **values: Any) -> WeightManifest:

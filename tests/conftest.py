@@ -1,5 +1,7 @@
 """Fixtures that several tiers share."""
 
+import asyncio
+import inspect
 import os
 import shutil
 import socket
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from pipelinerl_core.testing.fakes import MemoryStore
 from tests.ports import free_port
 
 # Before anything imports torch: on two cores OpenMP's default spin-wait slows busy neighbours down 10 to 30 times.
@@ -64,6 +67,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest groups first, the tests of a group side by side."""
     items.sort(key=lambda item: _ORDER.index(group) if (group := _group(item.path.name)) in _ORDER else len(_ORDER))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine on an event loop: of its engine builder (`build`, `seeded`), else a new one."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    builder = arguments.get("build") or arguments.get("seeded") or asyncio
+    builder.run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @dataclass(frozen=True)
@@ -137,6 +151,21 @@ def s3_url(rclone_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
 def s3_environment(monkeypatch: pytest.MonkeyPatch):
     """A function that points the standard AWS variables at an endpoint for this test."""
     return lambda endpoint: use_endpoint(monkeypatch, endpoint)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """An empty store in memory."""
+    return MemoryStore()
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty directory in place of shared memory, for the weights of this process."""
+    (tmp_path / "shm").mkdir()
+    for module in ("publish", "staging"):
+        monkeypatch.setattr(f"pipelinerl_core.weights.{module}.SHM_ROOT", tmp_path / "shm")
+    return tmp_path / "shm"
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ _PORTS = range(20_000, 30_000)
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on, and that the system gives to nobody while its server is away.
+    """A port of loopback on which no process listens, outside of the range that the system assigns by itself.
 
-    One who connects to a dead server's port may otherwise get that very port for himself.
+    Otherwise a client that connects to the port of a server that has ended may be assigned the same port.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         if port in _given:
-            continue  # its server may not listen yet
+            continue  # the server may not listen yet
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             _given.add(port)
             return port

@@ -11,7 +11,6 @@ from pipelinerl_core.testing.models import VOCAB_SIZE
 
 DEADLINE_SECONDS = 60
 START_SECONDS = 120
-# vLLM's attention on a CPU knows no smaller heads than 32.
 LONGEST = 256
 
 

@@ -6,7 +6,6 @@
 import asyncio
 import dataclasses
 import itertools
-import time
 from functools import partial
 
 import numpy as np
@@ -18,6 +17,7 @@ from pipelinerl_core.testing import models as testing_models
 from pipelinerl_core.testing.models import VOCAB_SIZE, forcing_weights, reference_logprobs, weights_of
 from pipelinerl_core.types import Completion, FinishReason, WeightSpan
 from tests.builders import engine_request
+from tests.waiting import until as wait_until
 
 EOS = 3
 PROMPT = [5, 6, 7, 13, 8]
@@ -29,6 +29,7 @@ def tiny_model(*arguments, **settings):
 
 
 ask = partial(engine_request, prompt=PROMPT)
+until = partial(wait_until, pause=0)
 
 
 def update_of(tensors, version):
@@ -62,18 +63,11 @@ def assert_spans_cover(completion):
     assert all(a.version < b.version for a, b in itertools.pairwise(spans))
 
 
-async def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        await asyncio.sleep(0)
-
-
 # ---- tokens and log-probabilities --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_temperatures(build, family):
+async def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_temperatures(build, family):
     model, reference = tiny_model(family), {0: tiny_model(family)}
     rng = np.random.default_rng(0)
     requests = [
@@ -86,15 +80,10 @@ def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_t
         )
         for i in range(20)
     ]
-
-    async def main():
-        engine = await build(model, slots=5, eos_token_ids=[EOS])
-        completions = await asyncio.gather(*(finish(engine, request) for request in requests))
-        assert engine.stats().num_tokens == sum(len(c.token_ids) for c in completions)
-        await engine.close()
-        return completions
-
-    completions = build.run(main())
+    engine = await build(model, slots=5, eos_token_ids=[EOS])
+    completions = await asyncio.gather(*(finish(engine, request) for request in requests))
+    assert engine.stats().num_tokens == sum(len(c.token_ids) for c in completions)
+    await engine.close()
     for request, completion in zip(requests, completions, strict=True):
         expected = reference_logprobs(
             reference, request.prompt_token_ids, completion, temperature=request.sampler.temperature
@@ -107,24 +96,18 @@ def test_log_probabilities_are_those_of_the_plain_forward_at_mixed_lengths_and_t
     assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
-def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(seeded):
-    async def main():
-        engine = await seeded(tiny_model())
-        return [await finish(engine, ask(seed=seed)) for seed in (1, 1, 2)]
-
-    first, second, third = seeded.run(main())
+async def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(seeded):
+    engine = await seeded(tiny_model())
+    first, second, third = [await finish(engine, ask(seed=seed)) for seed in (1, 1, 2)]
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.token_ids.tolist() != third.token_ids.tolist()
 
 
-def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
-    async def main():
-        engine = await build(tiny_model())
-        return await asyncio.gather(
-            finish(engine, ask("narrow", top_p=1e-6, seed=5)), finish(engine, ask("full", seed=5))
-        )
-
-    narrow, full = build.run(main())
+async def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
+    engine = await build(tiny_model())
+    narrow, full = await asyncio.gather(
+        finish(engine, ask("narrow", top_p=1e-6, seed=5)), finish(engine, ask("full", seed=5))
+    )
     assert narrow.rollout_logprobs.tolist() == [0.0] * 24  # a nucleus of one token has probability 1
     np.testing.assert_allclose(full.rollout_logprobs, reference_logprobs({0: tiny_model()}, PROMPT, full), atol=1e-4)
 
@@ -132,20 +115,16 @@ def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
 # ---- swaps -------------------------------------------------------------------------------------------------------
 
 
-def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build):
+async def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build):
     forced = 11
     models = {0: tiny_model(tied=False), 4: tiny_model(tied=False)}
     models[4].load_state_dict(forcing_weights(models[4], forced))
-
-    async def main():
-        engine = await build(tiny_model(tied=False), slots=3)
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80 + i, seed=i))) for i in range(3)]
-        await until(lambda: engine.stats().num_tokens >= 27, "27 tokens")
-        report = await engine.swap(update_of(forcing_weights(models[4], forced), 4))
-        assert engine.weight_version == 4
-        return report, await asyncio.gather(*tasks)
-
-    report, completions = build.run(main())
+    engine = await build(tiny_model(tied=False), slots=3)
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80 + i, seed=i))) for i in range(3)]
+    await until(lambda: engine.stats().num_tokens >= 27, "27 tokens")
+    report = await engine.swap(update_of(forcing_weights(models[4], forced), 4))
+    assert engine.weight_version == 4
+    completions = await asyncio.gather(*tasks)
     assert (report.version, report.num_running) == (4, 3)
     assert 0 < report.pause_seconds < 5
     assert report.num_bytes > 0
@@ -159,22 +138,18 @@ def test_after_a_swap_every_token_is_of_the_new_weights_and_none_before_it(build
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv):
+async def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv):
     models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
-
-    async def main():
-        engine = await build(tiny_model(seed=0), slots=6, kv=kv)
-        tasks = [
-            asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=85 + i, seed=i)))
-            for i in range(6)
-        ]
-        for version in (1, 2):
-            wanted = engine.stats().num_tokens + 70
-            await until(lambda n=wanted: engine.stats().num_tokens >= n, f"{wanted} tokens")
-            await engine.swap(update_of(weights_of(models[version]), version))
-        return await asyncio.gather(*tasks)
-
-    for index, completion in enumerate(build.run(main())):
+    engine = await build(tiny_model(seed=0), slots=6, kv=kv)
+    tasks = [
+        asyncio.create_task(finish(engine, ask(f"r{i}", prompt=PROMPT[: 1 + i % 5], max_tokens=85 + i, seed=i)))
+        for i in range(6)
+    ]
+    for version in (1, 2):
+        wanted = engine.stats().num_tokens + 70
+        await until(lambda n=wanted: engine.stats().num_tokens >= n, f"{wanted} tokens")
+        await engine.swap(update_of(weights_of(models[version]), version))
+    for index, completion in enumerate(await asyncio.gather(*tasks)):
         prompt = PROMPT[: 1 + index % 5]
         assert [span.version for span in completion.weight_spans] == [0, 1, 2]
         same = reference_logprobs(models, prompt, completion, recompute=kv == "recompute")
@@ -183,16 +158,13 @@ def test_log_probabilities_across_two_swaps_are_those_of_the_kv_policy(build, kv
         assert np.abs(completion.rollout_logprobs - other).max() > 0.01
 
 
-def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):
-    async def main():
-        engine = await build(tiny_model(), slots=2, kv="drain")
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]
-        await until(lambda: engine.stats().running == 2, "two running")
-        report = await engine.swap(update_of(weights_of(tiny_model(seed=1)), 1))
-        assert report.num_running == 0
-        return await asyncio.gather(*tasks)
-
-    versions = [[span.version for span in completion.weight_spans] for completion in build.run(main())]
+async def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_waiting(build):
+    engine = await build(tiny_model(), slots=2, kv="drain")
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=10 + 10 * i, seed=i))) for i in range(4)]
+    await until(lambda: engine.stats().running == 2, "two running")
+    report = await engine.swap(update_of(weights_of(tiny_model(seed=1)), 1))
+    assert report.num_running == 0
+    versions = [[span.version for span in completion.weight_spans] for completion in await asyncio.gather(*tasks)]
     assert versions == [[0], [0], [1], [1]]
 
 
@@ -206,62 +178,48 @@ def test_draining_finishes_running_sequences_before_the_swap_and_holds_back_the_
         (lambda w: w | {"lm_head.weight": w["lm_head.weight"] + 1}, "tied"),
     ],
 )
-def test_a_refused_swap_leaves_the_version_and_the_weights_of_running_sequences(build, damage, message):
-    async def main():
-        engine = await build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(seed=3, max_tokens=60)))
-        await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
-        with pytest.raises(SwapError, match=message):
-            await engine.swap(update_of(damage(weights_of(tiny_model(seed=1))), 7))
-        assert engine.weight_version == 0
-        return await task
-
-    completion = build.run(main())
+async def test_a_refused_swap_leaves_the_version_and_the_weights_of_running_sequences(build, damage, message):
+    engine = await build(tiny_model())
+    task = asyncio.create_task(finish(engine, ask(seed=3, max_tokens=60)))
+    await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
+    with pytest.raises(SwapError, match=message):
+        await engine.swap(update_of(damage(weights_of(tiny_model(seed=1))), 7))
+    assert engine.weight_version == 0
+    completion = await task
     np.testing.assert_allclose(
         completion.rollout_logprobs, reference_logprobs({0: tiny_model()}, PROMPT, completion), atol=1e-4
     )
     assert completion.weight_spans == (WeightSpan(0, 0, 60),)
 
 
-def test_versions_never_decrease(build):
-    async def main():
-        engine = await build(tiny_model(), weight_version=5)
-        with pytest.raises(SwapError, match="version 4, the engine has 5"):
-            await engine.swap(update_of(weights_of(tiny_model()), 4))
-
-    build.run(main())
+async def test_versions_never_decrease(build):
+    engine = await build(tiny_model(), weight_version=5)
+    with pytest.raises(SwapError, match="version 4, the engine has 5"):
+        await engine.swap(update_of(weights_of(tiny_model()), 4))
 
 
 @pytest.mark.parametrize("with_head", [True, False])
-def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_head):
+async def test_tied_weights_swap_with_and_without_the_name_of_the_head(build, with_head):
     weights = weights_of(tiny_model(seed=1))
     if not with_head:
         del weights["lm_head.weight"]
-
-    async def main():
-        engine = await build(tiny_model())
-        await engine.swap(update_of(weights, 1))
-        return await finish(engine, ask())
-
-    completion = build.run(main())
+    engine = await build(tiny_model())
+    await engine.swap(update_of(weights, 1))
+    completion = await finish(engine, ask())
     expected = reference_logprobs({1: tiny_model(seed=1)}, PROMPT, completion)
     np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
 
-def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
+async def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
     new, newest = weights_of(tiny_model(seed=1)), weights_of(tiny_model(seed=2))
     names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight")
     part = {name: newest[name] for name in names}
-
-    async def main():
-        engine = await build(tiny_model())
-        await engine.swap(update_of(new, 1))
-        with pytest.raises(SwapError, match="the update lacks"):
-            await engine.swap(update_of(part, 2))
-        await engine.swap(dataclasses.replace(update_of(part, 2), is_partial=True))
-        return await finish(engine, ask())
-
-    completion = build.run(main())
+    engine = await build(tiny_model())
+    await engine.swap(update_of(new, 1))
+    with pytest.raises(SwapError, match="the update lacks"):
+        await engine.swap(update_of(part, 2))
+    await engine.swap(dataclasses.replace(update_of(part, 2), is_partial=True))
+    completion = await finish(engine, ask())
     mixed = tiny_model()
     mixed.load_state_dict(new | part)
     np.testing.assert_allclose(
@@ -272,19 +230,15 @@ def test_a_partial_update_leaves_the_other_weights_as_they_are(build):
 # ---- abort and continuation --------------------------------------------------------------------------------------
 
 
-def test_what_was_sampled_is_taken_back_and_continues_under_the_weights_of_its_place(build):
+async def test_what_was_sampled_is_taken_back_and_continues_under_the_weights_of_its_place(build):
     models = {version: tiny_model(seed=version) for version in (0, 1)}
-
-    async def main():
-        engine = await build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(max_tokens=60, seed=9)))
-        await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
-        partial = (await engine.abort(["a", "unknown"]))["a"]
-        assert (await task) is partial
-        await engine.swap(update_of(weights_of(models[1]), 1))
-        return partial, await finish(engine, ask(max_tokens=60, seed=9, prior=partial))
-
-    partial, whole = build.run(main())
+    engine = await build(tiny_model())
+    task = asyncio.create_task(finish(engine, ask(max_tokens=60, seed=9)))
+    await until(lambda: engine.stats().num_tokens >= 13, "13 tokens")
+    partial = (await engine.abort(["a", "unknown"]))["a"]
+    assert (await task) is partial
+    await engine.swap(update_of(weights_of(models[1]), 1))
+    whole = await finish(engine, ask(max_tokens=60, seed=9, prior=partial))
     num_prior = len(partial.token_ids)
     assert (partial.finish_reason, whole.finish_reason) == (FinishReason.ABORT, FinishReason.LENGTH)
     assert 13 <= num_prior < 60
@@ -322,50 +276,41 @@ def test_abort_and_continuation_draw_exactly_what_an_uninterrupted_run_draws(see
     assert whole.finish_reason is FinishReason.LENGTH
 
 
-def test_a_continuation_keeps_the_versions_of_its_prior_and_waits_for_weights_that_are_new_enough(build):
+async def test_a_continuation_keeps_the_versions_of_its_prior_and_waits_for_weights_that_are_new_enough(build):
     prior = Completion(
         token_ids=np.array([1, 2, 4], np.int32),
         rollout_logprobs=np.array([-1, -2, -3], np.float32),
         weight_spans=(WeightSpan(2, 0, 1), WeightSpan(6, 1, 3)),
     )
-
-    async def main():
-        engine = await build(tiny_model(), weight_version=5)
-        task = asyncio.create_task(finish(engine, ask(max_tokens=6, prior=prior)))
-        await finish(engine, ask("other"))  # does not wait behind it
-        assert (engine.stats().running, engine.stats().waiting) == (0, 1)
-        await engine.swap(update_of(weights_of(tiny_model()), 6))
-        return await task
-
-    completion = build.run(main())
+    engine = await build(tiny_model(), weight_version=5)
+    task = asyncio.create_task(finish(engine, ask(max_tokens=6, prior=prior)))
+    await finish(engine, ask("other"))  # does not wait behind it
+    assert (engine.stats().running, engine.stats().waiting) == (0, 1)
+    await engine.swap(update_of(weights_of(tiny_model()), 6))
+    completion = await task
     assert completion.token_ids[:3].tolist() == [1, 2, 4]
     assert completion.rollout_logprobs[:3].tolist() == [-1, -2, -3]
     assert completion.weight_spans == (WeightSpan(2, 0, 1), WeightSpan(6, 1, 6))
 
 
-def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
+async def test_waiting_requests_are_taken_back_with_their_prior_or_empty(build):
     prior = Completion(
         token_ids=np.array([1, 2], np.int32),
         rollout_logprobs=np.array([-1, -2], np.float32),
         weight_spans=(WeightSpan(0, 0, 2),),
     )
-
-    async def main():
-        engine = await build(tiny_model(), slots=1)
-        running = asyncio.create_task(finish(engine, ask("running", max_tokens=60)))
-        await until(lambda: engine.stats().running == 1, "the first")
-        waiting = [
-            asyncio.create_task(finish(engine, ask("empty"))),
-            asyncio.create_task(finish(engine, ask("prior", prior=prior))),
-        ]
-        await until(lambda: engine.stats().waiting == 2, "two waiting")
-        aborted = await engine.abort(["empty", "prior"])
-        assert await asyncio.gather(*waiting) == [aborted["empty"], aborted["prior"]]
-        assert engine.stats().waiting == 0
-        await running
-        return aborted
-
-    aborted = build.run(main())
+    engine = await build(tiny_model(), slots=1)
+    running = asyncio.create_task(finish(engine, ask("running", max_tokens=60)))
+    await until(lambda: engine.stats().running == 1, "the first")
+    waiting = [
+        asyncio.create_task(finish(engine, ask("empty"))),
+        asyncio.create_task(finish(engine, ask("prior", prior=prior))),
+    ]
+    await until(lambda: engine.stats().waiting == 2, "two waiting")
+    aborted = await engine.abort(["empty", "prior"])
+    assert await asyncio.gather(*waiting) == [aborted["empty"], aborted["prior"]]
+    assert engine.stats().waiting == 0
+    await running
     assert aborted["empty"].weight_spans == ()
     assert len(aborted["empty"].token_ids) == 0
     assert aborted["prior"].token_ids.tolist() == [1, 2]
@@ -392,24 +337,21 @@ async def paused_after(engine, num_tokens):
     engine.set_paused(True)
 
 
-def test_a_pause_samples_nothing_and_changes_nothing(build):
-    async def main():
-        engine = await build(tiny_model(), slots=2)
-        requests = [ask(f"r{i}", max_tokens=60 + i, seed=i) for i in range(3)]
-        tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
-        num_before = engine.stats().num_tokens
-        for num_tokens in (5, 6, 20):
-            await paused_after(engine, num_before + num_tokens)
-            before = await quiet(engine)
-            engine.set_paused(True)  # said again and again
-            await asyncio.sleep(0.05)
-            assert engine.stats() == before
-            assert (before.running, before.waiting) == (2, 1)
-            engine.set_paused(False)
-            engine.set_paused(False)
-        return await asyncio.gather(*tasks)
-
-    for completion in build.run(main()):
+async def test_a_pause_samples_nothing_and_changes_nothing(build):
+    engine = await build(tiny_model(), slots=2)
+    requests = [ask(f"r{i}", max_tokens=60 + i, seed=i) for i in range(3)]
+    tasks = [asyncio.create_task(finish(engine, request)) for request in requests]
+    num_before = engine.stats().num_tokens
+    for num_tokens in (5, 6, 20):
+        await paused_after(engine, num_before + num_tokens)
+        before = await quiet(engine)
+        engine.set_paused(True)  # said again and again
+        await asyncio.sleep(0.05)
+        assert engine.stats() == before
+        assert (before.running, before.waiting) == (2, 1)
+        engine.set_paused(False)
+        engine.set_paused(False)
+    for completion in await asyncio.gather(*tasks):
         expected = reference_logprobs({0: tiny_model()}, PROMPT, completion)
         np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
         assert completion.weight_spans == (WeightSpan(0, 0, len(completion.token_ids)),)
@@ -431,38 +373,31 @@ def test_a_pause_happens_at_once_and_leaves_the_tokens_what_they_were(seeded):
         assert paused.rollout_logprobs.tolist() == undisturbed.rollout_logprobs.tolist()
 
 
-def test_a_request_that_comes_in_a_pause_starts_after_it(build):
-    async def main():
-        engine = await build(tiny_model())
-        engine.set_paused(True)
-        before = await quiet(engine)
-        task = asyncio.create_task(finish(engine, ask()))
-        await asyncio.sleep(0.05)
-        stats = engine.stats()
-        assert (stats.running, stats.waiting, stats.num_steps) == (0, 1, before.num_steps)
-        engine.set_paused(False)
-        return await task
-
-    assert len(build.run(main()).token_ids) == 24
+async def test_a_request_that_comes_in_a_pause_starts_after_it(build):
+    engine = await build(tiny_model())
+    engine.set_paused(True)
+    before = await quiet(engine)
+    task = asyncio.create_task(finish(engine, ask()))
+    await asyncio.sleep(0.05)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.num_steps) == (0, 1, before.num_steps)
+    engine.set_paused(False)
+    assert len((await task).token_ids) == 24
 
 
-def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
+async def test_a_swap_in_a_pause_is_the_version_of_what_follows(build):
     models = {version: tiny_model(seed=version) for version in (0, 1, 2)}
-
-    async def main():
-        engine = await build(tiny_model(seed=0))
-        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
-        for version in (1, 2):
-            await paused_after(engine, engine.stats().num_tokens + 9)
-            report = await engine.swap(update_of(weights_of(models[version]), version))
-            assert (report.version, report.num_running) == (version, 1)
-            before = await quiet(engine)  # a swap does not end the pause
-            await asyncio.sleep(0.05)
-            assert engine.stats() == before
-            engine.set_paused(False)
-        return await task
-
-    completion = build.run(main())
+    engine = await build(tiny_model(seed=0))
+    task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
+    for version in (1, 2):
+        await paused_after(engine, engine.stats().num_tokens + 9)
+        report = await engine.swap(update_of(weights_of(models[version]), version))
+        assert (report.version, report.num_running) == (version, 1)
+        before = await quiet(engine)  # a swap does not end the pause
+        await asyncio.sleep(0.05)
+        assert engine.stats() == before
+        engine.set_paused(False)
+    completion = await task
     assert [span.version for span in completion.weight_spans] == [0, 1, 2]
     np.testing.assert_allclose(completion.rollout_logprobs, reference_logprobs(models, PROMPT, completion), atol=1e-4)
 
@@ -483,112 +418,90 @@ def test_a_swap_happens_at_once_whether_paused_or_not(seeded):
     assert completion.token_ids.tolist() == same.token_ids.tolist()
 
 
-def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(seeded):
-    async def main():
-        engine, other = await seeded(tiny_model()), await seeded(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(seed=9)))
-        await paused_after(engine, 7)
-        partial = (await engine.abort(["a"]))["a"]
-        assert await task is partial
-        assert (engine.stats().running, engine.stats().kv_usage, len(partial.token_ids)) == (0, 0, 7)
-        whole = await finish(other, ask(seed=9, prior=partial))
-        engine.set_paused(False)
-        return whole, await finish(engine, ask(seed=9))
-
-    whole, fresh = seeded.run(main())
+async def test_a_paused_sequence_is_taken_back_and_goes_on_elsewhere(seeded):
+    engine, other = await seeded(tiny_model()), await seeded(tiny_model())
+    task = asyncio.create_task(finish(engine, ask(seed=9)))
+    await paused_after(engine, 7)
+    partial = (await engine.abort(["a"]))["a"]
+    assert await task is partial
+    assert (engine.stats().running, engine.stats().kv_usage, len(partial.token_ids)) == (0, 0, 7)
+    whole = await finish(other, ask(seed=9, prior=partial))
+    engine.set_paused(False)
+    fresh = await finish(engine, ask(seed=9))
     assert whole.token_ids.tolist() == fresh.token_ids.tolist()
 
 
-def test_a_paused_engine_can_be_closed(build):
-    async def main():
-        engine = await build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
-        await paused_after(engine, 3)
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await task
-
-    build.run(main())
+async def test_a_paused_engine_can_be_closed(build):
+    engine = await build(tiny_model())
+    task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
+    await paused_after(engine, 3)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await task
 
 
 # ---- slots -------------------------------------------------------------------------------------------------------
 
 
-def test_no_more_run_than_there_are_slots_and_all_come_to_their_end(build):
-    async def main():
-        engine = await build(tiny_model(), slots=3)
-        most = 0
+async def test_no_more_run_than_there_are_slots_and_all_come_to_their_end(build):
+    engine = await build(tiny_model(), slots=3)
+    running = []
 
-        async def one(index):
-            nonlocal most
-            async for _ in engine.generate(ask(f"r{index}", prompt=[1], max_tokens=8, seed=index)):
-                most = max(most, engine.stats().running)
+    async def one(index):
+        async for _ in engine.generate(ask(f"r{index}", prompt=[1], max_tokens=8, seed=index)):
+            running.append(engine.stats().running)
 
-        await asyncio.gather(*(one(index) for index in range(12)))
-        return most, engine.stats()
-
-    most, stats = build.run(main())
-    assert most <= 3
+    await asyncio.gather(*(one(index) for index in range(12)))
+    stats = engine.stats()
+    assert max(running) <= 3
     assert (stats.num_tokens, stats.running, stats.waiting, stats.slots) == (96, 0, 0, 3)
 
 
-def test_slots_are_refilled_at_once_and_in_order_of_arrival(seeded):
-    async def main():
-        engine = await seeded(tiny_model(), slots=3)
-        order = []
+async def test_slots_are_refilled_at_once_and_in_order_of_arrival(seeded):
+    engine = await seeded(tiny_model(), slots=3)
+    order = []
 
-        async def one(index):
-            await finish(engine, ask(f"r{index}", prompt=[1], max_tokens=8, seed=index))
-            order.append(index)
+    async def one(index):
+        await finish(engine, ask(f"r{index}", prompt=[1], max_tokens=8, seed=index))
+        order.append(index)
 
-        await asyncio.gather(*(one(index) for index in range(12)))
-        return order, engine.stats()
-
-    order, stats = seeded.run(main())
+    await asyncio.gather(*(one(index) for index in range(12)))
+    stats = engine.stats()
     assert order == list(range(12))
     # 12 sequences of 8 tokens in 3 slots: 32 steps when no slot ever stands empty.
     assert stats.num_steps == 32
     assert (stats.num_tokens, stats.running, stats.waiting, stats.kv_usage) == (96, 0, 0, 0)
 
 
-def test_short_requests_do_not_starve_beside_a_long_one(build):
-    async def main():
-        engine = await build(tiny_model(), slots=2, max_len=250)
-        long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=240)))
-        shorts = [finish(engine, ask(f"s{i}", prompt=[1], max_tokens=4)) for i in range(10)]
-        await asyncio.gather(*shorts)
-        assert not long.done()
-        await long
-
-    build.run(main())
+async def test_short_requests_do_not_starve_beside_a_long_one(build):
+    engine = await build(tiny_model(), slots=2, max_len=250)
+    long = asyncio.create_task(finish(engine, ask("long", prompt=[1], max_tokens=240)))
+    shorts = [finish(engine, ask(f"s{i}", prompt=[1], max_tokens=4)) for i in range(10)]
+    await asyncio.gather(*shorts)
+    assert not long.done()
+    await long
 
 
-def test_closing_a_generator_early_frees_its_slot(build):
-    async def main():
-        engine = await build(tiny_model(), slots=1)
-        closed = engine.generate(ask("closed", max_tokens=80))
-        first = asyncio.ensure_future(anext(closed))
-        await until(lambda: engine.stats().num_tokens >= 2, "2 tokens")
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await closed.aclose()
-        assert (engine.stats().running, engine.stats().waiting) == (0, 0)
-        return await finish(engine, ask("next"))
-
-    assert len(build.run(main()).token_ids) == 24
+async def test_closing_a_generator_early_frees_its_slot(build):
+    engine = await build(tiny_model(), slots=1)
+    closed = engine.generate(ask("closed", max_tokens=80))
+    first = asyncio.ensure_future(anext(closed))
+    await until(lambda: engine.stats().num_tokens >= 2, "2 tokens")
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await closed.aclose()
+    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    assert len((await finish(engine, ask("next"))).token_ids) == 24
 
 
-def test_running_seconds_integrate_running_over_time(build):
-    async def main():
-        engine = await build(tiny_model(), slots=2)
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        await asyncio.gather(*(finish(engine, ask(f"r{i}", max_tokens=60)) for i in range(2)))
-        busy_seconds, busy = loop.time() - start, engine.stats().running_seconds
-        await asyncio.sleep(0.05)
-        return busy_seconds, busy, engine.stats().running_seconds
-
-    busy_seconds, busy, later = build.run(main())
+async def test_running_seconds_integrate_running_over_time(build):
+    engine = await build(tiny_model(), slots=2)
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    await asyncio.gather(*(finish(engine, ask(f"r{i}", max_tokens=60)) for i in range(2)))
+    busy_seconds, busy = loop.time() - start, engine.stats().running_seconds
+    await asyncio.sleep(0.05)
+    later = engine.stats().running_seconds
     assert 0.8 * 2 * busy_seconds < busy <= 2 * busy_seconds
     assert later == busy  # nothing runs while idle
 
@@ -617,56 +530,45 @@ EOS_PRIOR = Completion(
         (ask(prior=dataclasses.replace(EOS_PRIOR, token_ids=np.array([1, 2, 4], np.int32))), "cover the same tokens"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_at_once_and_harms_nobody(build, request_, message):
-    async def main():
-        engine = await build(tiny_model(), eos_token_ids=[EOS])
-        task = asyncio.create_task(finish(engine, ask("good", seed=1)))
-        await until(lambda: engine.stats().running == 1, "the good request")
-        with pytest.raises(EngineError, match=message):
-            engine.generate(request_)
-        with pytest.raises(EngineError, match="'good' is open already"):
-            engine.generate(ask("good"))
-        await task
-
-    build.run(main())
-
-
-def test_the_longest_request_that_fits_is_served(build):
-    async def main():
-        return await finish(await build(tiny_model()), ask(max_tokens=91))
-
-    assert len(build.run(main()).token_ids) == 91
+async def test_a_request_that_cannot_be_served_is_refused_at_once_and_no_other_request_fails(
+    build, request_, message
+):
+    engine = await build(tiny_model(), eos_token_ids=[EOS])
+    task = asyncio.create_task(finish(engine, ask("good", seed=1)))
+    await until(lambda: engine.stats().running == 1, "the good request")
+    with pytest.raises(EngineError, match=message):
+        engine.generate(request_)
+    with pytest.raises(EngineError, match="'good' is open already"):
+        engine.generate(ask("good"))
+    await task
 
 
-def test_closing_the_engine_ends_running_and_waiting_generators(build):
-    async def main():
-        engine = await build(tiny_model(), slots=1)
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80))) for i in range(2)]
-        await until(lambda: engine.stats().running == 1, "the first")
-        await engine.close()
-        await engine.close()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(result) for result in results] == [EngineError, EngineError]
-        with pytest.raises(EngineError, match="closed"):
-            engine.generate(ask("late"))
-        with pytest.raises(SwapError, match="closed"):
-            await engine.swap(update_of(weights_of(tiny_model()), 1))
-
-    build.run(main())
+async def test_the_longest_request_that_fits_is_served(build):
+    assert len((await finish(await build(tiny_model()), ask(max_tokens=91))).token_ids) == 91
 
 
-def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
+async def test_closing_the_engine_ends_running_and_waiting_generators(build):
+    engine = await build(tiny_model(), slots=1)
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", max_tokens=80))) for i in range(2)]
+    await until(lambda: engine.stats().running == 1, "the first")
+    await engine.close()
+    await engine.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineError, EngineError]
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(ask("late"))
+    with pytest.raises(SwapError, match="closed"):
+        await engine.swap(update_of(weights_of(tiny_model()), 1))
+
+
+async def test_weights_that_give_no_numbers_end_the_engine_with_their_version(build):
     weights = weights_of(tiny_model())
     weights["model.norm.weight"][0] = float("nan")
-
-    async def main():
-        engine = await build(tiny_model())
-        task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
-        await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
-        await engine.swap(update_of(weights, 8))
-        with pytest.raises(EngineError, match=r"weight version 8: .*not finite"):
-            await task
-        with pytest.raises(EngineError, match="weight version 8"):
-            engine.generate(ask("late"))
-
-    build.run(main())
+    engine = await build(tiny_model())
+    task = asyncio.create_task(finish(engine, ask(max_tokens=80)))
+    await until(lambda: engine.stats().num_tokens >= 5, "5 tokens")
+    await engine.swap(update_of(weights, 8))
+    with pytest.raises(EngineError, match=r"weight version 8: .*not finite"):
+        await task
+    with pytest.raises(EngineError, match="weight version 8"):
+        engine.generate(ask("late"))

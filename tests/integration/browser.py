@@ -6,7 +6,6 @@ A failure says what the page said. It needs Debian's chromium and the websockets
 import base64
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 import time
@@ -20,6 +19,8 @@ import psutil
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
+from tests.processes import debian_program
+
 ANSWER_SECONDS = 60.0
 """Deadline of one command of the protocol."""
 SEE_SECONDS = 120.0
@@ -32,16 +33,6 @@ _SETTLE_SECONDS = 0.7
 _SAID_CHARS = 3000
 _GONE = "Inspected target navigated or closed"
 """The protocol's words when the page that was asked has made way for the next one."""
-
-
-def find_chromium() -> str:
-    """The browser of Debian's package, which is installed if it is missing."""
-    if shutil.which("chromium") is None:
-        for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "chromium"]):
-            subprocess.run(command, check=True, timeout=400, stdout=subprocess.DEVNULL)
-    found = shutil.which("chromium")
-    assert found is not None
-    return found
 
 
 class Page:
@@ -160,7 +151,12 @@ class Page:
 def browser() -> Iterator[Page]:
     """A browser with one empty page, without a window; gone at the end of the block."""
     with tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True) as home:
-        command = [find_chromium(), "--headless=new", "--remote-debugging-port=0", f"--user-data-dir={home}"]
+        command = [
+            debian_program("chromium"),
+            "--headless=new",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={home}",
+        ]
         command += ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"]
         command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "about:blank"]
         environment = {**os.environ, "HOME": home}

@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,17 +31,6 @@ def start(root: Path, *arguments: str) -> "subprocess.Popen[str]":
     with (root / "stderr.txt").open("a") as log, (root / "stdout.txt").open("w") as results:
         STARTED.append(subprocess.Popen(command, stdout=results, stderr=log, text=True, cwd=REPOSITORY))
     return STARTED[-1]
-
-
-def until(
-    what: str, condition: Callable[[], bool], seconds: float, process: "subprocess.Popen[str] | None" = None
-) -> None:
-    """Wait for a condition; fails at the deadline, or when the process that should bring it about has ended."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, f"the command ended before {what}"
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s"
-        time.sleep(0.1)
 
 
 def run_directories(root: Path) -> list[Path]:

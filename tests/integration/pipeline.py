@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,11 +14,22 @@ from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.storage.object_store import open_store
-from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.tools.audit import Audit
+from tests.builders import put_run
 
+SIX_STEPS = (
+    "trainer.steps=6",
+    "trainer.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.max_tokens=24",
+    "engine.concurrency=16",
+    "placement.lease_seconds=30",
+    "eval.num_prompts=0",
+)
+"""Overrides of a run of six small steps."""
+BIT_FOR_BIT = ("engine.deterministic=true", "schedule.max_lag=0")
+"""Overrides that make the rows of a run a function of its configuration."""
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +37,7 @@ ROOT = Path(__file__).parents[2]
 def make_run(url: str, *overrides: str) -> RunConfig:
     """Write run.json of a small run on the quickstart's model; returns its configuration."""
     config = load_config("quickstart", overrides)
-    record = RunRecord(
-        run_id=url.rstrip("/").rsplit("/", 1)[1],
-        created_at=time.time(),
-        code_version="test",
-        config=config.model_dump(mode="json"),
-    )
-    put_record(open_store(url), "run.json", record)
+    put_run(open_store(url), config, run_id=url.rstrip("/").rsplit("/", 1)[1], created_at=time.time())
     return config
 
 
@@ -63,14 +68,6 @@ def role(name: str, url: str, log: Path, *arguments: str) -> Iterator[subprocess
         if process.poll() is None:
             process.kill()
         process.wait(timeout=60)
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Poll until `condition` holds; fails naming `what` after the deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
-        time.sleep(0.05)
 
 
 def committed_steps(url: str) -> int:

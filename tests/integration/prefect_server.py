@@ -5,9 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -17,12 +17,15 @@ import psutil
 
 from tests.integration.pipeline import ROOT
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 MAX_RESUMES = 2
 """Of flow runs that never come to run."""
 POOLS = ("control", "actors", "trainers")
 PREFECT = str(Path(sys.executable).parent / "prefect")
 _DEBIAN_POSTGRES = Path("/usr/lib/postgresql")
+await_ = partial(wait_for, pause=0.5)
+"""A server that many tests share is asked twice a second only."""
 
 
 def postgres_programs() -> Path:
@@ -60,15 +63,6 @@ def postgres(directory: Path) -> Iterator[str]:
     finally:
         kill_tree(server.pid)
         server.wait(timeout=60)
-
-
-def await_(condition: Callable[[], Any], what: str, seconds: float) -> Any:
-    """What the condition gives once it is true; fails with `what` after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
-        time.sleep(0.5)
-    return found
 
 
 def kill_tree(pid: int) -> None:

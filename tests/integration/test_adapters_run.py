@@ -11,7 +11,8 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
 from pipelinerl_core.tools.replay import replay_run
 from pipelinerl_core.training.checkpoint import load_checkpoint
-from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, wait_for
+from tests.integration.pipeline import assert_closes, committed_steps, make_run, role
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

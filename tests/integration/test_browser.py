@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from tests.integration.browser import Page, browser
 from tests.integration.pipeline import ROOT
 from tests.integration.prefect_server import Prefect
 from tests.ports import free_port
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -68,20 +68,16 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path) -> Ite
     mlflow = f"http://127.0.0.1:{free_port()}"
     try:
         prefect.processes.append(start_mlflow(home, int(mlflow.rpartition(":")[2])))
-        deadline = time.monotonic() + START_SECONDS
-        while not (prefect.is_healthy() and answers(f"{mlflow}/health")):
-            assert time.monotonic() < deadline, "".join(path.read_text()[-2000:] for path in home.glob("*log"))
-            time.sleep(0.2)
+        wait_for(
+            lambda: prefect.is_healthy() and answers(f"{mlflow}/health"), f"both servers, {home}/*log", START_SECONDS
+        )
         train = start(prefect, "train", "quickstart", "--json", *SETTINGS, f"tracking.mlflow_uri={mlflow}")
         prefect.deploy()
         assert train.wait(RUN_SECONDS) == 0, (home / "log").read_text()[-3000:]
         report = json.loads((home / "train.out").read_text())
         live = f"http://127.0.0.1:{free_port()}"
         start(prefect, "status", "latest", "--web", "--port", live.rpartition(":")[2])
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(f"{live}/"):
-            assert time.monotonic() < deadline, (home / "log").read_text()[-3000:]
-            time.sleep(0.2)
+        wait_for(lambda: answers(f"{live}/"), f"the live view, {home / 'log'}", START_SECONDS)
         yield World(prefect, mlflow, live, report)
     finally:
         prefect.stop()

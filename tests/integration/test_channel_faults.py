@@ -27,22 +27,13 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
 from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, trained_rows, wait_for
+from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, committed_steps, make_run, role, trained_rows
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-OVERRIDES = (
-    f"trainer.steps={STEPS}",
-    "trainer.groups_per_step=4",
-    "rollouts.group_size=4",
-    "rollouts.max_tokens=24",
-    "engine.concurrency=16",
-    "engine.deterministic=true",
-    "schedule.max_lag=0",
-    "placement.lease_seconds=30",
-    "eval.num_prompts=0",
-)
+OVERRIDES = (*SIX_STEPS, *BIT_FOR_BIT)
 
 
 def every_third() -> Callable[[str], bool]:

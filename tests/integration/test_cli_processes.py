@@ -26,10 +26,10 @@ from tests.integration.cli_case import (
     left_over,
     run_directories,
     start,
-    until,
 )
 from tests.integration.cli_case import nothing_is_left as nothing_is_left  # a fixture for every test
 from tests.integration.pipeline import assert_closes
+from tests.waiting import wait_for
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -54,7 +54,7 @@ def health_of(run: Path) -> dict[str, int]:
 
 def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_one_run(tmp_path):
     started = start(tmp_path, "train", "quickstart", f"trainer.steps={STEPS}", "eval.num_prompts=0", *SMALL)
-    until("step 3", lambda: committed(tmp_path) >= 3, START_SECONDS, started)
+    wait_for(lambda: committed(tmp_path) >= 3, "step 3", START_SECONDS, process=started)
     (run,) = run_directories(tmp_path)
     refused = start(tmp_path, "resume", run.name)
     assert refused.wait(120) == 2
@@ -63,12 +63,12 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
     pids = children(started)
     started.kill()
     started.wait(10)
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 30)
+    wait_for(lambda: not left_over(tmp_path, pids), "the end of every child", 30)
     assert json.loads((run / HUB_KEY).read_text())["live"]["state"] == "run", "the hub had no time to say goodbye"
 
     reached = committed(tmp_path)
     resumed = start(tmp_path, "resume", "latest")
-    until("progress after the kill", lambda: committed(tmp_path) >= reached + 3, 180, resumed)
+    wait_for(lambda: committed(tmp_path) >= reached + 3, "progress after the kill", 180, process=resumed)
     pids = children(resumed)
     begun = time.monotonic()
     interrupt_twice(resumed, pids)
@@ -81,9 +81,9 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
 
     drained = start(tmp_path, "resume", "latest")
     reached = committed(tmp_path)
-    until("progress after the stop", lambda: committed(tmp_path) >= reached + 2, 180, drained)
+    wait_for(lambda: committed(tmp_path) >= reached + 2, "progress after the stop", 180, process=drained)
     ready = {"hub": 200, "trainer": 200, "actor-0": 200}
-    until("all to be ready", lambda: health_of(run) == ready, 60, drained)
+    wait_for(lambda: health_of(run) == ready, "all to be ready", 60, process=drained)
     assert start(tmp_path, "drain", "latest").wait(90) == 0
     assert drained.wait(180) == 0
     assert reached + 2 <= committed(tmp_path) < STEPS
@@ -92,7 +92,7 @@ def test_a_run_survives_a_kill_of_everything_a_ctrl_c_and_a_drain_and_ends_as_on
 
     last = start(tmp_path, "resume", "latest")
     assert last.wait(600) == 0
-    until("no role to be left", lambda: health_of(run) == {}, 150)  # a silent one is listed for two minutes
+    wait_for(lambda: health_of(run) == {}, "no role to be left", 150)  # a silent one is listed for two minutes
     check_ended(tmp_path, run)
     check_what_prefect_has(tmp_path, run)
 
@@ -109,9 +109,9 @@ def interrupt_twice(process: "subprocess.Popen[str]", pids: list[int]) -> None:
     hub, trainer, actor = (found[name] for name in ("hub", "trainer", "actor"))
     trainer.suspend()
     process.send_signal(signal.SIGINT)
-    until("the end of the actor", lambda: not actor.is_running(), 60, process)
+    wait_for(lambda: not actor.is_running(), "the end of the actor", 60, process=process)
     process.send_signal(signal.SIGINT)
-    until("the end of the hub", lambda: not hub.is_running(), 60, process)
+    wait_for(lambda: not hub.is_running(), "the end of the hub", 60, process=process)
     with suppress(psutil.NoSuchProcess):  # its supervisor has lost patience
         trainer.resume()
 
@@ -142,10 +142,10 @@ def check_what_prefect_has(root: Path, run: Path) -> None:
 
 def test_sigterm_before_the_first_step_leaves_nothing_behind(tmp_path):
     started = start(tmp_path, "train", "quickstart", f"trainer.steps={STEPS}")
-    until("the trainer", lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), START_SECONDS, started)
+    wait_for(lambda: bool(list(tmp_path.glob("*/logs/trainer.log"))), "the trainer", START_SECONDS, process=started)
     pids = children(started)
     begun = time.monotonic()
     started.terminate()
     assert started.wait(90) == 143
     assert time.monotonic() - begun < STOP_SECONDS
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 60)
+    wait_for(lambda: not left_over(tmp_path, pids), "the end of every child", 60)

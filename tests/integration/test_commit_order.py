@@ -28,7 +28,7 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import replay_child
 from pipelinerl_core.tools.replay import replay_run
 from pipelinerl_core.weights.publish import shm_directory
-from tests.integration.pipeline import TOKEN, assert_closes, make_run, role, trained_rows
+from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, assert_closes, make_run, role, trained_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -45,18 +45,7 @@ CRASHES: dict[int, str | type] = {
     9: r"epochs/\d+\.json",
 }
 STEPS = 10
-OVERRIDES = (
-    f"trainer.steps={STEPS}",
-    "trainer.groups_per_step=4",
-    "rollouts.group_size=4",
-    "rollouts.max_tokens=24",
-    "engine.concurrency=16",
-    "engine.deterministic=true",
-    "schedule.max_lag=0",
-    "checkpoint.every_seconds=0.001",
-    "placement.lease_seconds=30",
-    "eval.num_prompts=0",
-)
+OVERRIDES = (*SIX_STEPS, *BIT_FOR_BIT, f"trainer.steps={STEPS}", "checkpoint.every_seconds=0.001")
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from mlflow import MlflowClient
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
-from tests.integration.cli_case import START_SECONDS, STOP_SECONDS, children, committed, left_over, start, until
+from tests.integration.cli_case import START_SECONDS, STOP_SECONDS, children, committed, left_over, start
 from tests.integration.cli_case import nothing_is_left as nothing_is_left  # a fixture for every test
+from tests.waiting import wait_for
 
 # The first test may have to build the model.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -58,13 +59,13 @@ def assert_mlflow_shows(root: Path, document: dict) -> None:
 
 def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_path):
     started = start(tmp_path, *COMPARE)
-    until("step 1", lambda: committed(tmp_path) >= 1, START_SECONDS, started)
+    wait_for(lambda: committed(tmp_path) >= 1, "step 1", START_SECONDS, process=started)
     pids = children(started)
     begun = time.monotonic()
     started.send_signal(signal.SIGINT)
     assert started.wait(90) == 130
     assert time.monotonic() - begun < STOP_SECONDS
-    until("the end of every child", lambda: not left_over(tmp_path, pids), 10)
+    wait_for(lambda: not left_over(tmp_path, pids), "the end of every child", 10)
     assert "continue with the same command" in (tmp_path / "stderr.txt").read_text()
 
     document = finished(start(tmp_path, *COMPARE), tmp_path)

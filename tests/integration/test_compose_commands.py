@@ -5,10 +5,8 @@ No Docker: PostgreSQL and Redis are Debian's, rclone stands in for the S3 store,
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +17,8 @@ import yaml
 from tests.conftest import ACCESS_KEY, SECRET_KEY, find_rclone
 from tests.integration.prefect_server import kill_tree, postgres, postgres_programs
 from tests.ports import free_port
+from tests.processes import debian_program
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -106,10 +106,7 @@ def prepare_databases(port: str) -> None:
 
 def start_redis_and_s3(stack: Stack) -> None:
     """Debian's Redis, installed if it is missing; rclone in place of versitygw."""
-    if shutil.which("redis-server") is None:
-        install = ["apt-get", "install", "-qy", "--no-install-recommends", "redis-server"]
-        for command in (["apt-get", "update", "-q"], install):
-            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    debian_program("redis-server", "--no-install-recommends")
     port = str(stack.ports["redis"])
     stack.start("redis", [*SERVICES["redis"]["command"], "--port", port])
     address, keys = f"127.0.0.1:{stack.ports['s3']}", f"{ACCESS_KEY},{SECRET_KEY}"
@@ -121,11 +118,10 @@ def start_redis_and_s3(stack: Stack) -> None:
 
 
 def await_success(command: list[str], process: subprocess.Popen[bytes] | None = None) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
-        assert time.monotonic() < deadline, command
-        assert process is None or process.poll() is None, command
-        time.sleep(0.3)
+    def has_succeeded() -> bool:
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+    wait_for(has_succeeded, " ".join(command), START_SECONDS, pause=0.3, process=process)
 
 
 @pytest.fixture

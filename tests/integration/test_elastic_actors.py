@@ -10,7 +10,8 @@ import pytest
 
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
-from tests.integration.pipeline import ROOT, TOKEN, assert_closes, committed_steps, make_run, role, wait_for
+from tests.integration.pipeline import ROOT, TOKEN, assert_closes, committed_steps, make_run, role
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

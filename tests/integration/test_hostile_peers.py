@@ -20,7 +20,6 @@ import pyarrow.flight as fl
 import pytest
 
 from pipelinerl_core.channel.client import HubClient
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.errors import ConfigError
@@ -45,18 +44,14 @@ from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.types import Rollout, WeightSpan
-from tests.builders import put_run, sync_message, weight_manifest
+from tests.builders import put_run, small_config, sync_message, weight_manifest
 from tests.integration.exchange_case import leave, raw_exchange, refusal
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
-VALUES = {
-    "rollouts": {"group_size": 2},
-    "engine": {"concurrency": 8},
-    "schedule": {"max_lag": 1},
-    "trainer": {"groups_per_step": 4, "steps": 1},
-    "placement": {"lease_seconds": 60.0},
-}
+CONFIG = small_config(
+    rollouts={"group_size": 2}, trainer={"groups_per_step": 4, "steps": 1}, placement={"lease_seconds": 60.0}
+)
 # The hub as it is, but for smaller limits, so that a giant is quickly sent, and totals that are told more often.
 HUB = """
 import functools, sys
@@ -71,7 +66,7 @@ MANIFEST = weight_manifest(0)
 
 @contextmanager
 def hub_process(run: Path) -> Iterator[subprocess.Popen[str]]:
-    put_run(open_store(str(run)), build_config(VALUES))
+    put_run(open_store(str(run)), CONFIG)
     environment = {**os.environ, "PIPELINERL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", HUB, "--run", str(run), "--parent-pid", str(os.getpid())]
     with (run / "hub.log").open("w") as log:
@@ -353,7 +348,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_refused_by_name_and_harms_nobody(world, case):
+def test_the_message_is_refused_by_name_and_other_peers_are_served(world, case):
     answer = case.act(world)
     if not isinstance(answer, dict):
         answer = answer.model_dump()
@@ -372,7 +367,7 @@ def knock(url: str, headers: list[tuple[bytes, bytes]]) -> None:
             reader.read_chunk()
 
 
-def test_nobody_enters_without_the_token(world):
+def test_a_client_without_the_token_is_refused(world):
     with pytest.raises(ConfigError, match="refuses the token"):
         HubClient(world.url, token="wrong", role="actor", name="intruder")
     for headers in ([], [(b"authorization", b"Bearer ")], [(b"authorization", b"Basic eDp4")]):

@@ -1,4 +1,4 @@
-"""A hub with few descriptors, and more connections than it has room for, from somebody without the token."""
+"""A hub with a low limit of descriptors, and more connections than the limit, from a client without the token."""
 
 import os
 import socket
@@ -17,6 +17,7 @@ from pipelinerl_core.messages import Register, Registered, SyncReply
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from tests.builders import put_run, sync_message
+from tests.waiting import wait_for
 
 TOKEN = "a-token-for-tests"
 ROOT = Path(__file__).parents[2]
@@ -48,11 +49,7 @@ class FewDescriptors:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert self.process.poll() is None, (self.run / "hub.log").read_text()
-            assert time.monotonic() < deadline, f"{what} did not come within {SECONDS:.0f} s"
-            time.sleep(0.05)
+        wait_for(condition, f"{what}, {self.run / 'hub.log'}", SECONDS, process=self.process)
 
     def wait_for_beats(self, count: int) -> None:
         """hub.json is written so many times from now on."""
@@ -78,7 +75,7 @@ def come(url: str, name: str) -> tuple[HubClient, Registered]:
     return client, answer
 
 
-def test_bare_connections_stop_neither_the_heartbeat_nor_who_is_there_and_newcomers_are_served_afterwards(hub):
+def test_bare_connections_stop_neither_the_heartbeat_nor_present_clients_and_new_clients_are_served_afterwards(hub):
     url = hub.told().url
     client, registered = come(url, "early")
     sync = sync_message(boot_id=registered.boot_id, want=1)

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pyarrow.flight as flight
 import pytest
 
 from pipelinerl_core.channel.client import HubClient
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import decode_rollouts
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.messages import (
@@ -35,18 +33,25 @@ from pipelinerl_core.messages import (
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import HubRecord
 from pipelinerl_core.storage.object_store import open_store
-from tests.builders import hub_record, put_commit, put_run, rows_of_lease, sync_message, trained_by, weight_manifest
+from tests.builders import (
+    hub_record,
+    put_commit,
+    put_run,
+    rows_of_lease,
+    small_config,
+    sync_message,
+    trained_by,
+    weight_manifest,
+)
+from tests.processes import is_running
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "a-token-for-tests"
-VALUES = {
-    "rollouts": {"group_size": 2},
-    "engine": {"concurrency": 4},
-    "schedule": {"max_lag": 1},
-    "trainer": {"groups_per_step": 2, "steps": 2},
-    "placement": {"lease_seconds": 60.0},
-}
+CONFIG = small_config(
+    rollouts={"group_size": 2}, engine={"concurrency": 4}, trainer={"steps": 2}, placement={"lease_seconds": 60.0}
+)
 
 
 def environment() -> dict[str, str]:
@@ -85,7 +90,7 @@ class HubProcess:
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    put_run(open_store(str(tmp_path)), build_config(VALUES))
+    put_run(open_store(str(tmp_path)), CONFIG)
     return tmp_path
 
 
@@ -219,13 +224,6 @@ def test_a_stopped_hub_is_gone_within_two_seconds_although_a_peer_stays(start):
     assert min(seconds) < 3.0
 
 
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_hub_dies_with_its_parent(run):
     script = textwrap.dedent(f"""
         import os, subprocess, sys, time
@@ -236,16 +234,10 @@ def test_a_hub_dies_with_its_parent(run):
     """)
     parent = subprocess.Popen([sys.executable, "-c", script], env=environment(), stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
-    deadline = time.monotonic() + 60
-    while not (run / "hub.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for((run / "hub.json").exists, "hub.json")
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 20
-    while lives(pid):
-        assert time.monotonic() < deadline, "the hub outlived its parent"
-        time.sleep(0.02)
+    wait_for(lambda: not is_running(pid), "the end of the hub, whose parent was killed", 20)
 
 
 def test_a_hub_without_a_token_says_what_to_set(run):

@@ -18,7 +18,8 @@ from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
 from pipelinerl_core.testing.stream_hub import QueueHub
 from tests.builders import sync_message
-from tests.integration.pipeline import TOKEN, assert_closes, committed_steps, make_run, role, trained_groups, wait_for
+from tests.integration.pipeline import TOKEN, assert_closes, committed_steps, make_run, role, trained_groups
+from tests.waiting import wait_for
 
 CREDENTIALS = make_credentials()
 

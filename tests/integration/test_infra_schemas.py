@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from pipelinerl.flows.cli.deployment import SHIPPED, read_project
 from pipelinerl.tasks.placement import STOP_SECONDS
+from tests.processes import debian_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -75,10 +75,7 @@ def test_compose_files_fit_the_compose_specification(tools):
 
 def test_docker_compose_resolves_the_files_together(tools, tmp_path):
     """Debian's: an old one, which knows no `name:`. It reads files and asks no daemon."""
-    if shutil.which("docker-compose") is None:
-        install = ["apt-get", "install", "-qy", "--no-install-recommends", "docker-compose"]
-        for command in (["apt-get", "update", "-q"], install):
-            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
+    debian_program("docker-compose", "--no-install-recommends")
     old = tmp_path / "compose.yaml"
     old.write_text((INFRA / "compose.yaml").read_text().replace("\nname: pipelinerl\n", "\n"))
     settings = tmp_path / "env"

@@ -1,10 +1,8 @@
 """Prometheus' own tool reads our configuration, and tests our alerts; Prometheus finds the roles of a run."""
 
 import json
-import shutil
 import subprocess
 import threading
-import time
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -19,6 +17,8 @@ from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.ports import free_port
+from tests.processes import debian_program
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,13 +27,7 @@ PROMETHEUS = Path(__file__).parents[2] / "infra" / "prometheus"
 
 @pytest.fixture(scope="module")
 def promtool():
-    """The binary of Debian's package, which is installed if it is missing."""
-    if shutil.which("promtool") is None:
-        for command in (["apt-get", "update", "-q"], ["apt-get", "install", "-q", "-y", "prometheus"]):
-            subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
-    found = shutil.which("promtool")
-    assert found is not None
-    return found
+    return debian_program("promtool", package="prometheus")
 
 
 @pytest.mark.parametrize(
@@ -85,10 +79,9 @@ def test_prometheus_finds_the_roles_through_the_page_and_scrapes_them(promtool, 
         monitor.heartbeat("computing step 3")
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 60
-            while not (found := ask(port, "query?query=pipelinerl_role_healthy").get("result")):
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            found = wait_for(
+                lambda: ask(port, "query?query=pipelinerl_role_healthy").get("result"), "a scrape of the role"
+            )
         finally:
             process.kill()
             process.wait(timeout=10)

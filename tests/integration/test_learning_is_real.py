@@ -23,7 +23,8 @@ from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.integration.pipeline import TOKEN, committed_steps, make_run, role, wait_for
+from tests.integration.pipeline import TOKEN, committed_steps, make_run, role
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

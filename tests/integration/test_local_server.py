@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from pipelinerl.flows.cli.local_server import local_server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -65,10 +65,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path):
         url = parent.stdout.readline().strip()
         assert answers(url)
         os.kill(parent.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while servers_under(tmp_path):
-        assert time.monotonic() < deadline, "the server outlived its parent"
-        time.sleep(0.05)
+    wait_for(lambda: not servers_under(tmp_path), "the end of the server, whose parent was killed", 30)
     assert not answers(url)
 
 

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from tests.integration.pipeline import make_run, role, wait_for
+from tests.integration.pipeline import make_run, role
+from tests.waiting import wait_for
 
 
 def affinity(process):

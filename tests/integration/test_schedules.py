@@ -12,34 +12,26 @@ from pipelinerl_core.run.records import Commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
 from tests.integration.pipeline import (
+    SIX_STEPS,
     committed_steps,
     make_run,
     role,
     start_role,
     trained_groups,
     trained_rows,
-    wait_for,
 )
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
-OVERRIDES = (
-    f"trainer.steps={STEPS}",
-    "trainer.groups_per_step=4",
-    "rollouts.group_size=4",
-    "rollouts.max_tokens=24",
-    "engine.concurrency=16",
-    "placement.lease_seconds=30",
-    "eval.num_prompts=0",
-)
 TWO_STEPS_A_PHASE = ("schedule.kind=conventional", "schedule.steps_per_phase=2", "schedule.max_lag=1")
 
 
 @contextmanager
 def begun(url: str, log: Path, *overrides: str) -> Iterator[None]:
     """A run with its hub and actor; the block adds the trainer."""
-    make_run(url, *OVERRIDES, *overrides)
+    make_run(url, *SIX_STEPS, *overrides)
     try:
         with role("hub", url, log), role("actor", url, log) as actor:
             yield

@@ -28,7 +28,7 @@ from pipelinerl_core.testing.stream_hub import QueueHub
 from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import hub_record, sync_message
 from tests.integration.exchange_case import TOKEN, leave, raw_exchange, refusal
-from tests.integration.pipeline import wait_for
+from tests.waiting import wait_for
 
 SYNC = sync_message(running=1, want=1)
 
@@ -343,7 +343,7 @@ def test_goodbye_ends_clients_at_once_and_they_reconnect_to_the_next_hub(channel
     second.close()
 
 
-def test_a_peer_that_comes_while_goodbye_is_said_hears_it_too(channel, monkeypatch):
+def test_a_peer_that_connects_during_the_goodbye_receives_the_goodbye(channel, monkeypatch):
     dispatcher = channel.server._dispatcher
     connect = dispatcher.connect
 
@@ -402,7 +402,7 @@ def test_a_service_that_fails_at_a_coming_turns_the_peer_away_and_serves_on(chan
     assert send_group(channel.client(), 0).note == "new"
 
 
-def test_a_service_that_fails_at_a_going_ends_nobody_else(channel, monkeypatch, caplog):
+def test_a_service_that_fails_at_one_disconnection_ends_no_other_connection(channel, monkeypatch, caplog):
     other = channel.client(name="other")
     with monkeypatch.context() as context:
         context.setattr(channel.service, "disconnected", fail)
@@ -567,7 +567,7 @@ def test_a_killed_client_is_seen(channel):
 
 
 @pytest.mark.slow
-def test_a_client_that_nobody_closed_does_not_hold_up_the_exit_of_its_process(channel):
+def test_an_open_client_does_not_delay_the_exit_of_its_process(channel):
     process = start_client(channel.url, "leave")
     process.communicate(timeout=60)  # the fault is a hang for ever
     assert process.returncode == 0
@@ -595,7 +595,7 @@ def test_closing_towards_a_frozen_hub_is_bounded(start_hub):
     assert time.monotonic() - started < 30
 
 
-def test_a_peer_that_does_not_read_holds_up_nobody_who_has_news_for_it(channel):
+def test_a_peer_that_does_not_read_blocks_no_sender(channel):
     client, writer, reader = raw_exchange(channel.url)
     wait_for(lambda: channel.service.connections, "the exchange")
     [peer] = channel.service.connections

@@ -12,7 +12,8 @@ from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import PreviousHolder
-from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups, wait_for
+from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -17,7 +17,8 @@ from pipelinerl_core.run.context import note_resume, open_run
 from pipelinerl_core.run.drain import LOOK_SECONDS, ask_to_drain
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.storage.object_store import open_store
-from tests.integration.pipeline import ROOT, assert_closes, committed_steps, make_run, role, wait_for
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, make_run, role
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

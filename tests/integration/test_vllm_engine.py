@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 
 import numpy as np
@@ -22,7 +21,9 @@ from pipelinerl_core.types import FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
 from tests.builders import completion_of as finish
 from tests.builders import engine_request
+from tests.processes import is_running
 from tests.vllm_cores import LONGEST, START_SECONDS, VLLMBuilder
+from tests.waiting import until, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,10 +104,7 @@ def _is_vllm(process):
 
 
 async def sampled(engine, num_tokens):
-    deadline = time.monotonic() + START_SECONDS
-    while engine.stats().num_tokens < num_tokens:
-        assert time.monotonic() < deadline, f"never sampled {num_tokens} tokens"
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().num_tokens >= num_tokens, f"{num_tokens} tokens", START_SECONDS, pause=0.001)
 
 
 def kill_engine_core():
@@ -196,13 +194,6 @@ def test_a_model_on_two_workers_swaps_in_all_of_them_at_once(start, parallel):
     assert all(found in ([0, 1], [1]) for found in versions)
 
 
-async def _until(condition):
-    deadline = time.monotonic() + START_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_lost(shared, tmp_path):
     """weights.transport=nccl, over gloo: join, a broadcast in mid-sequence, the death of what received it."""
     store = open_store(f"file://{tmp_path}/run")
@@ -219,7 +210,9 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         with pytest.raises(EngineError, match="init_weight_transfer_engine"):
             await engine.join(dataclasses.replace(group, ticket="gloo:127.0.0.1:1", deadline_seconds=2), 1)
         await engine.join(group, group.first_ranks["actor-0"])
-        await _until(lambda: broadcaster.ensure_group({"actor-0": engine.group}, tensors))  # its own thread meets
+        await until(
+            lambda: broadcaster.ensure_group({"actor-0": engine.group}, tensors), "the broadcast group", START_SECONDS
+        )
         assert broadcaster.number == group.number
         await sampled(engine, 60)
         sending = asyncio.create_task(asyncio.to_thread(broadcaster.send, tensors))
@@ -229,7 +222,7 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
         await sending
         await sampled(engine, 100)
         kill_engine_core()
-        await _until(lambda: engine.needs_weights)
+        await until(lambda: engine.needs_weights, "the loss of the weights", START_SECONDS)
         assert (engine.group, engine.weight_version) == (0, 1)
         assert not any(task.done() for task in tasks)  # nothing is sampled by the weights of the model directory
         with pytest.raises(SwapError, match="the engine is in 0"):
@@ -366,13 +359,6 @@ if __name__ == "__main__":
 """
 
 
-def _lives(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     model().save_pretrained(tmp_path / "model")
     script = tmp_path / "orphan.py"
@@ -383,7 +369,4 @@ def test_no_process_of_vllm_outlives_a_killed_actor(tmp_path):
     assert len([child for child in children if _is_vllm(child)]) >= 2  # the engine core and its worker
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 120
-    while any(_lives(child) for child in children):
-        assert time.monotonic() < deadline, children
-        time.sleep(0.1)
+    wait_for(lambda: not any(is_running(child) for child in children), f"the end of {children}", 120)

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups, wait_for
+from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -4,20 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 
 from pipelinerl_core import parent_death
+from tests.processes import is_running
+from tests.waiting import wait_for
 
 SCRIPT = [sys.executable, "-I", "-S", parent_death.__file__]
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_process_whose_parent_is_gone_ends_at_once():
@@ -50,7 +44,4 @@ time.sleep(300)
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as killed:
         command = psutil.Process(int(killed.stdout.readline()))
         killed.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60.0
-    while is_running(command):
-        assert time.monotonic() < deadline, "the command outlived its parent"
-        time.sleep(0.01)
+    wait_for(lambda: not is_running(command), "the end of the command, whose parent was killed")

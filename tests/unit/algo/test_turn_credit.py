@@ -95,7 +95,7 @@ def test_an_old_turn_keeps_its_advantage_and_is_not_trained():
     assert 0 < len(live) < 5
 
 
-def test_an_unscored_rollout_is_nobodys_sibling():
+def test_an_unscored_rollout_counts_in_no_baseline():
     *two, third = group()
     extra = replace(turned(3, TURNS[2], None, 7), rollout_index=3)
     wanted = [row.turn_advantages for row in rows_of(config(loss=TURN))]

@@ -145,7 +145,7 @@ def with_spans(made, *spans):
     return replace(made, rollout=replace(made.rollout, weight_spans=tuple(WeightSpan(*span) for span in spans)))
 
 
-def test_a_pack_knows_the_version_that_sampled_each_token():
+def test_a_pack_holds_the_version_that_sampled_each_token():
     mixed = with_spans(row([6], [1, 2, 3, 4], mask=[True, False, True, True]), (3, 0, 3), (7, 3, 4))
     batch = collate([row([5], [9]), mixed], [1, 0])
     assert batch.versions_N.tolist() == [3, 3, 7, 0]

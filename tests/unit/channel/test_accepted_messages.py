@@ -1,8 +1,8 @@
-"""Whatever the hub's door accepts, everything behind the door accepts: one message cannot spoil a run.
+"""Every message that the admission of the hub accepts is valid for all later stages: no message can break a run.
 
-Actors send messages and rows with numbers at and beyond every limit to a real hub with its real door. Then an honest
-actor and a trainer go on: reservation, commit, metrics, MLflow, Prometheus, report and Parquet table, and a hub that
-starts again from the commits. What an actor said may be refused by name; nothing that follows may fail.
+Actors send messages and rows with numbers at and beyond every limit to a real hub with its real admission. Then
+another actor and a trainer continue: reservation, commit, metrics, MLflow, Prometheus, report and Parquet table, and
+a hub that restarts from the commits. The hub may refuse a message by name; no later stage may fail.
 """
 
 import io
@@ -112,7 +112,7 @@ class Wire:
 
 
 class World:
-    """A run in memory: a hub that has just been restarted, and whoever speaks to it."""
+    """A run in memory: a hub that has just been restarted, and its clients."""
 
     def __init__(self, store: MemoryStore) -> None:
         self.store = store

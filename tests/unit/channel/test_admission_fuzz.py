@@ -65,7 +65,7 @@ MESSAGES = [
 
 
 class Service:
-    """Takes everything, and looks whether the door should have let it in."""
+    """Accepts every request, and checks that the admission was right to pass it on."""
 
     def connected(self, peer, credit_sink) -> None: ...
 
@@ -108,7 +108,7 @@ def flight():
 
 
 def ask(flight, metadata: bytes, rows: pa.RecordBatch | None = None, role: str = "actor"):
-    """The one answer to it; "internal" would be an exception that nobody meant."""
+    """The one answer to a message; the code "internal" would be an unexpected exception."""
     writer = Writer()
     flight.answer(PeerConnection(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(written) for written in writer.written]
@@ -170,7 +170,7 @@ def test_any_metadata(flight, metadata, rows, role):
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
-def test_a_sound_message_is_let_in_from_those_who_may_send_it(flight, message):
+def test_a_valid_message_is_accepted_from_the_roles_that_may_send_it(flight, message):
     rows = VALID if message is GROUP else None
     kinds = {role: ask(flight, encode(message), rows, role).kind for role in ("actor", "trainer")}
     may = {
@@ -241,7 +241,7 @@ def test_any_rows(flight, rows):
 @FAST
 @given(st.data())
 def test_rows_whose_bytes_are_damaged(flight, data):
-    """Arrow's reader looks at neither lengths nor offsets; what it takes is what the door is given."""
+    """Arrow's reader looks at neither lengths nor offsets; what it accepts reaches the admission."""
     batch = data.draw(st.sampled_from([VALID, TURNED, older(VALID)]))
     message = bytearray(batch.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):

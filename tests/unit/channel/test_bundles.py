@@ -73,7 +73,7 @@ def test_other_answers_keep_their_place():
     assert unbundled(*ack) == [ack]
 
 
-def test_what_fails_in_the_middle_is_heard_of():
+def test_a_failure_in_the_middle_is_reported():
     def failing():
         yield from answers(5)
         raise ValueError("gone")

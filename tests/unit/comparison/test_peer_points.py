@@ -10,7 +10,6 @@ from pipelinerl_core.comparison.peer_points import peer_key, peer_run, read_peer
 from pipelinerl_core.comparison.plan import Wanted
 from pipelinerl_core.comparison.run_peers import parse_peers, peer_runs
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.testing.fakes import MemoryStore
 
 DOCUMENT = {
     "name": "trl",
@@ -42,8 +41,7 @@ def test_a_peer_is_an_arm_beside_others_with_the_same_seed():
     assert table["arms"]["trl"]["time_to_target_seconds"]["by_seed"] == {"1": 14.0}
 
 
-def test_a_peer_that_was_not_evaluated_is_no_arm_yet():
-    store = MemoryStore()
+def test_a_peer_that_was_not_evaluated_is_no_arm_yet(store):
     assert read_peer(store, "trl-s1-0") is None
     raw = {**DOCUMENT, "points": [{"step": 0, "seconds": 0.0, "samples": 0, "reward": None}]}
     store.put(peer_key("trl-s1-0"), json.dumps(raw).encode())

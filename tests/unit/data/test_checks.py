@@ -1,4 +1,4 @@
-"""Which rows the door lets in, what it says of the others, and what the ledger is told of the rows."""
+"""Which rows the admission accepts, how it refuses the others, and the summary of rows that the ledger receives."""
 
 import math
 from collections import Counter

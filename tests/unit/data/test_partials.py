@@ -15,7 +15,6 @@ from pipelinerl_core.data.partials import PartialLog, PartialReader, decode_part
 from pipelinerl_core.errors import SchemaMismatch, StoreError
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.run.records import partial_key
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -98,8 +97,7 @@ def test_a_later_row_replaces_what_it_covers():
     assert again[0].weight_spans == (WeightSpan(9, 0, 5),)
 
 
-def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout():
-    store = MemoryStore()
+def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout(store):
     log(store, "a", 1).write([row(0, 3, index=0), row(0, 2, index=1)])
     log(store, "b", 9).write([row(0, 3, index=0, attempt=1, origins=(Origin("a", 1, 2),))])
     holders = [
@@ -114,16 +112,14 @@ def test_the_next_holder_finds_what_the_newest_one_before_knew_of_each_rollout()
     assert PartialReader(store).read_continuations(6, holders) == {}
 
 
-def test_whose_logs_hold_what_is_found_in_the_store():
-    store = MemoryStore()
+def test_whose_logs_hold_what_is_found_in_the_store(store):
     log(store, "a", 1).write([row(), row(group_id=6)])
     log(store, "b", 2).write([row(attempt=1000)])
     found = PartialReader(store).holders()
     assert found == {5: [PreviousHolder("b", 2, 1000), PreviousHolder("a", 1, 0)], 6: [PreviousHolder("a", 1, 0)]}
 
 
-def test_a_damaged_segment_costs_what_it_held_and_no_more():
-    store = MemoryStore()
+def test_a_damaged_segment_costs_what_it_held_and_no_more(store):
     one = log(store)
     for start in (0, 3, 6):
         one.write([row(start, 3), row(start, 3, index=1)])
@@ -132,8 +128,7 @@ def test_a_damaged_segment_costs_what_it_held_and_no_more():
     assert [len(taken[index].token_ids) for index in (0, 1)] == [3, 3]
 
 
-def test_segments_without_an_open_group_are_removed():
-    store = MemoryStore()
+def test_segments_without_an_open_group_are_removed(store):
     one = log(store)
     one.write([row(group_id=1)])
     one.write([row(group_id=1), row(group_id=2)])
@@ -147,8 +142,7 @@ def test_segments_without_an_open_group_are_removed():
     assert keys(store) == [partial_key("a", 1, 3)]  # a number is never used twice
 
 
-def test_a_store_that_fails_for_a_while_costs_nothing(monkeypatch):
-    store = MemoryStore()
+def test_a_store_that_fails_for_a_while_costs_nothing(store, monkeypatch):
     one = log(store)
     put = store.put
 

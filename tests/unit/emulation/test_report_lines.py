@@ -7,7 +7,6 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.html import render_report
 from pipelinerl_core.run.records import RUN_KEY, ActorSample, RunRecord
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import START, Shape, make_commit, put_record, write_run
 
 
@@ -60,8 +59,7 @@ def test_overruns_are_summed_over_actor_epochs_and_over_steps():
     assert "1.2 s longer than that in decoding and 0.5 s in training" in found["note"]
 
 
-def test_report_and_page_show_it_at_the_top():
-    store = MemoryStore()
+def test_report_and_page_show_it_at_the_top(store):
     run = write_run(store, Shape(steps=3))
     assert build_report(store)["emulation"] is None
     assert "Speeds are emulated" not in render_report(store)

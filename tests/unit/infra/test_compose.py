@@ -173,7 +173,7 @@ def stages() -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def test_images_are_built_from_a_pinned_base_and_run_as_nobody_special():
+def test_images_are_built_from_a_pinned_base_and_run_without_privileges():
     base = next(line for line in dockerfile() if line.startswith("ARG PYTHON="))
     assert re.fullmatch(r"ARG PYTHON=python:\d+\.\d+\.\d+-slim-\w+", base)
     known = stages()

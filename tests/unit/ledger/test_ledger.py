@@ -4,32 +4,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import LeaseRef, Reserved
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
-from tests.builders import ManualClock, commit_record, sync_message, trained_by, weight_manifest
+from tests.builders import ManualClock, commit_record, small_config, sync_message, trained_by, weight_manifest
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
 
-def config(**changes: dict[str, object]) -> RunConfig:
-    values: dict[str, dict[str, object]] = {
-        "rollouts": {"group_size": 4},
-        "engine": {"concurrency": 8},
-        "schedule": {"max_lag": 1},
-        "trainer": {"groups_per_step": 2, "steps": 100},
-        "placement": {"lease_seconds": 10.0},
-    }
-    for section, settings in changes.items():
-        values[section] = {**values.get(section, {}), **settings}
-    return build_config(values)
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 def new_ledger(clock: ManualClock | None = None, *, committed: int = 0, first_attempt: int = 0, **changes) -> Ledger:
-    ledger = Ledger(config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt)
+    ledger = Ledger(
+        small_config(**changes), clock=clock or ManualClock(), boot_id="boot", first_attempt=first_attempt
+    )
     if committed >= 0:
         ledger.committed(0, (), (), manifest(0))
     return ledger
@@ -51,6 +44,12 @@ def lease(ledger: Ledger, actor: ActorKey, want: int, version: int = 0) -> list[
     return list(sync(ledger, actor, want, version=version).leases)
 
 
+def leased(want: int, clock: ManualClock | None = None, **changes) -> tuple[Ledger, list[Grant]]:
+    """A new ledger of which actor A has leased `want` groups, and the leases."""
+    ledger = new_ledger(clock, **changes)
+    return ledger, lease(ledger, A, want)
+
+
 def summary(
     group_id: int,
     versions: dict[int, int],
@@ -69,6 +68,11 @@ def summary(
 def deliver(ledger: Ledger, grant: Grant, versions: dict[int, int] | None = None, **more) -> Arrival:
     given = summary(grant.group_id, {0: 10} if versions is None else versions, attempt=grant.attempt, **more)
     return ledger.add_group(given, grant.lease_id)
+
+
+def deliver_all(ledger: Ledger, grants: Sequence[Grant], versions: dict[int, int] | None = None, **more) -> None:
+    for grant in grants:
+        deliver(ledger, grant, versions, **more)
 
 
 def commit(ledger: Ledger, step: int, answer: Reserved) -> None:
@@ -120,10 +124,8 @@ def test_window_admits_w_groups_and_not_one_more():
 
 
 def test_ready_and_reserved_groups_hold_their_places_until_their_version_is_committed():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
-    for grant in grants:
-        deliver(ledger, grant)
+    ledger, grants = leased(4)
+    deliver_all(ledger, grants)
     assert sync(ledger, A, want=4).leases == ()
     answer = ledger.reserve(1, epoch=2)
     assert sync(ledger, A, want=4).leases == ()
@@ -133,27 +135,23 @@ def test_ready_and_reserved_groups_hold_their_places_until_their_version_is_comm
 
 def test_steps_that_an_engine_has_not_seen_hold_places_for_its_actor_only():
     ledger = new_ledger()
-    for grant in lease(ledger, A, want=2):
-        deliver(ledger, grant)
+    deliver_all(ledger, lease(ledger, A, want=2))
     commit(ledger, 1, ledger.reserve(1, epoch=2))
     assert len(lease(ledger, A, want=9, version=0)) == 2  # W - 1 unseen step * N
     assert len(lease(ledger, B, want=9, version=1)) == 2  # W - 2 leased
 
 
 def test_without_lag_a_step_is_leased_only_after_its_version_has_been_swapped_in():
-    ledger = new_ledger(engine={"concurrency": 4}, schedule={"max_lag": 0})
-    grants = lease(ledger, A, want=9)
+    ledger, grants = leased(9, engine={"concurrency": 4}, schedule={"max_lag": 0})
     assert len(grants) == 2
-    for grant in grants:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants)
     commit(ledger, 1, ledger.reserve(1, epoch=2))
     assert sync(ledger, A, want=9, version=0).leases == ()
     assert [grant.group_id for grant in sync(ledger, A, want=9, version=1).leases] == [2, 3]
 
 
 def test_a_filtered_group_gives_its_place_back():
-    ledger = new_ledger(rollouts={"filter_zero_variance": True})
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4, rollouts={"filter_zero_variance": True})
     assert deliver(ledger, grants[0], rewards=(1.0, 1.0, 1.0)) is Arrival.FILTERED
     assert [grant.group_id for grant in sync(ledger, A, want=9, leases=[g.lease_id for g in grants[1:]]).leases] == [
         4
@@ -164,41 +162,34 @@ def test_a_filtered_group_gives_its_place_back():
 
 
 def test_a_lease_the_actor_does_not_list_is_sent_again_and_counts_as_wanted():
-    ledger = new_ledger()
-    first, second = lease(ledger, A, want=2)
+    ledger, (first, second) = leased(2)
     result = sync(ledger, A, want=2, leases=[first.lease_id])
     assert [grant.lease_id for grant in result.leases] == [second.lease_id, "2.0.boot"]
 
 
-def test_a_lease_of_somebody_else_must_be_stopped():
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+def test_a_lease_of_another_actor_must_be_stopped():
+    ledger, [grant] = leased(1)
     ledger.register_actor(B)
     assert sync(ledger, B, want=0, leases=[grant.lease_id, "7.0.boot"]).stop_leases == (grant.lease_id, "7.0.boot")
 
 
-def test_an_expired_lease_goes_to_another_actor_before_new_prompts():
-    clock = ManualClock()
-    ledger = new_ledger(clock)
-    first, _ = lease(ledger, A, want=2)
+def test_an_expired_lease_goes_to_another_actor_before_new_prompts(clock):
+    ledger, (first, _) = leased(2, clock)
     clock.now += 10.5
     assert ledger.expire() == [0, 1]
     assert [(grant.group_id, grant.attempt) for grant in lease(ledger, B, want=3)] == [(0, 1), (1, 1), (2, 0)]
     assert first.lease_id in sync(ledger, A, want=0, leases=[first.lease_id]).stop_leases
 
 
-def test_a_sync_renews_its_leases():
-    clock = ManualClock()
-    ledger = new_ledger(clock)
-    [grant] = lease(ledger, A, want=1)
+def test_a_sync_renews_its_leases(clock):
+    ledger, [grant] = leased(1, clock)
     for _ in range(5):
         clock.now += 8
         sync(ledger, A, want=0, leases=[grant.lease_id])
         assert ledger.expire() == []
 
 
-def test_time_in_which_the_hub_stood_still_expires_nothing():
-    clock = ManualClock()
+def test_time_in_which_the_hub_stood_still_expires_nothing(clock):
     ledger = new_ledger(clock)
     lease(ledger, A, want=1)
     clock.now += 60
@@ -216,8 +207,7 @@ def test_a_newer_epoch_of_an_actor_frees_the_leases_of_the_older_and_fences_it()
 
 def test_nothing_is_leased_once_the_last_step_is_committed():
     ledger = new_ledger(trainer={"steps": 1})
-    for grant in lease(ledger, A, want=2):
-        deliver(ledger, grant)
+    deliver_all(ledger, lease(ledger, A, want=2))
     commit(ledger, 1, ledger.reserve(1, epoch=2))
     assert ledger.is_done
     assert sync(ledger, A, want=4, version=1).leases == ()
@@ -227,25 +217,21 @@ def test_nothing_is_leased_once_the_last_step_is_committed():
 
 
 def test_a_repeated_group_is_acknowledged_and_counted_once():
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+    ledger, [grant] = leased(1)
     assert deliver(ledger, grant) is Arrival.READY
     assert deliver(ledger, grant) is Arrival.KNOWN
     assert ledger.tokens()["ready"] == 10
 
 
 def test_a_group_is_still_known_after_it_was_trained():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=2)
-    for grant in grants:
-        deliver(ledger, grant)
+    ledger, grants = leased(2)
+    deliver_all(ledger, grants)
     commit(ledger, 1, ledger.reserve(1, epoch=2))
     assert deliver(ledger, grants[0]) is Arrival.KNOWN
     assert ledger.tokens()["trained"] == 20
 
 
-def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_superseded():
-    clock = ManualClock()
+def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_superseded(clock):
     ledger = new_ledger(clock)
     lost = lease(ledger, B, want=1)[0]
     clock.now += 11
@@ -264,10 +250,8 @@ def test_decided_groups_leave_no_trace_and_a_late_attempt_of_them_is_still_super
     assert ledger.tokens()["superseded"] == 20
 
 
-def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
-    clock = ManualClock()
-    ledger = new_ledger(clock)
-    [grant] = lease(ledger, A, want=1)
+def test_rows_for_a_lost_lease_are_refused_and_superseded_once(clock):
+    ledger, [grant] = leased(1, clock)
     clock.now += 11
     ledger.expire()
     lease(ledger, B, want=1)
@@ -278,10 +262,8 @@ def test_rows_for_a_lost_lease_are_refused_and_superseded_once():
     check_closes(ledger.tokens())
 
 
-def test_rows_for_an_expired_lease_are_refused_even_if_nobody_else_has_the_group_yet():
-    clock = ManualClock()
-    ledger = new_ledger(clock)
-    [grant] = lease(ledger, A, want=1)
+def test_rows_for_an_expired_lease_are_refused_before_the_group_is_leased_again(clock):
+    ledger, [grant] = leased(1, clock)
     clock.now += 11
     ledger.expire()
     with pytest.raises(StaleLease):
@@ -290,23 +272,20 @@ def test_rows_for_an_expired_lease_are_refused_even_if_nobody_else_has_the_group
 
 
 def test_rows_with_the_lease_of_another_actor_are_refused():
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+    ledger, [grant] = leased(1)
     with pytest.raises(StaleLease):
         deliver(ledger, grant, actor=B)
 
 
 @pytest.mark.parametrize("rewards", [(), (1.0,)])
 def test_a_group_with_fewer_than_two_scored_rollouts_fails(rewards):
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+    ledger, [grant] = leased(1)
     assert deliver(ledger, grant, rewards=rewards) is Arrival.FAILED
     assert ledger.tokens()["failed"] == 10
 
 
 def test_equal_rewards_are_trained_unless_filtering_is_on():
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+    ledger, [grant] = leased(1)
     assert deliver(ledger, grant, rewards=(1.0, 1.0)) is Arrival.READY
 
 
@@ -314,18 +293,15 @@ def test_equal_rewards_are_trained_unless_filtering_is_on():
 
 
 def test_reserve_takes_the_earliest_deadlines_with_ties_by_group_id():
-    ledger = new_ledger(schedule={"max_lag": 3})
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4, schedule={"max_lag": 3})
     for grant, version in zip(reversed(grants), (0, 0, 1, 0), strict=True):  # groups 3, 2, 1, 0
         deliver(ledger, grant, {version: 10})
     assert ids(ledger.reserve(1, epoch=2)) == [0, 2]
 
 
 def test_the_same_question_has_the_same_answer():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
-    for grant in (grants[1], grants[2]):
-        deliver(ledger, grant)
+    ledger, grants = leased(4)
+    deliver_all(ledger, (grants[1], grants[2]))
     first = ledger.reserve(1, epoch=2)
     deliver(ledger, grants[0])
     assert ledger.reserve(1, epoch=2) == first
@@ -333,8 +309,7 @@ def test_the_same_question_has_the_same_answer():
 
 
 def test_too_few_groups_are_not_ready_and_the_reason_says_why():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4)
     deliver(ledger, grants[0])
     answer = ledger.reserve(1, epoch=2)
     assert not answer.is_ready
@@ -366,8 +341,7 @@ def test_a_stale_group_is_dropped_and_its_place_refilled():
 
 def test_a_group_with_a_live_token_is_trained_and_its_dead_tokens_are_masked():
     ledger, late = with_two_late_groups()
-    for grant in late:
-        deliver(ledger, grant, {0: 7, 1: 3}, unscored=2)
+    deliver_all(ledger, late, {0: 7, 1: 3}, unscored=2)
     commit(ledger, 3, ledger.reserve(3, epoch=2))
     tokens = ledger.tokens()
     assert (tokens["trained"], tokens["masked_stale"], tokens["failed"]) == (40 + 6, 14, 4)
@@ -376,32 +350,26 @@ def test_a_group_with_a_live_token_is_trained_and_its_dead_tokens_are_masked():
 
 def test_under_drop_a_dead_token_costs_the_whole_group():
     ledger, late = with_two_late_groups(schedule={"stale": "drop"})
-    for grant in late:
-        deliver(ledger, grant, {0: 7, 1: 3})
+    deliver_all(ledger, late, {0: 7, 1: 3})
     assert not ledger.reserve(3, epoch=2).is_ready
     assert ledger.tokens()["dropped_stale"] == 20
 
 
 def test_each_untrained_fate_is_told_in_exactly_one_reservation():
-    ledger = new_ledger(rollouts={"filter_zero_variance": True}, schedule={"max_lag": 3})
-    grants = lease(ledger, A, want=8)
+    ledger, grants = leased(8, rollouts={"filter_zero_variance": True}, schedule={"max_lag": 3})
     deliver(ledger, grants[0], rewards=(1.0, 1.0))
-    for grant in grants[1:3]:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants[1:3])
     first = ledger.reserve(1, epoch=2)
     deliver(ledger, grants[3], rewards=())
-    for grant in grants[4:6]:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants[4:6])
     second = ledger.reserve(2, epoch=2)  # before step 1 is committed
     assert [(fate.group_id, fate.fate, fate.num_tokens) for fate in first.fates] == [(0, "filtered", 10)]
     assert [(fate.group_id, fate.fate) for fate in second.fates] == [(3, "failed")]
 
 
 def test_a_reservation_records_frontier_and_open_groups_without_those_of_reservations():
-    ledger = new_ledger(schedule={"max_lag": 3})
-    grants = lease(ledger, A, want=6)
-    for grant in grants[:5]:
-        deliver(ledger, grant)
+    ledger, grants = leased(6, schedule={"max_lag": 3})
+    deliver_all(ledger, grants[:5])
     first = ledger.reserve(1, epoch=2)
     assert (first.next_group_id, first.open_groups) == (6, (2, 3, 4, 5))
     assert ledger.reserve(2, epoch=2).open_groups == (4, 5)
@@ -409,8 +377,7 @@ def test_a_reservation_records_frontier_and_open_groups_without_those_of_reserva
 
 def test_the_tokens_of_a_reservation_count_every_earlier_step_as_trained():
     ledger = new_ledger(schedule={"max_lag": 3})
-    for grant in lease(ledger, A, want=4):
-        deliver(ledger, grant)
+    deliver_all(ledger, lease(ledger, A, want=4))
     assert ledger.reserve(1, epoch=2).tokens["trained"] == 0
     second = ledger.reserve(2, epoch=2)  # step 1 is not committed, but will be before step 2
     assert (second.tokens["trained"], second.tokens["ready"]) == (20, 20)
@@ -418,11 +385,9 @@ def test_the_tokens_of_a_reservation_count_every_earlier_step_as_trained():
 
 
 def test_a_newer_trainer_frees_what_the_older_one_had_reserved_with_its_fates():
-    ledger = new_ledger(rollouts={"filter_zero_variance": True})
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4, rollouts={"filter_zero_variance": True})
     deliver(ledger, grants[0], rewards=(1.0, 1.0))
-    for grant in grants[1:3]:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants[1:3])
     assert len(ledger.reserve(1, epoch=2).fates) == 1
     ledger.register_trainer(3)
     assert (ledger.num_ready, ledger.num_reserved) == (2, 0)
@@ -464,10 +429,8 @@ def test_a_gap_between_commits_is_an_error():
 
 
 def test_low_water_is_the_lowest_segment_with_an_undecided_group():
-    ledger = new_ledger(schedule={"max_lag": 3})
-    grants = lease(ledger, A, want=6)
-    for grant in grants:
-        deliver(ledger, grant)
+    ledger, grants = leased(6, schedule={"max_lag": 3})
+    deliver_all(ledger, grants)
     for seq in range(3):
         ledger.sealed(A, seq, [(2 * seq, 0), (2 * seq + 1, 0)])
     first = ledger.reserve(1, epoch=2)
@@ -476,28 +439,24 @@ def test_low_water_is_the_lowest_segment_with_an_undecided_group():
     assert ledger.reserve(2, epoch=2).low_water == {"actor-0/1": 1}
     commit(ledger, 2, ledger.reserve(2, epoch=2))
     commit(ledger, 3, ledger.reserve(3, epoch=2))
-    for grant in lease(ledger, B, want=2, version=3):
-        deliver(ledger, grant, {3: 10}, actor=B)
+    deliver_all(ledger, lease(ledger, B, want=2, version=3), {3: 10}, actor=B)
     assert ledger.reserve(4, epoch=2).low_water == {"actor-0/1": 3}
 
 
-def test_a_segment_heard_of_out_of_order_does_not_raise_the_low_water_mark():
+def test_a_segment_reported_out_of_order_does_not_raise_the_low_water_mark():
     ledger = new_ledger()
-    for grant in lease(ledger, A, want=2):
-        deliver(ledger, grant)
+    deliver_all(ledger, lease(ledger, A, want=2))
     ledger.sealed(A, 1, [])
     assert ledger.reserve(1, epoch=2).low_water == {"actor-0/1": 0}
 
 
-def test_segments_heard_of_out_of_order_count_once_the_gap_is_closed():
+def test_segments_reported_out_of_order_count_once_the_gap_is_closed():
     ledger = new_ledger()
-    for grant in lease(ledger, A, want=2):
-        deliver(ledger, grant)
+    deliver_all(ledger, lease(ledger, A, want=2))
     commit(ledger, 1, ledger.reserve(1, epoch=2))
     for seq in (2, 1, 0):
         ledger.sealed(A, seq, [])
-    for grant in lease(ledger, B, want=2, version=1):
-        deliver(ledger, grant, {1: 10}, actor=B)
+    deliver_all(ledger, lease(ledger, B, want=2, version=1), {1: 10}, actor=B)
     assert ledger.reserve(2, epoch=2).low_water == {"actor-0/1": 3}
 
 
@@ -505,8 +464,7 @@ def test_segments_heard_of_out_of_order_count_once_the_gap_is_closed():
 
 
 def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
-    ledger = new_ledger()
-    [grant] = lease(ledger, A, want=1)
+    ledger, [grant] = leased(1)
     sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
     deliver(ledger, grant)
     assert ledger.tokens()["in_flight"] == 15
@@ -514,10 +472,8 @@ def test_tokens_in_flight_are_what_an_actor_sampled_and_has_not_delivered():
     assert ledger.tokens()["generated"] == 25
 
 
-def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back():
-    clock = ManualClock()
-    ledger = new_ledger(clock)
-    [grant] = lease(ledger, A, want=1)
+def test_what_a_gone_actor_had_in_flight_is_superseded_until_it_comes_back(clock):
+    ledger, [grant] = leased(1, clock)
     sync(ledger, A, want=0, leases=[grant.lease_id], tokens=25)
     clock.now += 11
     ledger.expire()
@@ -536,20 +492,17 @@ def swap(version: int) -> dict[str, object]:
 
 
 def test_a_swap_is_told_once_and_acknowledged_when_a_commit_holds_it():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4)
     held = [grant.lease_id for grant in grants]
     sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2)))
     assert sync(ledger, A, want=0, leases=held, swaps=(swap(1), swap(2), swap(3))).swaps[0].version == 3
-    for grant in grants[:2]:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants[:2])
     answer = ledger.reserve(1, epoch=2)
     assert [record["version"] for record in answer.swaps] == [1, 2, 3]
     assert ledger.actor_reports.acknowledged(A, is_final=False) == -1
     commit(ledger, 1, answer)
     assert ledger.actor_reports.acknowledged(A, is_final=False) == 3
-    for grant in grants[2:]:
-        deliver(ledger, grant)
+    deliver_all(ledger, grants[2:])
     assert ledger.reserve(2, epoch=2).swaps == ()
 
 
@@ -564,7 +517,7 @@ def restarted(clock: ManualClock, *sealed: tuple[int, dict[int, int]]) -> tuple[
         deliver(old, grant)
     sync(old, A, want=0, leases=[grant.lease_id for grant in grants[2:]], tokens=33)
     answer = old.reserve(1, epoch=2)
-    new = Ledger(config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
+    new = Ledger(small_config(schedule={"max_lag": 3}), clock=clock, boot_id="new", first_attempt=5000)
     found = [SealedGroup(summary=summary(group_id, tokens), seq=0) for group_id, tokens in sealed]
     new.restore(commit_record(1, 2, manifest=manifest(1), **trained_by(answer)), found, manifest(1))
     return new, grants
@@ -589,8 +542,7 @@ def test_trained_rows_that_were_not_sealed_find_their_owner_when_they_are_offere
     check_closes(ledger.tokens())
 
 
-def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_after_the_grace_time():
-    clock = ManualClock()
+def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_after_the_grace_time(clock):
     ledger, grants = restarted(clock)
     kept = LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)
     ledger.register_actor(A, [kept])
@@ -605,8 +557,7 @@ def test_leases_claimed_at_a_registration_stay_and_the_others_are_granted_again_
     assert deliver(ledger, grants[2]) is Arrival.READY
 
 
-def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it():
-    clock = ManualClock()
+def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it(clock):
     ledger, grants = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=2, attempt=0, lease_id=grants[2].lease_id)])
     assert sync(ledger, A, want=0).leases == ()
@@ -615,8 +566,7 @@ def test_a_claimed_lease_is_not_sent_to_the_actor_that_has_finished_it():
     assert [grant.group_id for grant in lease(ledger, B, want=1, version=1)] == [2]
 
 
-def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_it():
-    clock = ManualClock()
+def test_a_lease_beyond_the_frontier_of_the_last_commit_raises_it(clock):
     ledger, _ = restarted(clock)
     ledger.register_actor(A, [LeaseRef(group_id=6, attempt=0, lease_id="6.0.boot")])
     assert (ledger.next_group_id, ledger.num_leased, ledger.num_queued) == (7, 1, 4)
@@ -636,8 +586,7 @@ def test_a_trainer_presents_its_reservation_again_and_missing_rows_come_later():
     check_closes(ledger.tokens())
 
 
-def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again():
-    clock = ManualClock()
+def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again(clock):
     ledger, _ = restarted(clock, (2, {0: 10}))
     ledger.register_trainer(2, step=2, refs=[summary(group_id, {0: 10}).ref for group_id in (2, 3)])
     ledger.register_trainer(3)
@@ -646,10 +595,8 @@ def test_groups_of_a_freed_reservation_whose_rows_never_came_are_leased_again():
 
 
 def test_a_reserved_group_whose_rows_are_lost_is_generated_again_and_the_others_stay_ready():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
-    for grant in grants[:3]:
-        deliver(ledger, grant)
+    ledger, grants = leased(4)
+    deliver_all(ledger, grants[:3])
     first = ledger.reserve(1, epoch=2)
     assert ids(first) == [0, 1]
     assert ledger.reserve(1, epoch=2, lost=[(0, 5), (9, 0)]) == first  # of another attempt, and of no group of it
@@ -693,8 +640,7 @@ def test_a_step_far_ahead_waits_for_the_commits_before_it_and_drops_nothing():
 
 
 def test_a_reserve_that_is_not_ready_says_how_far_it_is():
-    ledger = new_ledger()
-    grants = lease(ledger, A, want=4)
+    ledger, grants = leased(4)
     assert ledger.reserve(1, epoch=2).ready_groups == 0
     deliver(ledger, grants[0])
     assert ledger.reserve(1, epoch=2).ready_groups == 1
@@ -711,9 +657,8 @@ def origins_summary(grant: Grant, actor: ActorKey, num_tokens: int, *origins: Or
     return GroupSummary(ref=ref, rewards=(0.0, 1.0), tokens_by_version={0: num_tokens})
 
 
-def test_a_lease_names_those_who_held_the_group_before_newest_first():
-    ledger = new_ledger()
-    (first,) = lease(ledger, A, want=1)
+def test_a_lease_names_the_previous_holders_of_its_group_newest_first():
+    ledger, (first,) = leased(1)
     assert first.holders == ()
     ledger.bye(A)
     (second,) = lease(ledger, B, want=1)
@@ -725,21 +670,20 @@ def test_a_lease_names_those_who_held_the_group_before_newest_first():
     assert new.holders == ()
 
 
-def test_holders_are_found_again_by_a_restarted_hub():
-    ledger = new_ledger(first_attempt=1000, clock=ManualClock())
+def test_holders_are_found_again_by_a_restarted_hub(clock):
+    ledger = new_ledger(clock, first_attempt=1000)
     ledger.register_actor(A, [LeaseRef(group_id=1, attempt=0, lease_id="1.0.old")])
     ledger.restore_holders(
         {0: [PreviousHolder("gone", 3, 0)], 1: [PreviousHolder("actor-0", 1, 0)], 9: [PreviousHolder("gone", 3, 0)]}
     )
-    ledger._clock.now += 30
+    clock.now += 30
     ledger.expire()
     grants = {grant.group_id: grant.holders for grant in lease(ledger, B, want=3)}
     assert grants == {0: (PreviousHolder("gone", 3, 0),), 1: (PreviousHolder("actor-0", 1, 0),), 2: ()}
 
 
 def test_tokens_that_were_taken_over_stay_their_samplers_and_only_the_lost_ones_are_superseded():
-    ledger = new_ledger()
-    (first,) = lease(ledger, A, want=1)
+    ledger, (first,) = leased(1)
     sync(ledger, A, want=0, leases=[first.lease_id], tokens=100)
     ledger.bye(A)
     (second,) = lease(ledger, B, want=1)

@@ -7,7 +7,6 @@ Version 0 sampled all 3 tokens of the first rollout and tokens 0 to 3 of the sec
 import numpy as np
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.ledger import ActorKey, GroupSummary, Ledger, SealedGroup
 from pipelinerl_core.ledger.lengths import LengthMeter
@@ -18,7 +17,7 @@ from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.testing.synthetic_run import make_rollout
 from pipelinerl_core.types import LengthTotals
-from tests.builders import commit_record, group_named, sync_message
+from tests.builders import commit_record, group_named, small_config, sync_message
 
 REF = group_named(0, num_rollouts=3, num_tokens=18)
 VERSION_0 = LengthTotals(num_tokens=7, first_third=1 + 2, last_third=1, length_sum=3 * 3 + 4 * 6)
@@ -88,7 +87,7 @@ def test_each_class_keeps_its_own_lengths_and_what_is_undecided_is_ready():
     assert tokens.accounts[ActorKey("actor-0", 1)].present == 0
 
 
-def test_a_restart_keeps_what_has_ended_and_hears_again_of_what_was_ready():
+def test_a_restart_keeps_decided_groups_and_counts_ready_groups_when_they_are_reported_again():
     meter = LengthMeter.restore({"generated": ALL + VERSION_0, "trained": ALL, "ready": VERSION_0})
     assert meter.totals() == {"generated": ALL, "trained": ALL}
     meter.arrive(VERSION_0)
@@ -108,13 +107,7 @@ def test_means_and_shares():
 
 
 def ledger_of(first_attempt: int = 0) -> Ledger:
-    config = build_config(
-        {
-            "rollouts": {"group_size": 4}, "engine": {"concurrency": 8}, "schedule": {"max_lag": 1},
-            "trainer": {"groups_per_step": 2},
-        }
-    )  # fmt: skip
-    return Ledger(config, clock=lambda: 1000.0, first_attempt=first_attempt)
+    return Ledger(small_config(), clock=lambda: 1000.0, first_attempt=first_attempt)
 
 
 FOUR = LengthTotals(num_tokens=4, first_third=2, last_third=2, length_sum=8)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from pipelinerl_core.config import build_config
 from pipelinerl_core.ledger import ActorKey, GroupSummary, Ledger
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import Sync
-from tests.builders import group_named, sync_message
+from tests.builders import group_named, small_config, sync_message
 
 A, B = ActorKey("actor-0", 1), ActorKey("actor-1", 1)
 
@@ -110,13 +109,7 @@ def sync(running: int, want: int, waiting: int = 0, leases: tuple[str, ...] = ()
 def test_a_reservation_says_what_was_waited_for_it():
     """N = 2, max_lag = 1: W = 4 groups."""
     now = [0.0]
-    config = build_config(
-        {
-            "rollouts": {"group_size": 4}, "engine": {"concurrency": 8}, "schedule": {"max_lag": 1},
-            "trainer": {"groups_per_step": 2},
-        }
-    )  # fmt: skip
-    ledger = Ledger(config, clock=lambda: now[0])
+    ledger = Ledger(small_config(), clock=lambda: now[0])
     ledger.committed(0, (), (), None)
     ledger.register_actor(A)
     first = ledger.sync(A, sync(0, want=2)).leases

@@ -5,7 +5,6 @@ import pytest
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.advice import Evidence, advice, bottleneck
 from pipelinerl_core.report.document import build_report
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, write_run
 from pipelinerl_core.types import LengthTotals
 
@@ -157,8 +156,7 @@ def test_shares_of_the_waits_are_over_the_time_between_first_and_last_step():
     assert utilization.wait_shares([make_commit(1), make_commit(2)]) is None, "an older hub did not measure"
 
 
-def test_a_report_has_what_the_advice_goes_by():
-    store = MemoryStore()
+def test_a_report_has_what_the_advice_goes_by(store):
     write_run(store, Shape(steps=12))
     report = build_report(store)
     # Eleven times 0.15 s over 8.8 s; the actors' 0.04 s on two actors.

@@ -18,7 +18,6 @@ from pipelinerl_core.run.records import (
     commit_key,
     eval_key,
 )
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import (
     Shape,
     make_commit,
@@ -145,8 +144,9 @@ def test_a_restarted_actor_was_idle_while_it_was_away():
     assert utilization.actor_use(commits).idle_fraction == pytest.approx(1 - 40 / 130)
 
 
+@pytest.fixture
 def two_step_run(store):
-    """Two steps, three rollouts, two actors; step 1 trains version 0, step 2 versions 0 and 1."""
+    """A store with two steps, three rollouts, two actors; step 1 trains version 0, step 2 versions 0 and 1."""
     put_record(
         store,
         RUN_KEY,
@@ -185,9 +185,7 @@ def two_step_run(store):
         )
 
 
-def test_report_by_hand():
-    store = MemoryStore()
-    two_step_run(store)
+def test_report_by_hand(store, two_step_run):
     report = build_report(store)
     assert (report["run_id"], report["schedule"], report["engine"], report["steps"]) == (
         "r",
@@ -215,9 +213,7 @@ def test_report_by_hand():
     assert report["ledger"] == {"generated": 120, "trained": 6, "ready": 114}
 
 
-def test_lag_of_a_trained_old_token_is_counted_from_the_step_before():
-    store = MemoryStore()
-    two_step_run(store)
+def test_lag_of_a_trained_old_token_is_counted_from_the_step_before(store, two_step_run):
     rows = [training_row(make_rollout(spans=[(0, 0, 3), (1, 3, 10)]))]  # nothing masked: 3 tokens at lag 1
     update = {"batches": put_batch(store, 2, 2, rows)}
     put_record(store, commit_key(2, 2), commit_at(2, 110).model_copy(update=update))
@@ -225,8 +221,7 @@ def test_lag_of_a_trained_old_token_is_counted_from_the_step_before():
     assert lag == {"mean": pytest.approx(3 / 16), "p99": 1, "max": 1}
 
 
-def test_a_synthetic_run_has_every_figure_and_is_plain_json():
-    store = MemoryStore()
+def test_a_synthetic_run_has_every_figure_and_is_plain_json(store):
     write_run(store, Shape(steps=12), crash_at=5)
     report = build_report(store)
     assert set(report) >= REQUIRED
@@ -239,8 +234,7 @@ def test_a_synthetic_run_has_every_figure_and_is_plain_json():
     assert sum(num for name, num in report["ledger"].items() if name != "generated") == report["tokens_generated"]
 
 
-def test_a_run_without_a_step_has_a_report():
-    store = MemoryStore()
+def test_a_run_without_a_step_has_a_report(store):
     put_record(store, RUN_KEY, run_record())
     report = build_report(store)
     assert report["steps"] == 0
@@ -248,9 +242,7 @@ def test_a_run_without_a_step_has_a_report():
     assert json.dumps(report, allow_nan=False)
 
 
-def test_weights_table_by_hand():
-    store = MemoryStore()
-    two_step_run(store)
+def test_weights_table_by_hand(store, two_step_run):
     write_weights_table(store)
     rows = pq.read_table(pa.BufferReader(store.get(WEIGHTS_TABLE_KEY))).to_pylist()
     keys = ["version", "actor", "pause_seconds", "bytes", "tokens_sampled", "tokens_trained"]
@@ -264,9 +256,7 @@ def test_weights_table_by_hand():
     assert rows[0]["sha256"] != rows[2]["sha256"]
 
 
-def test_a_batch_of_another_major_version_is_refused_by_name():
-    store = MemoryStore()
-    two_step_run(store)
+def test_a_batch_of_another_major_version_is_refused_by_name(store, two_step_run):
     key = next(key for key in store.list("batches"))
     with pa.ipc.open_file(store.get(key)) as reader:
         table = reader.read_all().replace_schema_metadata({"schema": "batch", "schema_version": "2.0"})
@@ -278,10 +268,9 @@ def test_a_batch_of_another_major_version_is_refused_by_name():
         build_report(store)
 
 
-def test_synthetic_batches_have_the_columns_of_the_batch_schema():
+def test_synthetic_batches_have_the_columns_of_the_batch_schema(store):
     from pipelinerl_core.data.schema import BATCH_SCHEMA
 
-    store = MemoryStore()
     write_run(store, Shape(steps=1))
     with pa.ipc.open_file(store.get(next(iter(store.list("batches"))))) as reader:
         for field in reader.schema:

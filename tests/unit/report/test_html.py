@@ -105,8 +105,7 @@ def test_ticks_are_round_numbers():
     assert charts.nice_ticks(3, 3) == [3]
 
 
-def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_out():
-    store = MemoryStore()
+def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_out(store):
     put_record(store, RUN_KEY, run_record())
     rollout = make_rollout(spans=[(7, 0, 3), (8, 3, 6)], prompt="3+4=", completion="12345")
     rows = [training_row(rollout, oldest_version=8)]
@@ -119,8 +118,7 @@ def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_o
     assert '<span class="v1 stale" title="version 7">1 2 3 </span>' in without
 
 
-def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret():
-    store = MemoryStore()
+def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret(store):
     config = {"tracking": {"mlflow_uri": "postgresql://u:hunter2@h/db"}, "hub": {"token": "hunter2"}}
     put_record(store, RUN_KEY, run_record(run_id="<b>r</b>", config=config))
     sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0}
@@ -151,8 +149,7 @@ def test_before_and_after_are_both_shown(page):
     assert "Version 30: 87.0%" in page
 
 
-def test_write_report_writes_the_three_objects_and_they_agree():
-    store = MemoryStore()
+def test_write_report_writes_the_three_objects_and_they_agree(store):
     write_run(store, Shape(steps=3))
     report = write_report(store, decode=decode)
     assert json.loads(store.get(REPORT_JSON_KEY)) == report

@@ -50,7 +50,7 @@ def test_a_live_run_shows_the_hub_and_its_pace(follower):
     assert line.endswith("eta 0:06")
 
 
-def test_a_hub_that_does_not_beat_is_not_believed(follower):
+def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):
     status = status_of(follower, hub(beat=START), now=START + 60)
     assert status["state"] == "stopped"
     assert status["eta_seconds"] is None
@@ -59,8 +59,7 @@ def test_a_hub_that_does_not_beat_is_not_believed(follower):
     assert set(status["length_bias"]["classes"]) == {"generated", "trained"}
 
 
-def test_a_complete_run_is_finished_and_its_status_reads_well():
-    store = MemoryStore()
+def test_a_complete_run_is_finished_and_its_status_reads_well(store):
     write_run(store, Shape(steps=4))
     put_record(store, HUB_KEY, hub(beat=START))
     assert run_status(store)["state"] == "finished"

@@ -140,9 +140,8 @@ def test_prometheus_can_read_every_metric_and_every_name_is_declared(run, served
     assert actors == {"actor-0", "actor-1"}, "labels are bounded: no epochs in them"
 
 
-def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown():
+def test_of_an_actor_that_was_restarted_the_newest_epoch_is_shown(store):
     one = {"running": 1, "waiting": 0, "concurrency": 8, "engine_version": 3}
-    store = MemoryStore()
     write_run(store, Shape(steps=2))
     status = {
         **run_status(store),
@@ -166,8 +165,7 @@ def test_latest_is_followed_from_one_run_to_the_next(tmp_path, monkeypatch):
     assert pages[2] is not pages[1]
 
 
-def test_a_run_without_commits_or_hub_has_metrics_too():
-    store = MemoryStore()
+def test_a_run_without_commits_or_hub_has_metrics_too(store):
     write_run(store, Shape(steps=2))
     store.delete(store.list("commits"))
     assert b'pipelinerl_step{run="' in run_exposition(run_status(store))

@@ -1,4 +1,4 @@
-"""Rollouts of a lease: sampled, scored, and continued from what somebody else had."""
+"""Rollouts of a lease: sampled, scored, and continued from the log of a previous holder."""
 
 import asyncio
 
@@ -120,23 +120,20 @@ def test_an_error_of_the_reward_is_logged_as_one():
     assert known[failed[0]].reward is None
 
 
-def test_a_cancelled_group_is_nobodys_log():
-    async def main():
-        engine, one = runner(Scorer())
-        task = asyncio.create_task(one.run(lease()))
-        for _ in range(12):
-            await asyncio.sleep(0)
-        engine.flush()
-        for _ in range(3):
-            await asyncio.sleep(0)
-        rows = one.growth()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await engine.close()
-        return rows, one.growth()
-
-    rows, after = asyncio.run(main())
+async def test_a_cancelled_group_leaves_no_log():
+    engine, one = runner(Scorer())
+    task = asyncio.create_task(one.run(lease()))
+    for _ in range(12):
+        await asyncio.sleep(0)
+    engine.flush()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    rows = one.growth()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.close()
+    after = one.growth()
     assert sum(len(row.token_ids) for row in rows) >= 6  # a flush brings what no chunk has carried yet
     assert {row.finish_reason for row in rows} == {None}
     assert after == []

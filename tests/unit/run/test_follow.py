@@ -55,8 +55,7 @@ def test_every_later_epoch_fences():
     assert list(counting(keys((3, 2), (5, 2), (6, 4)), epochs({2: -1, 4: 5, 9: 3}))) == [3]
 
 
-def test_commits_are_delivered_once_and_in_order():
-    store = MemoryStore()
+def test_commits_are_delivered_once_and_in_order(store):
     write_run(store, Shape(steps=3))
     follower = RunFollower(store)
     assert [commit.step for commit in follower.refresh().commits] == [0, 1, 2, 3]
@@ -107,16 +106,15 @@ def test_any_other_number_out_of_its_range_is_one_line_that_names_it(change, say
     assert "\n" not in str(caught.value)
 
 
-def test_a_retracted_commit_is_replaced_by_its_successor():
-    store = MemoryStore()
+def test_a_retracted_commit_is_replaced_by_its_successor(store):
     write_run(store, Shape(steps=5), crash_at=4)
     follower = RunFollower(store)
     follower.refresh()
     assert {step: commit.epoch for step, commit in follower.commits.items()} == {0: 2, 1: 2, 2: 2, 3: 2, 4: 3, 5: 3}
 
 
-def test_forward_logs_commits_and_evaluations():
-    store, recorder = MemoryStore(), Recorder()
+def test_forward_logs_commits_and_evaluations(store):
+    recorder = Recorder()
     write_run(store, Shape(steps=2))
     assert forward(RunFollower(store), recorder) == 5
     assert [step for step, _ in recorder.logged] == [0, 1, 2, 0, 2]
@@ -124,8 +122,7 @@ def test_forward_logs_commits_and_evaluations():
     assert {key for _, metrics in recorder.logged for key in metrics} <= set(METRICS)
 
 
-def test_a_failed_reading_loses_no_commit():
-    store = MemoryStore()
+def test_a_failed_reading_loses_no_commit(store):
     write_run(store, Shape(steps=1))
     good = store.get(eval_key(0))
     store.put(eval_key(0), b"{}")
@@ -136,8 +133,7 @@ def test_a_failed_reading_loses_no_commit():
     assert len(follower.refresh().commits) == 2
 
 
-def test_a_record_of_another_format_is_refused_by_name():
-    store = MemoryStore()
+def test_a_record_of_another_format_is_refused_by_name(store):
     run = write_run(store, Shape(steps=1))
     put_record(store, RUN_KEY, run.model_copy(update={"format_version": 2}))
     with pytest.raises(StoreError, match="format_version 2"):

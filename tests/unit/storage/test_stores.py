@@ -272,15 +272,20 @@ def test_the_probe_tells_conditional_stores_from_others(faulty, monkeypatch):
     assert not open_store("s3://bucket/runs").is_conditional
 
 
-def test_s3_missing_object_and_missing_bucket_differ(faulty):
+def test_s3_missing_object_and_missing_bucket_differ(faulty, monkeypatch):
     faulty()
     store = open_store("s3://bucket/runs")
     with pytest.raises(MissingObject):
         store.get("a")
     assert not store.exists("a")
+    missing_bucket = (404, b"<Error><Code>NoSuchBucket</Code></Error>")
+    monkeypatch.setattr(FaultyHandler, "look", lambda self, body: missing_bucket)
+    with pytest.raises(StoreError, match=r"'a' in s3://bucket/runs at") as caught:
+        store.get("a")
+    assert not isinstance(caught.value, MissingObject)
 
 
-def test_the_preflight_refuses_an_endpoint_where_nobody_listens(s3_environment):
+def test_the_preflight_refuses_an_endpoint_without_a_server(s3_environment):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{probe.getsockname()[1]}"

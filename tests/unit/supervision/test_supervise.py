@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from pipelinerl_core.config import load_config
@@ -16,6 +15,8 @@ from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
+from tests.processes import is_running
+from tests.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -45,28 +46,13 @@ with open(sys.argv[1] + "/starts", "a+") as file:
 """
 
 
-def wait_for(path: Path, seconds: float = 60.0) -> str:
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.01)
-    return path.read_text()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_a_role_that_ends_with_0_is_not_restarted(tmp_path):
     report = run(tmp_path, COUNT)
     assert (report.exit_code, report.restarts, report.stopped) == (0, 0, False)
     assert (tmp_path / "starts").read_text() == "x"
 
 
-def test_a_role_that_is_asked_to_leave_by_somebody_else_is_started_again_until_its_work_is_done(tmp_path):
+def test_a_role_that_ends_with_0_before_its_work_is_done_is_started_again(tmp_path):
     report = run(tmp_path, COUNT, is_done=lambda: (tmp_path / "starts").read_text() == "xx")
     assert (report.exit_code, report.restarts) == (0, 1)
 
@@ -155,7 +141,7 @@ def stop_when_started(tmp_path: Path, program: str, **options) -> tuple[RoleRepo
     reports: list[RoleReport] = []
     thread = threading.Thread(target=lambda: reports.append(run(tmp_path, program, stop=stop, **options)))
     thread.start()
-    wait_for(tmp_path / "pid")
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the process id")
     begun = time.monotonic()
     stop.set()
     thread.join(60)
@@ -191,10 +177,7 @@ def test_what_a_role_has_started_ends_with_it(tmp_path):
     grandchild = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
     program = COUNT + grandchild + "open(sys.argv[1] + '/pid', 'w').write(str(child.pid))\ntime.sleep(60)"
     stop_when_started(tmp_path, program)
-    deadline = time.monotonic() + 30
-    while is_running(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < deadline, "the grandchild outlived the role"
-        time.sleep(0.01)
+    wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), "the end of the role's own child")
 
 
 def test_a_role_that_does_not_become_ready_is_restarted_and_named(tmp_path):

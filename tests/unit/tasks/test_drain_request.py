@@ -20,7 +20,7 @@ QUEUED = [*RESUMED[:2], State(type="SCHEDULED", name="AwaitingConcurrencySlot"),
 
 
 class Server:
-    """A Prefect server that knows the states of one flow run."""
+    """A Prefect server that stores the states of one flow run."""
 
     def __init__(self, states: list[State]) -> None:
         begun = datetime(2026, 1, 1, tzinfo=UTC)
@@ -65,6 +65,6 @@ def test_where_the_server_cannot_say_the_run_goes_on(monkeypatch):
     assert not is_kept(monkeypatch, server)
 
 
-def test_without_a_wish_nobody_is_asked(monkeypatch):
+def test_without_a_drain_request_prefect_is_not_asked(monkeypatch):
     monkeypatch.setattr(automations, "get_client", lambda sync_client: pytest.fail("asked"))
     clear_earlier_drain_request(MemoryStore(), str(uuid.uuid4()))

@@ -211,7 +211,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("strikes", [["look"], ["tell"], ["look", "look"], ["tell", "look"]])
-def test_a_ctrl_c_during_the_stop_leaves_nobody_untold(strikes):
+def test_after_a_ctrl_c_during_the_stop_every_role_is_stopped(strikes):
     crew = RunRoles(SimpleNamespace(config=SimpleNamespace(placement=SimpleNamespace(kind="local"))))
     members = {"hub": Worker([]), "trainer": Worker(strikes), "actor-0": Worker([]), "actor-1": Worker([])}
     crew._members.update(members)
@@ -249,6 +249,7 @@ def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
 
 
 def crew_of(kind: str) -> RunRoles:
+    """Roles of a run that never started: a start would need deployments and a Prefect server."""
     crew = RunRoles.__new__(RunRoles)
     crew._members, crew._changed = {}, threading.Event()
     crew._run, crew._is_pooled, crew._is_fenced = SimpleNamespace(run_id="run-1"), kind == "work_pools", False

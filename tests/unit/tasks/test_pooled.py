@@ -1,4 +1,4 @@
-"""A role of a work pool whose worker is gone: nobody signals its flow run any more."""
+"""A role of a work pool whose worker is gone: no process signals its flow run any more."""
 
 import uuid
 from types import SimpleNamespace
@@ -90,7 +90,7 @@ def test_a_role_ends_once_its_flow_run_is_over_on_the_server_and_leaves_it_so(fo
 
 
 @pytest.mark.parametrize("state", [Running(), ConnectionError("no server")])
-def test_a_role_goes_on_while_its_flow_run_does_or_nobody_can_say(follow, state):
+def test_a_role_continues_while_its_flow_run_runs_or_has_an_unknown_state(follow, state):
     assert follow(state) is None
     assert RunRoles.newest.looks > DEADLINE_LOOKS
 

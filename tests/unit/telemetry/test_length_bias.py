@@ -8,7 +8,6 @@ import pytest
 from pipelinerl_core.run.follow import RunFollower, commit_metrics
 from pipelinerl_core.telemetry.length_bias import length_bias, length_line, length_metrics, length_report
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from pipelinerl_core.types import LengthTotals
 
@@ -58,8 +57,7 @@ def test_the_report_has_every_class_and_the_line_is_short():
     assert length_line(length_report({})) == ""
 
 
-def test_a_commit_says_what_was_booked_and_waited_since_the_commit_before():
-    store = MemoryStore()
+def test_a_commit_says_what_was_booked_and_waited_since_the_commit_before(store):
     write_run(store, Shape(steps=3))
     follower = RunFollower(store)
     follower.refresh()

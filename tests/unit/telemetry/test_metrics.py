@@ -13,7 +13,6 @@ from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
 from pipelinerl_core.telemetry.role_metrics import run_exposition
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import (
     Shape,
     make_commit,
@@ -85,10 +84,9 @@ def test_names_for_prometheus_end_with_the_unit_and_short_keys_leave_out_well_kn
     assert [short_key(name) for name in ("importance/ess", "reward/mean")] == ["ess", "reward_mean"]
 
 
-def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_docs(monkeypatch):
+def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_docs(store, monkeypatch):
     name = "policy/temperature"
     monkeypatch.setitem(METRICS, name, Metric(name, "nats", "mean over sampled tokens", "An example."))
-    store = MemoryStore()
     write_run(store, Shape(steps=2))
     commit = make_commit(3).model_copy(update={"metrics": metrics_of([], {name: 0.75})})
     put_record(store, commit_key(3, commit.epoch), commit)

@@ -1,4 +1,7 @@
-"""The MLflow tracker against a real SQLite store (creating one takes seconds)."""
+"""The MLflow tracker against a real SQLite store (creating one takes seconds).
+
+Tests read back, and let fail, what the tracker writes through its own client: a second client takes seconds too.
+"""
 
 import json
 import logging
@@ -14,6 +17,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -96,10 +100,7 @@ def test_losing_mlflow_later_is_warned_of_once_and_made_up_for(uri, monkeypatch,
     monkeypatch.setattr(tracker._client, "log_batch", refuse)
     with caplog.at_level(logging.WARNING):
         tracker.log(1, {"x": 1.0})
-        deadline = time.monotonic() + 20
-        while tracker.num_failures < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert tracker.num_failures >= 3
+        wait_for(lambda: tracker.num_failures >= 3, "three failures")
     assert len([record for record in caplog.records if "could not write" in record.message]) == 1
     monkeypatch.setattr(tracker._client, "log_batch", real)
     tracker.log(2, {"x": 2.0})
@@ -242,9 +243,7 @@ def test_the_machine_is_asked_now_and_then_and_may_fail(uri, monkeypatch, caplog
     monkeypatch.setattr(tracking, "SAMPLE_SECONDS", 0.3)
     answers = iter([{"system/x": 1.0}])
     tracker = MlflowTracker(uri, "e", "machine", machine=lambda: next(answers))
-    deadline = time.monotonic() + 20
-    while "no system metrics" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: "no system metrics" in caplog.text, "the failure in the log")
     tracker.log(1, {"x": 1.0})
     tracker.close()
     assert [value for _, value in history(tracker, "system/x")] == [1.0]

@@ -1,4 +1,7 @@
-"""A weight version as a directory that transformers reads."""
+"""A weight version as a directory that transformers reads.
+
+Each export loads torch in a child process; the tests that need more than one are slow.
+"""
 
 import json
 
@@ -51,7 +54,7 @@ def run(tmp_path, model):
     return url
 
 
-@pytest.mark.parametrize(("version", "value"), [("last", 2.0), ("0", 0.0)])
+@pytest.mark.parametrize(("version", "value"), [("last", 2.0), pytest.param("0", 0.0, marks=pytest.mark.slow)])
 def test_transformers_loads_the_weights_of_the_version(run, tmp_path, version, value):
     document = export(run, tmp_path / "out", version)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -65,6 +68,7 @@ def test_transformers_loads_the_weights_of_the_version(run, tmp_path, version, v
         assert exported.metadata() == {"format": "pt"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_exported_is_said_in_one_line(run, tmp_path):
     with pytest.raises(ConfigError, match=r"--version 1: not durable \(the newest step is 2, weights.durable_every"):
         export(run, tmp_path / "out", "1")
@@ -78,6 +82,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_starting_model(run, tmp_path):
     start, store = tmp_path / "start", open_store(run)
     base = load_file(start / "model.safetensors")

@@ -14,7 +14,6 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, TrainingDiverged
 from pipelinerl_core.telemetry.metrics import METRICS
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.training.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from pipelinerl_core.training.model import (
     checkpoint_activations,
@@ -271,12 +270,11 @@ def test_weights_are_a_snapshot_with_each_tied_weight_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_continues_bit_for_bit(dtype):
+def test_a_resumed_run_continues_bit_for_bit(store, dtype):
     run_config = config(40, lr=1e-3, clip_norm=0.3)
     learner = learner_of(tiny_model().to(dtype), run_config)
     for step in (1, 2):
         learner.step(rows_of(run_config, step, seed=step))
-    store = MemoryStore()
     save_checkpoint(store, 2, 1, *learner.state())
     drawn = torch.rand(1)
     expected = [learner.step(rows_of(run_config, step, seed=step)) for step in (3, 4)]
@@ -361,8 +359,7 @@ def test_a_step_without_a_sampled_token_moves_nothing_but_the_version():
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
-def test_a_checkpoint_without_its_manifest_does_not_exist():
-    store = MemoryStore()
+def test_a_checkpoint_without_its_manifest_does_not_exist(store):
     manifest = save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {"version": 3, "x": 0.1})
     tensors, values = load_checkpoint(store, 3, 1)
     assert torch.equal(tensors["a"], torch.arange(4.0))
@@ -373,8 +370,7 @@ def test_a_checkpoint_without_its_manifest_does_not_exist():
         load_checkpoint(store, 3, 1)
 
 
-def test_changed_bytes_of_a_checkpoint_are_refused():
-    store = MemoryStore()
+def test_changed_bytes_of_a_checkpoint_are_refused(store):
     save_checkpoint(store, 3, 1, {"a": torch.arange(4.0)}, {})
     key = "checkpoints/00000003.1/state.safetensors"
     data = bytearray(store.get(key))
@@ -384,8 +380,7 @@ def test_changed_bytes_of_a_checkpoint_are_refused():
         load_checkpoint(store, 3, 1)
 
 
-def test_pruning_keeps_the_newest_of_the_newest_epoch():
-    store = MemoryStore()
+def test_pruning_keeps_the_newest_of_the_newest_epoch(store):
     for step, epoch in [(10, 1), (20, 1), (30, 1), (12, 2), (14, 2)]:
         save_checkpoint(store, step, epoch, {"a": torch.zeros(1)}, {})
     store.put("checkpoints/00000011.2/state.safetensors", b"never finished")

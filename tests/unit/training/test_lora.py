@@ -151,11 +151,10 @@ def test_steps_change_adapters_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_adapters_continues_bit_for_bit(dtype):
+def test_a_checkpoint_of_adapters_continues_bit_for_bit(store, dtype):
     run_config = lora_config()
     learner = adapted_learner(run_config, dtype=dtype)
     learner.step(rows_of(run_config, 1))
-    store = MemoryStore()
     save_checkpoint(store, 1, 1, *learner.state())
     expected = learner.step(rows_of(run_config, 2))
 

@@ -1,4 +1,7 @@
-"""The built-in model: its tokenizer, its training, its cache."""
+"""The built-in model: its tokenizer, its training, its cache.
+
+The parts of a training step are private functions; tests call these because a whole training takes a minute.
+"""
 
 import itertools
 

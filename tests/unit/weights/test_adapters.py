@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import restore
 from pipelinerl_core.run.records import ADAPTERS_FILE, CheckpointRef, commit_key, holds_adapters
-from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.testing.synthetic_run import put_record
 from pipelinerl_core.training.checkpoint import save_checkpoint
@@ -31,6 +29,9 @@ from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.builders import commit_record, epoch_record
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
+from tests.waiting import until
+
+pytestmark = pytest.mark.usefixtures("shm")
 
 LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 
@@ -39,12 +40,6 @@ LORA = ("learner.lora_rank=4", "learner.lora_alpha=6")
 def model(tmp_path):
     tiny_model("qwen2", 0).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
-
-
-@pytest.fixture(autouse=True)
-def shm(monkeypatch, tmp_path):
-    monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
-    return tmp_path / "shm"
 
 
 def config_of(model, *overrides, content="adapters"):
@@ -70,14 +65,13 @@ def publish(store, weights, *, use_shm=False, version=3, durable=True):
 @pytest.mark.parametrize("use_shm", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("targets", ["[]", '["q_proj","down_proj"]'])
-def test_merged_by_the_receiver_is_what_the_trainer_would_have_published(model, dtype, targets, use_shm):
+def test_merged_by_the_receiver_is_what_the_trainer_would_have_published(store, model, dtype, targets, use_shm):
     changes = (f"model.dtype={dtype}", f"learner.lora_targets={targets}")
     config = config_of(model, *changes)
     adapters, merged = (
         learner_of(config).weights(),
         learner_of(config_of(model, *changes, content="merged")).weights(),
     )
-    store = MemoryStore()
     manifest = publish(store, adapters, use_shm=use_shm, durable=not use_shm)
     assert holds_adapters(manifest)
     subscriber = WeightSubscriber(store, base_weights(config))
@@ -142,10 +136,9 @@ def test_the_base_model_is_known_by_its_weights_not_by_its_files(model, tmp_path
 
 
 @pytest.mark.parametrize("is_read_by", ["subscriber", "actor"])
-def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_path, caplog, is_read_by):
+async def test_adapters_of_another_model_are_refused_by_name_and_counted(store, model, tmp_path, caplog, is_read_by):
     other = tmp_path / "other"
     tiny_model("qwen2", 1).save_pretrained(other)
-    store = MemoryStore()
     manifest = publish(store, learner_of(config_of(model)).weights())
     subscriber = WeightSubscriber(store, BaseWeights(other))
     found, wanted = BaseWeights(other).sha256[:12], BaseWeights(model).sha256[:12]
@@ -156,31 +149,24 @@ def test_adapters_of_another_model_are_refused_by_name_and_counted(model, tmp_pa
         with pytest.raises(ChecksumMismatch, match=says):
             subscriber.fetch(manifest)
         return
-
-    async def main():
-        engine = Engine(0)
-        one = actor(Link(), engine)
-        one._subscriber, one._newest = subscriber, manifest
-        loop = asyncio.create_task(one._swap_loop())
-        one._newer.set()
-        end = time.monotonic() + 60
-        while one._unreadable != 3 and time.monotonic() < end:
-            await turns(1)
-        for _ in range(3):
-            one._newer.set()
-            await turns(40)
-        loop.cancel()
-        return engine.num_swaps, one._unreadable
-
     caplog.set_level(logging.WARNING)
-    assert asyncio.run(main()) == (0, 3)
+    engine = Engine(0)
+    one = actor(Link(), engine)
+    one._subscriber, one._newest = subscriber, manifest
+    loop = asyncio.create_task(one._swap_loop())
+    one._newer.set()
+    await until(lambda: one._unreadable == 3, "three refusals")
+    for _ in range(3):
+        one._newer.set()
+        await turns(40)
+    loop.cancel()
+    assert (engine.num_swaps, one._unreadable) == (0, 3)
     (line,) = caplog.messages  # once, not with every sync
     assert says in line
     assert "\n" not in line
 
 
-def test_a_damaged_file_reaches_no_engine(model):
-    store = MemoryStore()
+def test_a_damaged_file_reaches_no_engine(store, model):
     manifest = publish(store, learner_of(config_of(model)).weights())
     key = f"{manifest.key}/{ADAPTERS_FILE}"
     data = store.get(key)
@@ -210,8 +196,7 @@ def test_adapters_that_do_not_fit_the_model_are_one_line(model, change, says):
         BaseWeights(model).merged(adapters, "version 3")
 
 
-def test_whoever_expects_merged_weights_refuses_adapters(model):
-    store = MemoryStore()
+def test_a_subscriber_that_expects_merged_weights_refuses_adapters(store, model):
     manifest = publish(store, learner_of(config_of(model)).weights())
     with pytest.raises(ChecksumMismatch, match=r"adapters, in a run with weights.content=merged"):
         WeightSubscriber(store).fetch(manifest)
@@ -242,8 +227,8 @@ def commit_with(manifest, step=0):
     return commit_record(step, manifest=manifest, checkpoint=CheckpointRef(step=0, epoch=1))
 
 
-def test_the_committer_names_the_file_for_what_it_holds(model):
-    store, config = MemoryStore(), config_of(model, "weights.transport=object_store")
+def test_the_committer_names_the_file_for_what_it_holds(store, model):
+    config = config_of(model, "weights.transport=object_store")
     epoch = epoch_record(1)
     committer = Committer(store, config, run_id="run", epoch=epoch, link=None)
     weights = learner_of(config).weights()
@@ -258,8 +243,8 @@ def test_the_committer_names_the_file_for_what_it_holds(model):
     assert WeightSubscriber(store, BaseWeights(model)).fetch(manifest).version == 0
 
 
-def test_a_run_does_not_go_on_beside_another_model(model, tmp_path):
-    store, learner = MemoryStore(), learner_of(config_of(model))
+def test_a_run_does_not_go_on_beside_another_model(store, model, tmp_path):
+    learner = learner_of(config_of(model))
     save_checkpoint(store, 0, 1, *learner.state())
     manifest = publish(store, learner.weights(), version=0)
     put_record(store, commit_key(0, 1), commit_with(manifest))
@@ -272,8 +257,8 @@ def test_a_run_does_not_go_on_beside_another_model(model, tmp_path):
     restore(store, learner, commits, 0)
 
 
-def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(model):
-    store, config = MemoryStore(), config_of(model)
+def test_after_other_hardware_trained_again_the_committed_adapters_are_taken(store, model):
+    config = config_of(model)
     committed = learner_of(config).weights()
     learner = build_alone(config)
     manifest = publish(store, committed)

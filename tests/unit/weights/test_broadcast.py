@@ -12,7 +12,6 @@ import torch
 from pipelinerl_core.errors import BroadcastError
 from pipelinerl_core.roles.trainer.broadcasting import joined_groups
 from pipelinerl_core.run.records import broadcast_key
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.broadcast import (
     GROUP_COUNTER,
     WeightBroadcaster,
@@ -22,6 +21,7 @@ from pipelinerl_core.weights.broadcast import (
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.unit.weights.gloo_case import broadcast_publisher, connect, receive
+from tests.waiting import wait_for
 
 WEIGHTS = {
     "b.weight": torch.arange(6.0).reshape(2, 3),
@@ -62,11 +62,6 @@ class Member(threading.Thread):
         self.may_leave.wait(60)
 
 
-@pytest.fixture
-def store(request):
-    return open_store(f"memory://{request.node.name}")
-
-
 @pytest.fixture(autouse=True)
 def no_member_is_left():
     yield
@@ -94,20 +89,13 @@ def make(store):
         broadcaster.close()
 
 
-def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.01)
-
-
 def formed(broadcaster, store, actors, num_versions=1):
     """The members of a group of these actors, all of which have met and said so."""
     assert broadcaster.ensure_group(dict.fromkeys(actors, 0), WEIGHTS) is False
     group = read_group(store, broadcaster.number)
     members = [Member(group, rank, num_versions) for rank in range(1, group.world_size)]
     joined = dict.fromkeys(actors, group.number)
-    until(lambda: broadcaster.ensure_group(joined, WEIGHTS), "a group that has met")
+    wait_for(lambda: broadcaster.ensure_group(joined, WEIGHTS), "a group that has met")
     for member in members:
         member.may_leave.set()
     return members
@@ -144,7 +132,7 @@ def test_nothing_is_broadcast_before_all_have_met_and_said_so(make, store):
     Member(read_group(store, number), 1)
     time.sleep(0.5)
     assert broadcaster.ensure_group({"actor-0": 0}, WEIGHTS) is False  # it has met, but has not said so
-    until(lambda: broadcaster.ensure_group({"actor-0": number}, WEIGHTS), "a group that has met")
+    wait_for(lambda: broadcaster.ensure_group({"actor-0": number}, WEIGHTS), "a group that has met")
     assert broadcaster.number == number
 
 
@@ -174,7 +162,7 @@ def test_a_group_that_never_meets_gives_way_to_another(make, store):
     broadcaster = make(deadline_seconds=1.0)
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     number = broadcaster.number
-    until(lambda: broadcaster.ensure_group({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
+    wait_for(lambda: broadcaster.ensure_group({"a": 0}, WEIGHTS) or broadcaster.number != number, "another group")
     assert broadcaster.number > number
 
 
@@ -196,7 +184,7 @@ def sample(group=None, at=100.0):
     return {"at": at, "counters": {} if group is None else {GROUP_COUNTER: float(group)}}
 
 
-def test_actors_count_with_their_newest_epoch_while_they_are_heard_of():
+def test_actors_count_with_their_newest_epoch_until_they_are_silent():
     actors = {
         "a/1": sample(7, at=99.0),
         "a/2": sample(8),
@@ -223,7 +211,7 @@ def broadcasting(publisher, store, num_versions):
     assert (first.is_broadcast, first.broadcast_index, first.key is None) == (False, 0, False)
     member = Member(read_group(store, first.group), 1, num_versions)
     actors = {"a/1": sample(first.group)}
-    until(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
+    wait_for(lambda: publish(publisher, 2, actors).is_broadcast, "a version that is broadcast")
     member.may_leave.set()
     return member, actors
 
@@ -274,7 +262,7 @@ def test_a_group_is_an_object_of_the_run(make, store):
 
 def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, store):
     class Losing(WeightBroadcaster):
-        """The thread that meets gives the group up right after the first look at it."""
+        """The thread that connects drops the group right after the first read of the attribute."""
 
         def __getattribute__(self, name):
             found = super().__getattribute__(name)
@@ -291,7 +279,7 @@ def test_a_group_that_is_lost_while_it_is_asked_for_has_a_number_or_none(make, s
 
 def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, monkeypatch):
     class Alone:
-        """Nobody comes, which it learns when it is told."""
+        """No receiver joins; `connect` fails once the test allows it."""
 
         ticket = "gloo:127.0.0.1:1"
 
@@ -306,7 +294,7 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
             pass
 
     class Slow(WeightBroadcaster):
-        """A thread that meets stands still after it has looked which group there is."""
+        """The thread that connects stops after it has read the current group."""
 
         has_looked, may_go_on = threading.Event(), threading.Event()
 
@@ -324,11 +312,11 @@ def test_a_group_that_never_met_does_not_take_the_next_one_with_it(make, store, 
     broadcaster.ensure_group({"a": 0}, WEIGHTS)
     first, (thread,) = broadcaster._sender, broadcaster._threads
     first.may_fail.set()
-    until(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first meeting")
+    wait_for(lambda: Slow.has_looked.is_set() or not thread.is_alive(), "the end of the first rendezvous")
     broadcaster.ensure_group({"a": 0, "b": 0}, WEIGHTS)
     second, number = broadcaster._sender, broadcaster.number
     Slow.may_go_on.set()
     thread.join(60)
     assert broadcaster.number == number != 0
     second.may_fail.set()
-    until(lambda: broadcaster.number == 0, "the word that the second never met")
+    wait_for(lambda: broadcaster.number == 0, "the failure of the second rendezvous")

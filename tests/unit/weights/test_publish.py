@@ -19,12 +19,6 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 WEIGHTS = {"b.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([0.5])}
 
 
-@pytest.fixture
-def shm(monkeypatch, tmp_path):
-    monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
-    return tmp_path / "shm"
-
-
 def publisher(store, *, use_shm=True, epoch=3):
     return WeightPublisher(store, run_id="run", epoch=epoch, use_shm=use_shm)
 
@@ -33,8 +27,7 @@ def test_equal_weights_give_equal_bytes_whatever_their_order():
     assert serialize(WEIGHTS) == serialize(dict(reversed(WEIGHTS.items())))
 
 
-def test_shared_memory_gives_back_what_was_published(shm):
-    store = open_store("memory://weights-1")
+def test_shared_memory_gives_back_what_was_published(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=False)
     assert manifest.key is None
     assert manifest.version == 7
@@ -56,8 +49,7 @@ def test_shared_memory_of_a_run_is_this_users_alone_whatever_the_umask(shm, is_t
     assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
 
 
-def test_durable_copy_serves_when_shared_memory_is_gone(shm):
-    store = open_store("memory://weights-2")
+def test_durable_copy_serves_when_shared_memory_is_gone(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=True)
     shutil.rmtree(shm)
     update = WeightSubscriber(store).fetch(manifest)
@@ -66,23 +58,20 @@ def test_durable_copy_serves_when_shared_memory_is_gone(shm):
     assert stored["files"][0]["sha256"] == manifest.files[0].sha256
 
 
-def test_without_shared_memory_every_version_is_in_the_store(shm):
-    store = open_store("memory://weights-3")
+def test_without_shared_memory_every_version_is_in_the_store(store, shm):
     manifest = publisher(store, use_shm=False).publish(1, WEIGHTS, durable=False)
     assert manifest.shm is None
     assert WeightSubscriber(store).fetch(manifest).version == 1
 
 
-def test_a_version_that_is_nowhere_is_a_missing_object(shm):
-    store = open_store("memory://weights-4")
+def test_a_version_that_is_nowhere_is_a_missing_object(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=False)
     shutil.rmtree(shm)
     with pytest.raises(MissingObject, match="version 7"):
         WeightSubscriber(store).fetch(manifest)
 
 
-def test_one_flipped_bit_is_found_before_the_engine_sees_it(shm):
-    store = open_store("memory://weights-5")
+def test_one_flipped_bit_is_found_before_the_engine_sees_it(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=False)
     path = Path(manifest.shm) / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -95,8 +84,7 @@ def test_one_flipped_bit_is_found_before_the_engine_sees_it(shm):
         WeightSubscriber(store).fetch(manifest)
 
 
-def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(shm):
-    store = open_store("memory://weights-8")
+def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(store, shm):
     manifest = publisher(store).publish(7, WEIGHTS, durable=True)
     (Path(manifest.shm) / "model.safetensors").write_bytes(b"another run's weights")
     torch.testing.assert_close(dict(WeightSubscriber(store).fetch(manifest).tensors), WEIGHTS, rtol=0, atol=0)
@@ -105,8 +93,7 @@ def test_a_damaged_copy_in_shared_memory_is_passed_over_for_the_durable_one(shm)
         WeightSubscriber(store).fetch(manifest)
 
 
-def test_a_version_that_shared_memory_has_no_room_for_goes_to_the_store(shm, monkeypatch, caplog):
-    store = open_store("memory://weights-9")
+def test_a_version_that_shared_memory_has_no_room_for_goes_to_the_store(store, shm, monkeypatch, caplog):
     weights = publisher(store)
 
     def full(path, data):
@@ -122,8 +109,7 @@ def test_a_version_that_shared_memory_has_no_room_for_goes_to_the_store(shm, mon
     assert [path.name for path in (shm / "pipelinerl-run").iterdir()] == ["00000008.3"]
 
 
-def test_weights_of_another_host_come_from_the_store(shm):
-    store = open_store("memory://weights-6")
+def test_weights_of_another_host_come_from_the_store(store, shm):
     manifest = replace(publisher(store).publish(7, WEIGHTS, durable=True), host="elsewhere", shm="/dev/shm/not-here")
     assert WeightSubscriber(store).fetch(manifest).num_bytes == manifest.num_bytes
 

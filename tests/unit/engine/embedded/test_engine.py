@@ -34,23 +34,20 @@ def update_to(seed, version):
 
 
 @pytest.mark.parametrize(("kv", "is_untouched"), [("keep", True), ("recompute", False)])
-def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv, is_untouched):
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[], kv=kv)
-        tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", seed=i, max_tokens=30 + i))) for i in range(3)]
-        await after_tokens(engine, 30)
-        memory = engine._decoder.memory
-        before = {layer: (memory.keys[layer].clone(), memory.values[layer].clone()) for layer in memory.keys}
-        num_fed = engine._table.num_fed.copy()
-        assert (num_fed > 10).all()
-        await engine.swap(update_to(1, 1))
-        for layer, (keys, values) in before.items():
-            for slot, length in enumerate(num_fed):
-                assert torch.equal(memory.keys[layer][slot, :, :length], keys[slot, :, :length]) is is_untouched
-                assert torch.equal(memory.values[layer][slot, :, :length], values[slot, :, :length]) is is_untouched
-        await asyncio.gather(*tasks)
-
-    run(main())
+async def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv, is_untouched):
+    engine = EmbeddedEngine(tiny_model(), slots=3, max_len=64, eos_token_ids=[], kv=kv)
+    tasks = [asyncio.create_task(finish(engine, ask(f"r{i}", seed=i, max_tokens=30 + i))) for i in range(3)]
+    await after_tokens(engine, 30)
+    memory = engine._decoder.memory
+    before = {layer: (memory.keys[layer].clone(), memory.values[layer].clone()) for layer in memory.keys}
+    num_fed = engine._table.num_fed.copy()
+    assert (num_fed > 10).all()
+    await engine.swap(update_to(1, 1))
+    for layer, (keys, values) in before.items():
+        for slot, length in enumerate(num_fed):
+            assert torch.equal(memory.keys[layer][slot, :, :length], keys[slot, :, :length]) is is_untouched
+            assert torch.equal(memory.values[layer][slot, :, :length], values[slot, :, :length]) is is_untouched
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
@@ -189,32 +186,31 @@ def test_chunks_come_every_stream_interval_tokens_and_at_each_swap():
     assert run(main(4)) == [(4, 0), (4, 0), (2, 0), (4, 3), (4, 3), (2, 3)]
 
 
-def test_an_idle_engine_has_no_task():
-    async def main():
-        engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[])
-        await finish(engine, ask("a"))
-        await asyncio.sleep(0.01)
-        assert len(asyncio.all_tasks()) == 1
-        num_steps = engine.stats().num_steps
-        await asyncio.sleep(0.01)
-        assert engine.stats().num_steps == num_steps == 20
-
-    asyncio.run(main())
+async def test_an_idle_engine_has_no_task():
+    engine = EmbeddedEngine(tiny_model(), slots=1, max_len=64, eos_token_ids=[])
+    await finish(engine, ask("a"))
+    await asyncio.sleep(0.01)
+    assert len(asyncio.all_tasks()) == 1
+    num_steps = engine.stats().num_steps
+    await asyncio.sleep(0.01)
+    assert engine.stats().num_steps == num_steps == 20
 
 
-def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
+async def test_a_long_prefill_is_split_and_gives_the_same_log_probabilities():
     model = tiny_model(max_position_embeddings=8192)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB_SIZE, length) for length in (1200, 2, 1100, 1150, 1, 1000, 40)]
-
-    async def main():
-        engine = EmbeddedEngine(model, slots=7, max_len=1300, eos_token_ids=[])
-        return await asyncio.gather(
-            *(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=4)) for i, prompt in enumerate(prompts))
-        )
-
     reference = {0: tiny_model(max_position_embeddings=8192)}
-    for prompt, completion in zip(prompts, run(main()), strict=True):
+    engine = EmbeddedEngine(model, slots=7, max_len=1300, eos_token_ids=[])
+    for prompt, completion in zip(
+        prompts,
+        (
+            await asyncio.gather(
+                *(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=4)) for i, prompt in enumerate(prompts))
+            )
+        ),
+        strict=True,
+    ):
         expected = reference_logprobs(reference, prompt, completion)
         np.testing.assert_allclose(completion.rollout_logprobs, expected, atol=1e-4)
 
@@ -230,34 +226,27 @@ def test_prefill_batches_hold_every_sequence_once_within_the_token_bound():
             assert (row == slot + 1).sum() == lengths[slot]
 
 
-def test_bfloat16_weights_with_a_float32_head_stay_within_the_parity_bounds():
-    async def main():
-        engine = EmbeddedEngine(tiny_model(scale=1.0).bfloat16(), slots=2, max_len=64, eos_token_ids=[])
-        completion = await finish(engine, ask("a"))
-        assert engine._decoder._head_weight_VC.dtype == torch.float32
-        await engine.swap(
-            WeightUpdate(version=1, tensors=weights_of(tiny_model(seed=1, scale=1.0).bfloat16()), num_bytes=1)
-        )
-        return completion, await finish(engine, ask("b"))
-
-    for seed, completion in enumerate(run(main())):
+async def test_bfloat16_weights_with_a_float32_head_stay_within_the_parity_bounds():
+    engine = EmbeddedEngine(tiny_model(scale=1.0).bfloat16(), slots=2, max_len=64, eos_token_ids=[])
+    first = await finish(engine, ask("a"))
+    assert engine._decoder._head_weight_VC.dtype == torch.float32
+    await engine.swap(
+        WeightUpdate(version=1, tensors=weights_of(tiny_model(seed=1, scale=1.0).bfloat16()), num_bytes=1)
+    )
+    for seed, completion in enumerate((first, await finish(engine, ask("b")))):
         expected = reference_logprobs({seed: tiny_model(seed=seed, scale=1.0)}, (5, 6, 7), completion)
         assert np.abs(completion.rollout_logprobs - expected).mean() < 0.02
 
 
-def test_an_engine_is_loaded_from_a_model_directory_with_its_end_tokens(tmp_path):
+async def test_an_engine_is_loaded_from_a_model_directory_with_its_end_tokens(tmp_path):
     model = tiny_model()
     model.generation_config.eos_token_id = [3, 4]
     model.save_pretrained(tmp_path)
     config = RunConfig.model_validate({"engine": {"concurrency": 4}, "rollouts": {"max_tokens": 60}})
-
-    async def main():
-        engine = load_engine(tmp_path, config, max_prompt_tokens=10, weight_version=6)
-        with pytest.raises(EngineError, match="max_len=70"):
-            engine.generate(ask("long", max_tokens=68))
-        return await asyncio.gather(*(finish(engine, ask(f"r{i}", seed=i, max_tokens=60)) for i in range(8)))
-
-    completions = run(main())
+    engine = load_engine(tmp_path, config, max_prompt_tokens=10, weight_version=6)
+    with pytest.raises(EngineError, match="max_len=70"):
+        engine.generate(ask("long", max_tokens=68))
+    completions = await asyncio.gather(*(finish(engine, ask(f"r{i}", seed=i, max_tokens=60)) for i in range(8)))
     assert {int(completion.token_ids[-1]) for completion in completions} >= {3, 4}
     assert {span.version for completion in completions for span in completion.weight_spans} == {6}
 

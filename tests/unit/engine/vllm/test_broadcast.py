@@ -13,7 +13,6 @@ from pipelinerl_core.engine.vllm.engine import VLLMEngine
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.interfaces import BroadcastGroup, TensorMeta, WeightUpdate
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import EngineRequest, FinishReason, Sampler, WeightSpan
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER, read_group
 from pipelinerl_core.weights.files import serialize
@@ -116,13 +115,8 @@ class Worker(threading.Thread):
             collective = connect(self._group, self._rank)
             while True:
                 receive(collective, tensor)
-        except RuntimeError:  # somebody has left
+        except RuntimeError:  # another member has left
             return
-
-
-@pytest.fixture
-def store(request):
-    return open_store(f"memory://{request.node.name}")
 
 
 @pytest.fixture
@@ -149,67 +143,60 @@ async def form(publisher, store, engine):
     await engine.join(group, group.first_ranks["c"])
     actors = dict.fromkeys("abc", group.number)
     deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (manifest := publish(publisher, 2, actors)).is_broadcast:  # the trainer's own thread meets
+    while not (manifest := publish(publisher, 2, actors)).is_broadcast:  # the trainer joins in a thread of its own
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     return manifest, others
 
 
-def test_whoever_stood_still_during_a_broadcast_does_not_take_it_for_the_next_one(publisher, store):
-    core = Core()
-
-    async def main():
-        engine = make_engine(core)
-        await engine.open()
-        member = BroadcastSubscriber(engine, store, name="c")
-        manifest, others = await form(publisher, store, engine)
-        group = manifest.group
-        # Done for the trainer: the worker above this engine has it, and waits to pass it on.
-        assert await asyncio.to_thread(publisher.deliver) is None
-        manifest = publish(publisher, 3, dict.fromkeys("abc", group))
-        assert (manifest.is_broadcast, manifest.group) == (True, group)
-        assert member.should_swap(manifest, engine.weight_version)
-        with pytest.raises(SwapError, match=f"3 is broadcast 2 of group {group}, the engine has received 0"):
-            await engine.swap(member.update(manifest))
-        assert (engine.group, engine.weight_version, core.loaded) == (0, 0, [])
-        assert not member.should_swap(manifest, engine.weight_version)
-        manifest = publisher.store_if_unreachable(
-            {"a/1": sample(group), "b/1": sample(group), "c/1": sample(engine.group)}
-        )
-        assert member.should_swap(manifest, engine.weight_version)
-        assert member.update(manifest) is None
-        await engine.swap(WeightSubscriber(store).fetch(manifest))
-        assert (core.loaded, core.num_starts) == ([(3, 3)], 0)
-        await engine.close()
-        publisher.close()
-        return others
-
-    for other in asyncio.run(main()):
+async def disband(engine, publisher, others):
+    """End the group: every worker leaves when the engine and the publisher have."""
+    await engine.close()
+    publisher.close()
+    for other in others:
         other.join(timeout=60)
         assert not other.is_alive()
 
 
-def test_every_broadcast_in_its_turn_is_taken(publisher, store):
+async def test_an_engine_that_missed_a_broadcast_does_not_apply_it_as_the_next_version(publisher, store):
     core = Core()
+    engine = make_engine(core)
+    await engine.open()
+    member = BroadcastSubscriber(engine, store, name="c")
+    manifest, others = await form(publisher, store, engine)
+    group = manifest.group
+    # Done for the trainer: the worker above this engine has it, and waits to pass it on.
+    assert await asyncio.to_thread(publisher.deliver) is None
+    manifest = publish(publisher, 3, dict.fromkeys("abc", group))
+    assert (manifest.is_broadcast, manifest.group) == (True, group)
+    assert member.should_swap(manifest, engine.weight_version)
+    with pytest.raises(SwapError, match=f"3 is broadcast 2 of group {group}, the engine has received 0"):
+        await engine.swap(member.update(manifest))
+    assert (engine.group, engine.weight_version, core.loaded) == (0, 0, [])
+    assert not member.should_swap(manifest, engine.weight_version)
+    manifest = publisher.store_if_unreachable(
+        {"a/1": sample(group), "b/1": sample(group), "c/1": sample(engine.group)}
+    )
+    assert member.should_swap(manifest, engine.weight_version)
+    assert member.update(manifest) is None
+    await engine.swap(WeightSubscriber(store).fetch(manifest))
+    assert (core.loaded, core.num_starts) == ([(3, 3)], 0)
+    await disband(engine, publisher, others)
 
-    async def main():
-        engine = make_engine(core)
-        await engine.open()
-        member = BroadcastSubscriber(engine, store, name="c")
-        manifest, others = await form(publisher, store, engine)
-        for version in (3, 4, 5):
-            delivery = asyncio.create_task(asyncio.to_thread(publisher.deliver))
-            await engine.swap(member.update(manifest))
-            assert await delivery is None
-            manifest = publish(publisher, version, dict.fromkeys("abc", manifest.group))
-        assert core.loaded == [(2, 2), (3, 3), (4, 4)]
-        await engine.close()
-        publisher.close()
-        return others
 
-    for other in asyncio.run(main()):
-        other.join(timeout=60)
-        assert not other.is_alive()
+async def test_every_broadcast_in_its_turn_is_taken(publisher, store):
+    core = Core()
+    engine = make_engine(core)
+    await engine.open()
+    member = BroadcastSubscriber(engine, store, name="c")
+    manifest, others = await form(publisher, store, engine)
+    for version in (3, 4, 5):
+        delivery = asyncio.create_task(asyncio.to_thread(publisher.deliver))
+        await engine.swap(member.update(manifest))
+        assert await delivery is None
+        manifest = publish(publisher, version, dict.fromkeys("abc", manifest.group))
+    assert core.loaded == [(2, 2), (3, 3), (4, 4)]
+    await disband(engine, publisher, others)
 
 
 # ---- one engine ----------------------------------------------------------------------------------------------------
@@ -233,42 +220,34 @@ def group(number):
     )  # fmt: skip
 
 
-def test_each_group_is_counted_from_its_first_broadcast_on():
+async def test_each_group_is_counted_from_its_first_broadcast_on():
     core = LonelyCore()
-
-    async def main():
-        engine = make_engine(core)
-        await engine.open()
-        for number in (7, 8):
-            await engine.join(group(number), 1)
-            await engine.swap(broadcast(number * 10, 1, number))
-            await engine.swap(by_file(number * 10 + 1))  # for somebody else; it counts for nothing
-            await engine.swap(broadcast(number * 10 + 2, 2, number))
-        await engine.close()
-
-    asyncio.run(main())
+    engine = make_engine(core)
+    await engine.open()
+    for number in (7, 8):
+        await engine.join(group(number), 1)
+        await engine.swap(broadcast(number * 10, 1, number))
+        await engine.swap(by_file(number * 10 + 1))  # for an actor outside of the group; it is not counted
+        await engine.swap(broadcast(number * 10 + 2, 2, number))
+    await engine.close()
     assert core.loaded == [(71, 70), (71, 71), (72, 72), (81, 80), (81, 81), (82, 82)]
     assert core.num_starts == 0
 
 
 @pytest.mark.parametrize("index", [0, 1, 3], ids=["of an older trainer", "received already", "one is missed"])
-def test_a_broadcast_whose_turn_it_is_not_ends_the_membership_and_nothing_else(index):
+async def test_a_broadcast_whose_turn_it_is_not_ends_the_membership_and_nothing_else(index):
     core = LonelyCore()
-
-    async def main():
-        engine = make_engine(core)
-        await engine.open()
-        await engine.join(group(7), 1)
-        await engine.swap(broadcast(1, 1))
-        with pytest.raises(SwapError, match=f"version 2 is broadcast {index} of group 7, the engine has received 1"):
-            await engine.swap(broadcast(2, index))
-        assert (engine.group, engine.weight_version, engine.needs_weights) == (0, 1, False)
-        with pytest.raises(SwapError, match="version 2 is broadcast to group 7, the engine is in 0"):
-            await engine.swap(broadcast(2, 2))
-        await engine.swap(by_file(2))
-        await engine.close()
-
-    asyncio.run(main())
+    engine = make_engine(core)
+    await engine.open()
+    await engine.join(group(7), 1)
+    await engine.swap(broadcast(1, 1))
+    with pytest.raises(SwapError, match=f"version 2 is broadcast {index} of group 7, the engine has received 1"):
+        await engine.swap(broadcast(2, index))
+    assert (engine.group, engine.weight_version, engine.needs_weights) == (0, 1, False)
+    with pytest.raises(SwapError, match="version 2 is broadcast to group 7, the engine is in 0"):
+        await engine.swap(broadcast(2, 2))
+    await engine.swap(by_file(2))
+    await engine.close()
     assert core.loaded == [(71, 1), (2, 2)]
     assert core.num_starts == 0
 
@@ -286,26 +265,22 @@ class BusyCore(LonelyCore):
         yield CoreOutput([1], [0.0], FinishReason.LENGTH, (WeightSpan(0, 0, 1),))
 
 
-def test_a_group_that_is_joined_while_a_swap_drains_gives_nothing_to_a_version_of_the_one_before():
+async def test_a_group_that_is_joined_while_a_swap_drains_gives_nothing_to_a_version_of_the_one_before():
     core = BusyCore()
-
-    async def main():
-        engine = make_engine(core, kv="drain")
-        await engine.open()
-        await engine.join(group(7), 1)
-        sequence = asyncio.create_task(anext(engine.generate(REQUEST)))
-        await core.runs.wait()
-        swap = asyncio.create_task(engine.swap(broadcast(1, 1)))
-        await asyncio.sleep(0)  # it drains
-        await engine.join(group(8), 1)
-        core.may_end.set()
-        with pytest.raises(SwapError, match="version 1 is broadcast to group 7, the engine is in 8"):
-            await swap
-        await sequence
-        assert (engine.group, core.loaded) == (8, [])
-        await engine.swap(broadcast(2, 1, 8))
-        await engine.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+    engine = make_engine(core, kv="drain")
+    await engine.open()
+    await engine.join(group(7), 1)
+    sequence = asyncio.create_task(anext(engine.generate(REQUEST)))
+    await core.runs.wait()
+    swap = asyncio.create_task(engine.swap(broadcast(1, 1)))
+    await asyncio.sleep(0)  # it drains
+    await engine.join(group(8), 1)
+    core.may_end.set()
+    with pytest.raises(SwapError, match="version 1 is broadcast to group 7, the engine is in 8"):
+        await swap
+    await sequence
+    assert (engine.group, core.loaded) == (8, [])
+    await engine.swap(broadcast(2, 1, 8))
+    await engine.close()
     assert core.loaded == [(81, 2)]
     assert core.num_starts == 0

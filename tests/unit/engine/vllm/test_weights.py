@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.weights import staging
 from pipelinerl_core.weights.publish import WeightPublisher
@@ -33,16 +32,7 @@ def update(tensors, version=1, path=None):
     return WeightUpdate(version=version, tensors=tensors, num_bytes=1, path=path)
 
 
-@pytest.fixture
-def shm(monkeypatch, tmp_path):
-    (tmp_path / "shm").mkdir()
-    for module in ("publish", "staging"):
-        monkeypatch.setattr(f"pipelinerl_core.weights.{module}.SHM_ROOT", tmp_path / "shm")
-    return tmp_path / "shm"
-
-
-def test_a_published_file_is_linked_and_outlives_its_publisher(model, shm):
-    store = open_store("memory://staged-1")
+def test_a_published_file_is_linked_and_outlives_its_publisher(store, model, shm):
     manifest = WeightPublisher(store, run_id="run", epoch=1, use_shm=True).publish(1, weights(), durable=False)
     staged = StagedWeights(model, staging.staging_directory("run", "actor-0"))
     fetched = WeightSubscriber(store).fetch(manifest)
@@ -69,7 +59,7 @@ def test_without_a_file_the_tensors_are_written(model, tmp_path, published):
     torch.testing.assert_close(load_file(path), weights(), rtol=0, atol=0)
 
 
-def test_a_file_that_names_the_head_of_tied_weights_is_written_under_the_name_vllm_knows(model, tmp_path):
+def test_tied_weights_named_as_the_head_are_written_under_the_name_that_vllm_reads(model, tmp_path):
     tensors = weights()
     head = {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
     from safetensors.torch import save_file

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import group_named
+from tests.waiting import until
 
 SECONDS = 60.0
 
@@ -75,13 +75,6 @@ def group(group_id, *, is_sent=False):
     return FinishedGroup(ref, f"lease-{group_id}", rows=None, is_sent=is_sent)
 
 
-async def until(condition):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.005)
-
-
 async def nothing(keys):
     """In place of the log."""
 
@@ -90,52 +83,45 @@ def sealer(link, segments, forget=nothing):
     return Sealer(segments, link, actor="a", epoch=1, forget=forget)
 
 
-def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when_one_is():
-    async def main():
-        is_there = threading.Event()
-        link = Link(lambda message: Ack(re=0) if is_there.is_set() else HubUnavailable("away"))
-        segments, forgotten = Segments(), []
+async def test_segments_are_written_while_no_hub_is_there_and_told_in_order_when_one_is():
+    is_there = threading.Event()
+    link = Link(lambda message: Ack(re=0) if is_there.is_set() else HubUnavailable("away"))
+    segments, forgotten = Segments(), []
 
-        async def forget(keys):
-            forgotten.extend(keys)
+    async def forget(keys):
+        forgotten.extend(keys)
 
-        one = sealer(link, segments, forget)
-        loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.report())]
-        for group_id in range(3):
-            one.add(group(group_id, is_sent=True))
-            await until(lambda number=group_id: segments.num_sealed == number + 1)
-        await until(lambda: len(forgotten) == 3)
-        assert link.told == []
-        is_there.set()
-        await until(lambda: one.lease_refs() == [])  # sent, sealed and known: nobody answers for them any more
-        for loop in loops:
-            loop.cancel()
-        assert [message.seq for message in link.told] == [0, 1, 2]
-
-    asyncio.run(main())
+    one = sealer(link, segments, forget)
+    loops = [asyncio.create_task(one.run(0.01)), asyncio.create_task(one.report())]
+    for group_id in range(3):
+        one.add(group(group_id, is_sent=True))
+        await until(lambda number=group_id: segments.num_sealed == number + 1, "a segment")
+    await until(lambda: len(forgotten) == 3, "three forgotten groups")
+    assert link.told == []
+    is_there.set()
+    await until(lambda: one.lease_refs() == [], "three reports")  # sent, sealed and known to the hub
+    for loop in loops:
+        loop.cancel()
+    assert [message.seq for message in link.told] == [0, 1, 2]
 
 
-def test_a_group_whose_segment_a_new_hub_hears_of_before_it_is_offered_it_is_offered():
-    """Else that hub knows where the group lies, never counts it as ready, and has it sampled again."""
-
-    async def main():
-        link = Link()
-        one = sealer(link, Segments())
-        one.add(group(0, is_sent=True))
-        one.must_send_again = True  # it has registered with a new hub
-        await one.seal(everything=True)
-        telling = asyncio.create_task(one.report())
-        await until(lambda: link.told)
-        telling.cancel()
-        (again,) = one.groups_to_send_again()
-        assert again.seq == 0
-        one.confirm(again)  # the new hub has it, and where it lies
-        assert one.lease_refs() == one.groups_to_send_again() == []
-
-    asyncio.run(main())
+async def test_a_group_whose_segment_a_new_hub_learns_first_is_still_offered():
+    """Otherwise the hub has the segment of the group, never counts the group as ready, and leases it again."""
+    link = Link()
+    one = sealer(link, Segments())
+    one.add(group(0, is_sent=True))
+    one.must_send_again = True  # it has registered with a new hub
+    await one.seal(everything=True)
+    telling = asyncio.create_task(one.report())
+    await until(lambda: link.told, "a report")
+    telling.cancel()
+    (again,) = one.groups_to_send_again()
+    assert again.seq == 0
+    one.confirm(again)  # the new hub has it, and where it lies
+    assert one.lease_refs() == one.groups_to_send_again() == []
 
 
-def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
+async def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
     class Failing(Segments):
         is_away = True
 
@@ -146,32 +132,26 @@ def test_a_store_that_fails_ends_no_sequence_and_loses_no_group():
 
         seal_due = seal
 
-    async def main():
-        link, segments = Link(), Failing()
-        one = sealer(link, segments)
-        one.add(group(0))
-        for everything in (True, False):
-            await one.seal(everything=everything)
-        with pytest.raises(StoreError, match="the disk is full"):
-            await one.close()  # the last chance: whoever supervises the actor hears of it
-        segments.is_away = False
-        await one.close()
-        return [message.groups for message in link.told]
-
-    assert asyncio.run(main()) == [((0, 0),)]
+    link, segments = Link(), Failing()
+    one = sealer(link, segments)
+    one.add(group(0))
+    for everything in (True, False):
+        await one.seal(everything=everything)
+    with pytest.raises(StoreError, match="the disk is full"):
+        await one.close()  # the last attempt: the supervisor of the actor must see the error
+    segments.is_away = False
+    await one.close()
+    assert [message.groups for message in link.told] == [((0, 0),)]
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), RunOver("over")])
-def test_the_last_segment_is_written_though_no_hub_hears_of_it(error):
-    async def main():
-        segments = Segments()
-        one = sealer(Link(lambda message: error), segments)
-        one.add(group(0))
-        one.add(group(1))
-        await one.close()
-        return segments.num_sealed
-
-    assert asyncio.run(main()) == 1
+async def test_the_last_segment_is_written_without_a_hub(error):
+    segments = Segments()
+    one = sealer(Link(lambda message: error), segments)
+    one.add(group(0))
+    one.add(group(1))
+    await one.close()
+    assert segments.num_sealed == 1
 
 
 class Engine:

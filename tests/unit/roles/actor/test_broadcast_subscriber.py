@@ -9,7 +9,6 @@ from pydantic import TypeAdapter
 from pipelinerl_core.errors import EngineError
 from pipelinerl_core.interfaces import BroadcastReceiver
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
-from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import WeightBroadcaster, read_group
 from tests.builders import weight_manifest
@@ -31,11 +30,6 @@ class Receiver:
             raise self._error
         self.joined.append((group.number, first_rank))
         self.group = group.number
-
-
-@pytest.fixture
-def store(request):
-    return open_store(f"memory://{request.node.name}")
 
 
 @pytest.fixture

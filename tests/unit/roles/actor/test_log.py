@@ -1,7 +1,6 @@
 """The actor's log of open groups: when it is written, and what a store that fails costs."""
 
 import asyncio
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import PreviousHolder
 from tests.builders import partial_row as row
+from tests.waiting import until
 
 
 class Runner:
@@ -44,52 +44,39 @@ def lease(*holders):
     return SimpleNamespace(group_id=5, attempt=1, holders=holders)
 
 
-def test_finished_groups_are_sealed_before_the_rest_is_written():
-    async def main():
-        store, events = MemoryStore(), []
-        log = log_of(store, Runner(row()), events, partial_seconds=0.01)
-        task, end = asyncio.create_task(log.run()), time.monotonic() + 60
-        while not store.list("partials") and time.monotonic() < end:  # noqa: ASYNC110 - the store tells nobody
-            await asyncio.sleep(0.01)
-        assert store.list("partials")
-        assert not task.done()
-        task.cancel()
-        return events
-
-    assert asyncio.run(main())[:2] == ["seal", "flush"]
+async def test_finished_groups_are_sealed_before_the_rest_is_written(store):
+    events = []
+    log = log_of(store, Runner(row()), events, partial_seconds=0.01)
+    task = asyncio.create_task(log.run())
+    await until(lambda: store.list("partials"), "a part of the log")
+    assert not task.done()
+    task.cancel()
+    assert events[:2] == ["seal", "flush"]
 
 
-def test_what_one_actor_wrote_another_takes_over():
-    async def main():
-        store = MemoryStore()
-        await log_of(store, Runner(row(num=4))).flush()
-        return await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
-
-    taken = asyncio.run(main())
+async def test_what_one_actor_wrote_another_takes_over(store):
+    await log_of(store, Runner(row(num=4))).flush()
+    taken = await log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))
     assert {index: len(known.token_ids) for index, known in taken.items()} == {0: 4}
 
 
-def test_switched_off_it_writes_nothing_and_still_takes_over():
-    async def main():
-        store, runner, events = MemoryStore(), Runner(row()), []
-        await log_of(store, Runner(row(num=2))).flush()
-        before = store.list("partials")
-        log = log_of(store, runner, events, partial_log=False)
-        await asyncio.wait_for(log.run(), 1)
-        await log.flush()
-        await log.forget([(5, 0)])
-        assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
-        return await log.restore(lease(PreviousHolder("a", 1, 0)))
-
-    assert len(asyncio.run(main())[0].token_ids) == 2
+async def test_switched_off_it_writes_nothing_and_still_takes_over():
+    store, runner, events = MemoryStore(), Runner(row()), []
+    await log_of(store, Runner(row(num=2))).flush()
+    before = store.list("partials")
+    log = log_of(store, runner, events, partial_log=False)
+    await asyncio.wait_for(log.run(), 1)
+    await log.flush()
+    await log.forget([(5, 0)])
+    assert (store.list("partials"), events, runner.forgotten) == (before, [], [(5, 0)])
+    assert len((await log.restore(lease(PreviousHolder("a", 1, 0))))[0].token_ids) == 2
 
 
-def test_a_lease_that_nobody_held_asks_no_store():
+def test_a_lease_without_previous_holders_reads_no_store():
     assert asyncio.run(log_of(SimpleNamespace(url="memory://"), Runner()).restore(lease())) == {}
 
 
-def test_a_log_that_cannot_be_read_means_a_new_beginning(monkeypatch, caplog):
-    store = MemoryStore()
+def test_a_log_that_cannot_be_read_means_a_new_beginning(store, monkeypatch, caplog):
 
     def fail(_prefix):
         raise StoreError("503")

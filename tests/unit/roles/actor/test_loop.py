@@ -1,4 +1,7 @@
-"""What the actor's loops do between the engine and the hub, without either."""
+"""What the actor's loops do between the engine and the hub, without either.
+
+Each test runs one loop alone: the test sets the attributes that the other loops of the actor set otherwise.
+"""
 
 import asyncio
 import time
@@ -9,6 +12,7 @@ from pipelinerl_core.errors import SwapError
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
 from tests.builders import group_named, weight_manifest
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
+from tests.waiting import until
 
 
 def group(group_id):
@@ -17,53 +21,41 @@ def group(group_id):
 
 
 @pytest.mark.parametrize(("credit", "first"), [(10, [0, 1, 2, 3, 4]), (3, [0, 1, 2])])
-def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, first, monkeypatch):
+async def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, first, monkeypatch):
     visits = []
-
-    async def main():
-        link = Link()
-        one = actor(link)
-        send = one._send
-        monkeypatch.setattr(
-            one, "_send", lambda groups: visits.append([g.ref.group_id for g in groups]) or send(groups)
-        )
-        for group_id in range(5):
-            one._unsent.put_nowait(group(group_id))
-        loop = asyncio.create_task(one._send_loop())
-        await turns()
-        assert visits == []  # without credit nothing leaves
-        one._credit = credit
-        one._credit_granted.set()
-        end = time.monotonic() + 60
-        while len(link.groups) < len(first) and time.monotonic() < end:
-            await turns(1)
-        await turns()
-        loop.cancel()
-        return link.groups
-
-    # A thread per group would let each wait for a turn of the loop, which lasts as long as a decode step.
-    assert asyncio.run(main()) == first
+    link = Link()
+    one = actor(link)
+    send = one._send
+    monkeypatch.setattr(one, "_send", lambda groups: visits.append([g.ref.group_id for g in groups]) or send(groups))
+    for group_id in range(5):
+        one._unsent.put_nowait(group(group_id))
+    loop = asyncio.create_task(one._send_loop())
+    await turns()
+    assert visits == []  # without credit nothing leaves
+    one._credit = credit
+    one._credit_granted.set()
+    await until(lambda: len(link.groups) >= len(first), f"{len(first)} groups")
+    await turns()
+    loop.cancel()
+    assert link.groups == first
     assert visits == [first]
 
 
 @pytest.mark.parametrize(("failures", "is_given_up"), [(0, False), (2, False), (3, True)])
-def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(failures, is_given_up):
-    async def main():
-        engine = Engine(failures)
-        one = actor(Link(), engine)
-        loop = asyncio.create_task(one._swap_loop())
-        for _ in range(5):  # the hub offers the newest version with every sync
-            tried, end = engine.num_swaps, time.monotonic() + 60
-            one._newest = weight_manifest(7)
-            one._newer.set()
-            while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
-                assert time.monotonic() < end
-                await turns(1)
-            await turns(10)
-        if is_given_up:
-            with pytest.raises(SwapError, match="starts again"):
-                await loop
-        loop.cancel()
-        return engine.weight_version, len(one._swaps)
-
-    assert asyncio.run(main()) == ((0, 0) if is_given_up else (7, 1))
+async def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(failures, is_given_up):
+    engine = Engine(failures)
+    one = actor(Link(), engine)
+    loop = asyncio.create_task(one._swap_loop())
+    for _ in range(5):  # the hub offers the newest version with every sync
+        tried, end = engine.num_swaps, time.monotonic() + 60
+        one._newest = weight_manifest(7)
+        one._newer.set()
+        while engine.num_swaps == tried and engine.weight_version != 7 and not loop.done():
+            assert time.monotonic() < end
+            await turns(1)
+        await turns(10)
+    if is_given_up:
+        with pytest.raises(SwapError, match="starts again"):
+            await loop
+    loop.cancel()
+    assert (engine.weight_version, len(one._swaps)) == ((0, 0) if is_given_up else (7, 1))

@@ -6,13 +6,11 @@ import pytest
 
 from pipelinerl_core.roles.actor import main
 from pipelinerl_core.run.records import partial_key, rollout_key
-from pipelinerl_core.testing.fakes import MemoryStore
 
 
 @pytest.mark.parametrize("key", [rollout_key, partial_key])
-def test_an_actor_whose_clock_is_behind_its_predecessors_has_a_newer_epoch_all_the_same(monkeypatch, key):
+def test_an_actor_whose_clock_is_behind_its_predecessors_has_a_newer_epoch_all_the_same(store, monkeypatch, key):
     monkeypatch.setattr(time, "time", lambda: 1000.5)
-    store = MemoryStore()
     assert main.next_epoch(store, "actor-1") == 1000
     store.put(key("actor-1", 999, 0), b"x")
     store.put(key("actor-10", 5000, 0), b"x")

@@ -46,19 +46,13 @@ from tests.builders import (
     put_commit,
     put_epoch,
     rows_of_lease,
+    small_config,
     sync_message,
     trained_by,
     weight_manifest,
 )
 
-CONFIG = build_config(
-    {
-        "rollouts": {"group_size": 2},
-        "engine": {"concurrency": 4},
-        "schedule": {"max_lag": 1},
-        "trainer": {"groups_per_step": 2, "steps": 2},
-    }
-)
+CONFIG = small_config(rollouts={"group_size": 2}, engine={"concurrency": 4}, trainer={"steps": 2})
 APRIL = build_config(CONFIG.model_dump() | {"schedule": {"kind": "april", "alpha": 2, "max_lag": 1}})
 
 
@@ -67,7 +61,7 @@ def manifest(version: int) -> WeightManifest:
 
 
 class Talk:
-    """A hub and what its peers say to it."""
+    """A hub, and the messages of its peers."""
 
     def __init__(
         self, url: str, ledger: Ledger | None = None, rows: dict | None = None, config: RunConfig = CONFIG
@@ -144,7 +138,7 @@ def test_leases_carry_the_prompts_of_their_position(talk):
     assert leases[0].group_size == 2
 
 
-def test_who_has_not_registered_or_knows_another_hub_is_told_to_register(talk):
+def test_an_unregistered_peer_or_one_of_another_boot_is_told_to_register(talk):
     talk.hub.connected("new", lambda num_groups: None)
     stranger = talk("new", sync_message(concurrency=1))
     assert isinstance(stranger, Refused)
@@ -230,7 +224,7 @@ def test_a_group_that_no_hub_can_have_leased_is_refused_before_all_up_to_it_are_
     assert (ledger.next_group_id, ledger.num_leased) == (101, 1)
 
 
-def test_a_late_group_of_a_lost_lease_is_stale_and_not_taken_for_somebody_elses(talk):
+def test_a_late_group_of_a_lost_lease_is_stale_and_not_the_group_of_the_new_holder(talk):
     other_actor(talk)
     [lease] = talk.sync(want=1).leases
     talk.ledger.bye(ActorKey("actor-0", 1))
@@ -301,7 +295,7 @@ def test_credit_falls_with_groups_at_the_hub_and_returns_when_the_trainer_takes_
     assert talk.sync(want=0).credit == 8
 
 
-def test_nothing_is_written_to_an_actor_that_is_silent_until_it_is_heard_of_again(tmp_path):
+def test_nothing_is_written_to_a_silent_actor_until_its_next_message(tmp_path):
     now = [1000.0]
     talk = Talk(str(tmp_path), Ledger(CONFIG, clock=lambda: now[0], boot_id="boot"))
     talk.register()

@@ -87,7 +87,7 @@ def test_a_hub_that_has_left_after_the_last_step_is_not_waited_for(link_to):
         link_to(record(url="grpc://127.0.0.1:1", live={"state": "stopped"})).connect()
 
 
-def test_who_loses_a_hub_that_has_left_for_good_hears_that_the_run_is_over(server, link_to):
+def test_a_request_to_a_hub_that_has_ended_its_run_raises_run_over(server, link_to):
     found = record(url=server.url)
     link = link_to(found, deadline_seconds=60.0)
     link.connect()
@@ -97,14 +97,14 @@ def test_who_loses_a_hub_that_has_left_for_good_hears_that_the_run_is_over(serve
         link.request(Bye())
 
 
-def test_whoever_is_asked_to_stop_does_not_wait_for_a_hub(link_to):
+def test_a_cancelled_link_does_not_wait_for_a_hub(link_to):
     link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
     link.is_cancelled = lambda: True
     with pytest.raises(HubUnavailable, match="no hub at"):
         link.connect()
 
 
-def test_the_last_word_has_a_deadline_of_its_own(link_to):
+def test_a_request_may_have_a_deadline_of_its_own(link_to):
     """Whether it had found the hub before or not."""
     link = link_to(record(url="grpc://127.0.0.1:1"), deadline_seconds=3600.0)
     lost = SimpleNamespace(

@@ -26,6 +26,7 @@ from pipelinerl_core.telemetry.role_metrics import RoleMetrics
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import run_record
+from tests.waiting import until, wait_for
 
 TOKEN = "the-token-of-the-run"
 
@@ -44,11 +45,8 @@ def get(url, method="GET"):
         return error.code, error.read().decode()
 
 
-def record_of(store, role, name, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not store.exists(role_key(role, name)):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def record_of(store, role, name):
+    wait_for(lambda: store.exists(role_key(role, name)), f"the record of {name}")
     return RoleRecord.model_validate_json(store.get(role_key(role, name)))
 
 
@@ -81,10 +79,7 @@ def test_a_role_is_found_through_its_record_and_gone_with_its_end():
         assert TOKEN not in text
         labels = {"run": "run", "role": "trainer", "name": "trainer", "host": record.host}
         assert targets(run.store) == [{"targets": [record.url.removeprefix("http://")], "labels": labels}]
-    end = time.monotonic() + 60
-    while run.store.list("roles") and time.monotonic() < end:  # the end waits a second for it
-        time.sleep(0.01)
-    assert run.store.list("roles") == []
+    wait_for(lambda: run.store.list("roles") == [], "the end of the record")  # the end of the role waits a second
     with pytest.raises(OSError, match="refused"):
         urlopen(f"{record.url}/healthz", timeout=5)
 
@@ -127,32 +122,25 @@ class Engine:
         )
 
 
-def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
+async def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_engine_stands_still(monkeypatch):
     monkeypatch.setattr(inference, "HEARTBEAT_SECONDS", 0.005)
-
-    async def main():
-        engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
-        is_current = [False]
-        watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
-        assert one.readiness() == (False, "not registered at the hub yet")
-        watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
-        assert one.readiness() == (False, "the newest weights are not loaded yet")
-        is_current[0] = True
-        loop = asyncio.create_task(watch.run())
-        for _ in range(30):  # it samples
-            engine.num_tokens += 1
-            await asyncio.sleep(0.01)
-        assert one.readiness()[0]
-        end = time.monotonic() + 60
-        while one.health()[0]:  # it hangs, the event loop turns
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
-        watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
-        await asyncio.sleep(0.05)
-        assert one.health()[0], "an engine that is paused has nothing to do"
-        loop.cancel()
-
-    asyncio.run(main())
+    engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
+    is_current = [False]
+    watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
+    assert one.readiness() == (False, "not registered at the hub yet")
+    watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
+    assert one.readiness() == (False, "the newest weights are not loaded yet")
+    is_current[0] = True
+    loop = asyncio.create_task(watch.run())
+    for _ in range(30):  # it samples
+        engine.num_tokens += 1
+        await asyncio.sleep(0.01)
+    assert one.readiness()[0]
+    await until(lambda: not one.health()[0], "an engine that hangs")  # the event loop turns
+    watch.synced(SyncReply(re=2, boot_id="b", state="pause"), num_unsent=0)
+    await asyncio.sleep(0.05)
+    assert one.health()[0], "an engine that is paused has nothing to do"
+    loop.cancel()
 
 
 def test_without_a_host_nothing_is_served_or_written():
@@ -181,11 +169,8 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
     run = context()
 
     def await_record(condition):
-        deadline = time.monotonic() + 60
-        while not condition(found := record_of(run.store, "trainer", "trainer")):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        return found
+        wait_for(lambda: condition(record_of(run.store, "trainer", "trainer")), "the record of the trainer")
+        return record_of(run.store, "trainer", "trainer")
 
     with monitored(run, "trainer", "trainer") as (_, watched):
         assert await_record(lambda found: True).start_beat == 0.0
@@ -201,8 +186,7 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
         assert await_record(lambda found: found.beat > written).start_beat == last
 
 
-def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_nobody(monkeypatch):
-    store = MemoryStore()
+def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_is_skipped(store, monkeypatch):
     dead = RoleRecord(
         run_id="r", role="actor", name="a", host="h", pid=1, url="http://h:1", started_at=0.0, beat=1000.0
     )
@@ -212,8 +196,7 @@ def test_a_role_that_died_is_a_target_for_two_minutes_and_a_broken_record_harms_
     assert live_roles(store, now=1130.0) == []
 
 
-def test_the_loopback_address_of_another_host_is_no_target():
-    store = MemoryStore()
+def test_the_loopback_address_of_another_host_is_no_target(store):
     for name, url in (("a", "http://127.0.0.1:1"), ("b", "http://10.0.0.7:1")):
         record = RoleRecord(
             run_id="r", role="actor", name=name, host="elsewhere", pid=1, url=url, started_at=0.0, beat=time.time()

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import PipelineRLError, StoreError
+from pipelinerl_core.errors import Fenced, PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
-from pipelinerl_core.run.records import ActorSample
+from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.run.records import ActorSample, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.builders import epoch_record
+from tests.builders import epoch_record, put_epoch
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -33,22 +34,20 @@ class Link:
         return Ack(re=0)
 
 
-def start(epoch):
-    return epoch_record(epoch)
+def without_rows(step):
+    """A step with weights alone."""
+    return ComputedStep(
+        step=step, weights=WEIGHTS, state=None, batch=None, reserved=None, reserved_at=0.0, computed_at=0.0
+    )
 
 
 @pytest.fixture
-def parts(monkeypatch, tmp_path):
-    monkeypatch.setattr("pipelinerl_core.weights.publish.SHM_ROOT", tmp_path / "shm")
-    store, link = MemoryStore(), Link()
+def parts(store, shm):
+    link = Link()
     config = load_config("quickstart", ["weights.durable_every=1000"])
-    committer = Committer(store, config, run_id="run", epoch=start(2), link=link)
+    committer = Committer(store, config, run_id="run", epoch=put_epoch(store, 2), link=link)
     for step in (0, 1):
-        committer.submit(
-            ComputedStep(
-                step=step, weights=WEIGHTS, state=None, batch=None, reserved=None, reserved_at=0.0, computed_at=0.0
-            )
-        )
+        committer.submit(without_rows(step))
     committer.flush()
     yield store, link, committer
     committer.close()
@@ -89,6 +88,23 @@ def test_nothing_is_published_again_unless_it_is_the_newest_and_unreadable(parts
     assert len(link.manifests) == 2
 
 
+def test_a_commit_that_its_successor_has_not_adopted_is_not_announced(parts, monkeypatch):
+    store, link, committer = parts
+    put = store.put
+
+    def take_over_first(key, data, **options):
+        if key == commit_key(2, 2):  # it has just seen that nobody took over
+            take_epoch(store, "trainer", adopted_through=1)
+        put(key, data, **options)
+
+    monkeypatch.setattr(store, "put", take_over_first)
+    committer.submit(without_rows(2))
+    with pytest.raises(Fenced, match="trainer epoch 2 was taken over by epoch 3 "):
+        committer.flush()
+    assert [manifest.version for manifest in link.manifests] == [0, 1]
+    assert committer.newest.step == max(counted_commit_keys(store, read_epochs(store))) == 1
+
+
 # ---- a write that fails --------------------------------------------------------------------------------------------
 
 PATIENCE_SECONDS = 60
@@ -117,7 +133,7 @@ class FailingStore(MemoryStore):
 
 def committer_of(store, epoch=2):
     config = load_config("quickstart", ["weights.transport=object_store"])
-    return Committer(store, config, run_id="run", epoch=start(epoch), link=None)
+    return Committer(store, config, run_id="run", epoch=epoch_record(epoch), link=None)
 
 
 def committer_at_1(store):
@@ -200,8 +216,7 @@ def test_a_commit_that_has_failed_surfaces_at_the_next_call(call):
     committer.close()
 
 
-def test_a_committer_begins_where_its_run_is():
-    store = MemoryStore()
+def test_a_committer_begins_where_its_run_is(store):
     committer = committer_of(store)
     committer.submit(computed(store, 1))
     with pytest.raises(PipelineRLError, match=r"step 1 is not committed, .* was not: the newest commit is -1"):

@@ -1,4 +1,4 @@
-"""When the ranks on another host stay, and when they leave for good."""
+"""When the ranks on another host wait for the next start of rank 0, and when they end."""
 
 import threading
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def test_a_node_leaves_with_rank_0_when_the_run_is_over(world):
     assert world.seconds == 0
 
 
-def test_a_drain_after_rank_0_was_stopped_is_no_word_to_leave(world):
+def test_a_drain_after_rank_0_was_stopped_does_not_end_the_ranks(world):
     world.meet(1, lambda: True)  # stopped by somebody, and started again
     world.turns = {5: world.drain, 9: lambda: world.meet(4, lambda: True)}
     assert world.run() == [1, 4]

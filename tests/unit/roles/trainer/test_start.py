@@ -61,7 +61,7 @@ def test_after_the_last_commit_it_takes_no_epoch_and_loads_nothing(context, monk
     assert read_epochs(context.store) == []
 
 
-def test_a_hub_that_has_not_heard_of_the_last_commit_hears_of_it(context):
+def test_a_hub_that_lacks_the_last_commit_receives_it(context):
     """Else it would wait for ever, and every actor with it."""
     complete(context, take_epoch(context.store, "trainer", -1).epoch)
     hub = QueueHub()
