@@ -1,7 +1,7 @@
-"""The Arrow schemas of rollouts, partial rollouts and training batches, declared once.
+"""The Arrow schemas of rollouts, partial rollouts and training batches.
 
-A sentence about each column travels in its field metadata; the version travels in the schema metadata. A reader takes
-any minor version of its own major version (it may have more columns) and refuses every other one by name.
+The field metadata describes each column, and the schema metadata contains the version. A reader accepts all minor
+versions of its major version, which may have more columns, and rejects other versions.
 """
 
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import SchemaMismatch
 
 SCHEMA_VERSION = "1.2"
-"""major.minor of all three schemas; a new column is a new minor version, anything else a new major one."""
+"""major.minor of all three schemas. A new column increments minor, any other change increments major."""
 
 SPAN_TYPE = pa.struct(
     [
@@ -47,7 +47,7 @@ _ORIGINS = _field(
     nullable=True,
 )
 _SINCE = {"origins": 1, "turn_advantages": 2}
-"""Columns that came with a later minor version than 0; rows of an earlier one are read as if they were null."""
+"""Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
     _field("run_id", pa.string(), "Run that the rollout belongs to."),
@@ -131,26 +131,22 @@ BATCH_SCHEMA = _schema(
 )
 """The rows of one step as they were trained, in training order."""
 
-ROLLOUT_COLUMNS: tuple[str, ...] = tuple(ROLLOUT_SCHEMA.names)
-PARTIAL_COLUMNS: tuple[str, ...] = tuple(PARTIAL_SCHEMA.names)
-BATCH_COLUMNS: tuple[str, ...] = tuple(BATCH_SCHEMA.names)
-
 
 def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> None:
-    """Raises SchemaMismatch, naming what differs, unless rows of `schema` can be read as `expected`."""
+    """Raises SchemaMismatch, which names the difference, if rows of `schema` cannot be read as `expected`."""
     ours = _metadata(expected)
     theirs = _metadata(schema)
     name, version = ours["schema"], theirs.get("schema_version", "")
     if theirs.get("schema") != name:
         raise SchemaMismatch(
-            f"rows carry schema {theirs.get('schema', 'without a name')!r}; this reader wants {name!r}"
+            f"the rows have schema {theirs.get('schema', 'without a name')!r}; this reader requires {name!r}"
         )
     major, _, minor = version.partition(".")
     our_major, _, our_minor = ours["schema_version"].partition(".")
     if major != our_major or not minor.isdecimal() or len(minor) > 4:
         raise SchemaMismatch(
-            f"{name} schema version {version!r} cannot be read: this reader knows {our_major}.x. "
-            "Use the release that wrote it"
+            f"{name} schema version {version!r} cannot be read: this reader supports {our_major}.x. "
+            "Use the release that wrote the rows"
         )
     for field in expected:
         index = schema.get_field_index(field.name)
@@ -162,21 +158,21 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
             raise SchemaMismatch(f"{name} column {field.name!r} is {schema.field(index).type}, not {field.type}")
     extra = [column for column in schema.names if expected.get_field_index(column) < 0]
     if extra and int(minor) <= int(our_minor):
-        raise SchemaMismatch(f"{name} rows of version {version} have columns that it does not declare: {extra}")
+        raise SchemaMismatch(f"{name} rows of version {version} have columns that this version lacks: {extra}")
 
 
 def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.RecordBatch:
-    """The same rows under `expected` exactly: checked, columns in order.
+    """Check the rows and return them with the columns of `expected`, in order.
 
-    Columns of a newer minor version are left out, those that an older one lacks are null.
+    Columns of a newer minor version are dropped; columns that an older minor version lacks are null.
     """
     if batch.schema.equals(expected, check_metadata=True):
         return batch
     check_schema(batch.schema, expected)
     try:
-        batch.validate()  # columns are made below, of as many rows as it claims to have
+        batch.validate()  # before null columns of batch.num_rows are allocated below
     except pa.ArrowInvalid as error:
-        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
+        raise SchemaMismatch(f"invalid Arrow record batch: {str(error).splitlines()[0]}") from None
     known = set(batch.schema.names)
     arrays = [
         batch.column(field.name) if field.name in known else pa.nulls(batch.num_rows, field.type)
