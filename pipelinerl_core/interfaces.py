@@ -91,46 +91,37 @@ class Engine(Protocol):
         Raises EngineError at once for an empty prompt, max_tokens of 0, or a prompt longer than the engine's limit.
         Closing the iterator early cancels the sequence.
         """
-        ...
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
         """Sample all later tokens with the weights of `update`. After a SwapError the old weights stay in use."""
-        ...
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
         """End sequences and return their partial completions with finish_reason ABORT. Unknown ids are left out.
 
         The generators of these requests end with a chunk that contains the same completion.
         """
-        ...
 
     def flush(self) -> None:
         """Send all tokens that were sampled, but not sent yet, as chunks now."""
-        ...
 
     def stats(self) -> EngineStats:
         """Current counts and rates; cheap."""
-        ...
 
     @property
     def weight_version(self) -> int:
         """Version that samples the next token."""
-        ...
 
     def set_pace(self, delay_seconds: float) -> None:
         """Pause this long after each decode step; 0: full speed. Engines without this ability ignore the call."""
-        ...
 
     def set_paused(self, is_paused: bool) -> None:
         """Pause or continue decoding. Requests keep their slot and KV cache; swaps and aborts work during a pause.
 
         Idempotent. A pause counts as idle in `running_seconds`.
         """
-        ...
 
     async def close(self) -> None:
         """Stop generating and release memory; running generators end with EngineError."""
-        ...
 
 
 @runtime_checkable
@@ -142,17 +133,14 @@ class BroadcastReceiver(Protocol):
 
         The engine must then receive every broadcast of the group: a swap that skips a broadcast is refused.
         """
-        ...
 
     @property
     def group(self) -> int:
         """Number of the joined group; 0: none. A failed or missed broadcast, or a restart, leaves the group."""
-        ...
 
     @property
     def needs_weights(self) -> bool:
         """Whether decoding is stopped, with open sequences, until a swap to `weight_version` or newer."""
-        ...
 
 
 class StepClock(Protocol):
@@ -161,19 +149,15 @@ class StepClock(Protocol):
     @property
     def overrun_seconds(self) -> float:
         """Total time by which decode steps exceeded the duration that the clock allows."""
-        ...
 
     def start(self) -> None:
         """Called when decoding begins after an idle time or a pause."""
-        ...
 
     def rest_seconds(self, num_running: int, delay_seconds: float) -> float:
         """Called after a decode step of `num_running` sequences: time until the next step, the pace included."""
-        ...
 
     def extend(self, seconds: float) -> None:
         """Called after a swap that took `seconds`, which are not part of a decode step."""
-        ...
 
 
 class Learner(Protocol):
@@ -187,23 +171,18 @@ class Learner(Protocol):
 
         telemetry/metrics.py declares the names; a metric without a value is left out.
         """
-        ...
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """Log-probability under the current weights of every completion token, one array per rollout."""
-        ...
 
     def weights(self) -> "dict[str, torch.Tensor]":
         """A copy of the weights on the CPU, by parameter name."""
-        ...
 
     def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
         """A copy of the state for a checkpoint: tensors, and JSON values."""
-        ...
 
     def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -213,11 +192,9 @@ class PromptSource(Protocol):
 
     def prompt(self, index: int) -> Prompt:
         """The prompt at an index of the infinite training sequence; never a held-out prompt."""
-        ...
 
     def held_out(self, count: int) -> list[Prompt]:
         """`count` prompts whose prompt_id never occurs in the training sequence."""
-        ...
 
 
 class Scorer(Protocol):
@@ -225,11 +202,9 @@ class Scorer(Protocol):
 
     async def score(self, prompt: Prompt, text: str) -> float:
         """The reward. Raises RewardError with a one-line reason if the text cannot be scored."""
-        ...
 
     async def close(self) -> None:
         """End the child processes."""
-        ...
 
 
 class ObjectStore(Protocol):
@@ -239,27 +214,21 @@ class ObjectStore(Protocol):
 
     def put(self, key: str, data: "bytes | memoryview", *, create_only: bool = False) -> None:
         """Write an object atomically. With create_only an existing key raises FileExistsError."""
-        ...
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises MissingObject if the key does not exist."""
-        ...
 
     def exists(self, key: str) -> bool:
         """Whether the key exists now (never from a cache)."""
-        ...
 
     def list(self, prefix: str) -> list[str]:
         """Keys under a prefix, sorted, at any depth (never from a cache)."""
-        ...
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; missing objects are ignored."""
-        ...
 
     def child(self, prefix: str) -> "ObjectStore":
         """The store below a prefix."""
-        ...
 
 
 class HubService(Protocol):
@@ -269,21 +238,17 @@ class HubService(Protocol):
         self, peer: str, request: "Request", rows: "pa.RecordBatch | None"
     ) -> "Iterator[tuple[Answer, pa.RecordBatch | None]]":
         """Answers in order. May block up to the request's wait_seconds; called from one thread per peer."""
-        ...
 
     def handle_groups(
         self, peer: str, groups: "Sequence[Group]", rows: "pa.RecordBatch"
     ) -> "Sequence[Answer | Exception]":
         """Handle the groups of one write with checked rows: for each group the answer or the error of `handle`."""
-        ...
 
     def connected(self, peer: str, credit_sink: "CreditSink") -> None:
         """Called when a peer's exchange opens; `credit_sink` returns credit to the peer."""
-        ...
 
     def disconnected(self, peer: str) -> None:
         """Called when a peer's exchange has ended, cleanly or not."""
-        ...
 
 
 class CreditSink(Protocol):
@@ -291,7 +256,6 @@ class CreditSink(Protocol):
 
     def __call__(self, num_groups: int) -> None:
         """Return credit for `num_groups`; 0 only requests that the actor syncs now."""
-        ...
 
 
 class Subscriber(Protocol):
@@ -299,7 +263,6 @@ class Subscriber(Protocol):
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """Read and verify the weights. Raises MissingObject or ChecksumMismatch."""
-        ...
 
 
 class Tracker(Protocol):
@@ -307,8 +270,6 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Buffer metrics of one step; never blocks on the network."""
-        ...
 
     def close(self) -> None:
         """Write all buffered metrics and stop."""
-        ...

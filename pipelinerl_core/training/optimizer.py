@@ -65,11 +65,9 @@ class MasterOptimizer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The model's trained parameters, in order."""
         return list(self._parameters.values())
 
     def zero_grad(self) -> None:
-        """Clear all gradients."""
         for master in self._masters.values():
             master.grad = None
 

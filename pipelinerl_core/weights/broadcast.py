@@ -66,15 +66,12 @@ class Sender(Protocol):
 
     def connect(self, is_closed: threading.Event) -> None:
         """Wait until every receiver is connected. Raises an error if `is_closed` is set before."""
-        ...
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
         """Broadcast all tensors in the order of the layout; returns when all are sent."""
-        ...
 
     def close(self) -> None:
         """Close the collective; a call in progress on another thread fails."""
-        ...
 
 
 class GlooSender:

@@ -91,7 +91,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
 
     @property
     def weight_version(self) -> int:
-        """Version that samples the next token."""
         return self._version
 
     async def swap(self, update: WeightUpdate) -> SwapReport:

@@ -67,17 +67,14 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
 
     @property
     def weight_version(self) -> int:
-        """Version that samples the next token."""
         return self._keeper.version
 
     @property
     def group(self) -> int:
-        """See `interfaces.BroadcastReceiver`."""
         return self._keeper.group.number if self._keeper.group is not None else 0
 
     @property
     def needs_weights(self) -> bool:
-        """See `interfaces.BroadcastReceiver`."""
         return self._keeper.needs_weights
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:

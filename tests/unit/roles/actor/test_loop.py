@@ -1,4 +1,4 @@
-"""What the actor's loops do between the engine and the hub, without either."""
+"""The loops of the actor that send groups and swap weights, with a fake engine and a fake hub link."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ def group(group_id):
 
 
 @pytest.mark.parametrize(("credit", "first"), [(10, [0, 1, 2, 3, 4]), (3, [0, 1, 2])])
-def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, first, monkeypatch):
+def test_finished_groups_are_sent_together_up_to_the_credit(credit, first, monkeypatch):
     visits = []
 
     async def main():
@@ -31,7 +31,7 @@ def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, f
             one._unsent.put_nowait(group(group_id))
         loop = asyncio.create_task(one._send_loop())
         await turns()
-        assert visits == []  # without credit nothing leaves
+        assert visits == []  # without credit nothing is sent
         one._credit = credit
         one._credit_granted.set()
         end = time.monotonic() + 60
@@ -41,13 +41,13 @@ def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, f
         loop.cancel()
         return link.groups
 
-    # A thread per group would let each wait for a turn of the loop, which lasts as long as a decode step.
+    # With a thread per group, each group would wait for an iteration of the loop, as long as a decode step.
     assert asyncio.run(main()) == first
     assert visits == [first]
 
 
 @pytest.mark.parametrize(("failures", "is_given_up"), [(0, False), (2, False), (3, True)])
-def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(failures, is_given_up):
+def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(failures, is_given_up):
     async def main():
         engine = Engine(failures)
         one = actor(Link(), engine)
