@@ -367,7 +367,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`, or TimeoutError; the call then goes on in a daemon thread that dies with the process."""
+    """The result of `call`, or TimeoutError; after a timeout the call continues in a daemon thread."""
     results: list[T] = []
     errors: list[BaseException] = []
 

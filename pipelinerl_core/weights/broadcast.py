@@ -280,7 +280,7 @@ class WeightBroadcaster:
         has_failed: threading.Event,
         is_closed: threading.Event,
     ) -> None:
-        """On a thread of its own; the events belong to this group, which may not be the newest any more."""
+        """Runs on a separate thread; the events belong to this group, which a newer group may have replaced."""
         try:
             sender.connect(is_closed)
         except Exception as error:  # noqa: BLE001 - after any failure there is no group
