@@ -23,8 +23,8 @@ from pipelinerl_core.comparison.plan import (
     Plan,
     PlannedRun,
     Wanted,
+    incomplete_runs,
     plan_comparison,
-    unsettled,
 )
 from pipelinerl_core.comparison.results import Results, RunsFailed
 from pipelinerl_core.config import RunConfig
@@ -105,7 +105,7 @@ def run_all(
 
     labels: MLflow tags of every run.
     """
-    pending = unsettled(plan, root)
+    pending = incomplete_runs(plan, root)
     begun = {run.seed for run in plan.runs if run not in pending} | {plan.runs[0].seed}
     budget = Budget(plan.wanted.budget_minutes * 60, results.spent(), begun=begun)
     num_done = len(plan.runs) - len(pending)

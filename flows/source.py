@@ -1,4 +1,4 @@
-"""The pull step of prefect.yaml: tells a worker in which directory the flows are installed."""
+"""The pull step of prefect.yaml: returns the directory in which the flows are installed to a worker."""
 
 from pathlib import Path
 

@@ -13,7 +13,7 @@ PipelineRLError
  |    +-- WrongPeer         a message that names another peer than its sender
  +-- EngineError            the engine cannot generate
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
- +-- RewardError            a verifier failed (data, counted; never a crash of its own)
+ +-- RewardError            a verifier failed (counted as data; does not end a role)
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
  +-- RankLost               a rank of the trainer has ended; the step was not committed

@@ -1,4 +1,4 @@
-"""Every seam between rooms, owned by the side that uses it. The way of one rollout and one weight version:
+"""The interfaces between folders. The path of one rollout and one weight version:
 
 lease   = hub sync                               # Lease with its Prompt
 request = EngineRequest(tokens of the prompt)    # actor
@@ -44,136 +44,120 @@ class WeightUpdate:
     tensors: "Mapping[str, torch.Tensor]"
     """Parameter name of the model -> tensor of the model's shape and dtype."""
     num_bytes: int
-    """What was fetched."""
+    """Number of bytes that were fetched."""
     is_partial: bool = False
-    """Weights that are not among the tensors stay as they are; else all are there."""
+    """True: weights without a tensor keep their values. False: `tensors` contains all weights."""
     path: str | None = None
-    """The safetensors file on this host that the tensors were read from; it may vanish, it never changes."""
+    """The safetensors file on this host that the tensors were read from; may be deleted, but never changes."""
     group: int = 0
-    """Broadcast group that the engine receives the tensors from, which are then empty here; 0: none."""
+    """Number of the broadcast group from which the engine receives the weights (`tensors` is empty); 0: none."""
     broadcast_index: int = 0
-    """Which of the group's broadcasts holds them, from 1 on."""
+    """Index of the broadcast within the group, from 1 on."""
 
 
 class TensorMeta(NamedTuple):
-    """One weight on its way."""
+    """Name, type and shape of one weight of a broadcast."""
 
     name: str
     dtype: str
-    """As torch calls it, without "torch."."""
+    """torch's name without "torch."."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastGroup:
-    """A trainer and the engine workers that receive weights from it, in one collective."""
+    """A trainer and the engine workers that receive the trainer's weights, in one collective."""
 
     number: int
     """Unique within a run, never 0."""
     ticket: str
-    """What a member needs to meet the others: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
+    """Address of the rendezvous: gloo:<host>:<port>, or nccl:<base64 of the unique id>."""
     world_size: int
-    """Members: the trainer, rank 0, and every worker of every actor."""
+    """Number of members: the trainer (rank 0) and every worker of every actor."""
     first_ranks: dict[str, int]
-    """Actor -> rank of the first of its workers."""
+    """Actor -> rank of the actor's first worker."""
     deadline_seconds: float
-    """Of every wait for the others."""
+    """Limit of every wait for other members."""
     layout: tuple[TensorMeta, ...]
-    """What every broadcast holds, in its order."""
+    """The weights of every broadcast, in order."""
 
 
 class Engine(Protocol):
-    """Generates sequences; the only one that stamps weight versions. All methods run on one event loop."""
+    """Generates sequences and records the weight version of each token. All methods run on one event loop."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
-        """Chunks of one sequence as they are sampled; the last one carries the whole completion.
+        """Chunks of one sequence as they are sampled; the last chunk contains the whole completion.
 
-        Raises EngineError at once for an empty prompt, an empty budget, or a prompt longer than the engine's limit.
-        Closing the iterator early gives up the sequence.
+        Raises EngineError at once for an empty prompt, max_tokens of 0, or a prompt longer than the engine's limit.
+        Closing the iterator early cancels the sequence.
         """
-        ...
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """Make `update` the weights of every token sampled from now on. Raises SwapError and keeps the old ones."""
-        ...
+        """Sample all later tokens with the weights of `update`. After a SwapError the old weights stay in use."""
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """Take sequences back: what each has sampled, finish_reason ABORT. Unknown ids are left out.
+        """End sequences and return their partial completions with finish_reason ABORT. Unknown ids are left out.
 
-        The generators of these requests end with a chunk that carries the same completion.
+        The generators of these requests end with a chunk that contains the same completion.
         """
-        ...
 
     def flush(self) -> None:
-        """Send what has been sampled as chunks now, whatever the engine's own rhythm is."""
-        ...
+        """Send all tokens that were sampled, but not sent yet, as chunks now."""
 
     def stats(self) -> EngineStats:
-        """A glance at the engine, cheap."""
-        ...
+        """Current counts and rates; cheap."""
 
     @property
     def weight_version(self) -> int:
         """Version that samples the next token."""
-        ...
 
     def set_pace(self, delay_seconds: float) -> None:
-        """Pause this long after each decode step; 0 is full speed. An engine that cannot pace itself ignores it."""
-        ...
+        """Pause this long after each decode step; 0: full speed. Engines without this ability ignore the call."""
 
     def set_paused(self, is_paused: bool) -> None:
-        """Stand still, or go on. Requests keep their place and their KV cache; swaps and aborts go on as ever.
+        """Pause or continue decoding. Requests keep their slot and KV cache; swaps and aborts work during a pause.
 
-        Level-triggered: the same word twice changes nothing. A pause counts as idle in `running_seconds`.
+        Idempotent. A pause counts as idle in `running_seconds`.
         """
-        ...
 
     async def close(self) -> None:
         """Stop generating and release memory; running generators end with EngineError."""
-        ...
 
 
 @runtime_checkable
 class BroadcastReceiver(Protocol):
-    """An engine that can receive weights from the trainer's memory, without a file between them."""
+    """An engine that can receive weights from the trainer's memory, without a file."""
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Meet the other members; returns when all are there. Raises EngineError, and is in no group then.
+        """Join a broadcast group; returns when all members have joined. After an EngineError `group` is 0.
 
-        It must take every broadcast of the group from then on: a swap to a later one than the next is refused.
+        The engine must then receive every broadcast of the group: a swap that skips a broadcast is refused.
         """
-        ...
 
     @property
     def group(self) -> int:
-        """Number of the group it is in, 0 for none: a broadcast failed or missed, or a restart, leaves a group."""
-        ...
+        """Number of the joined group; 0: none. A failed or missed broadcast, or a restart, leaves the group."""
 
     @property
     def needs_weights(self) -> bool:
-        """Whether it stands still, with its sequences, until a swap brings weights of `weight_version` or newer."""
-        ...
+        """Whether decoding is stopped, with open sequences, until a swap to `weight_version` or newer."""
 
 
 class StepClock(Protocol):
-    """Says when an engine's next decode step is due; an engine without a clock goes on at once."""
+    """Decides when an engine's next decode step starts; without a clock the next step starts at once."""
 
     @property
     def overrun_seconds(self) -> float:
-        """Time by which decode steps took longer than the clock gave them, since the start."""
-        ...
+        """Total time by which decode steps exceeded the duration that the clock allows."""
 
     def start(self) -> None:
-        """Decoding begins after the engine had nothing to do or was paused."""
-        ...
+        """Called when decoding begins after an idle time or a pause."""
 
     def rest_seconds(self, num_running: int, delay_seconds: float) -> float:
         """Called after a decode step of `num_running` sequences: time until the next step, the pace included."""
-        ...
 
     def extend(self, seconds: float) -> None:
-        """The engine stood still for this long, for a swap: no part of a decode step."""
-        ...
+        """Called after a swap that took `seconds`, which are not part of a decode step."""
 
 
 class Learner(Protocol):
@@ -183,27 +167,22 @@ class Learner(Protocol):
     """Optimizer steps inside the weights."""
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """One optimizer step on exactly these rows, in this order; version grows by one. Returns metrics by name.
+        """One optimizer step on exactly these rows, in this order; increments `version`. Returns metrics by name.
 
-        The names are those of telemetry/metrics.py; what has no value is left out.
+        telemetry/metrics.py declares the names; a metric without a value is left out.
         """
-        ...
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """trainer_logprobs of every completion token of each rollout, under the current weights."""
-        ...
+        """Log-probability under the current weights of every completion token, one array per rollout."""
 
     def weights(self) -> "dict[str, torch.Tensor]":
-        """A snapshot (own memory, CPU) of the weights by parameter name."""
-        ...
+        """A copy of the weights on the CPU, by parameter name."""
 
     def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-        """Snapshot of everything a checkpoint needs: tensors, and JSON values."""
-        ...
+        """A copy of the state for a checkpoint: tensors, and JSON values."""
 
     def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -212,111 +191,85 @@ class PromptSource(Protocol):
     name: str
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt at a position of the endless training sequence; never a held-out one."""
-        ...
+        """The prompt at an index of the infinite training sequence; never a held-out prompt."""
 
     def held_out(self, count: int) -> list[Prompt]:
         """`count` prompts whose prompt_id never occurs in the training sequence."""
-        ...
 
 
 class Scorer(Protocol):
     """Scores completions in child processes with hard limits."""
 
     async def score(self, prompt: Prompt, text: str) -> float:
-        """The reward. Raises RewardError with one line that says why there is none."""
-        ...
+        """The reward. Raises RewardError with a one-line reason if the text cannot be scored."""
 
     async def close(self) -> None:
         """End the child processes."""
-        ...
 
 
 class ObjectStore(Protocol):
-    """Objects under one prefix (a root or one run). Keys are relative, use "/", are checked against traversal."""
+    """Objects under one prefix (a root or one run). Keys are relative, use "/", and must not contain ".."."""
 
     url: str
 
     def put(self, key: str, data: "bytes | memoryview", *, create_only: bool = False) -> None:
-        """Write an object whole. With create_only an existing key raises FileExistsError."""
-        ...
+        """Write an object atomically. With create_only an existing key raises FileExistsError."""
 
     def get(self, key: str) -> bytes:
-        """The whole object; MissingObject if there is none."""
-        ...
+        """The whole object. Raises MissingObject if the key does not exist."""
 
     def exists(self, key: str) -> bool:
-        """Whether the key is there now (never from a cache)."""
-        ...
+        """Whether the key exists now (never from a cache)."""
 
     def list(self, prefix: str) -> list[str]:
         """Keys under a prefix, sorted, at any depth (never from a cache)."""
-        ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; missing ones are no error."""
-        ...
+        """Remove objects; missing objects are ignored."""
 
     def child(self, prefix: str) -> "ObjectStore":
         """The store below a prefix."""
-        ...
 
 
 class HubService(Protocol):
-    """What the hub does with a request; the Flight server knows nothing of ledgers."""
+    """Handles the requests of peers; independent of the transport."""
 
     def handle(
         self, peer: str, request: "Request", rows: "pa.RecordBatch | None"
     ) -> "Iterator[tuple[Answer, pa.RecordBatch | None]]":
-        """Answers in order. May block up to the wait the request names; called from one thread per peer."""
-        ...
+        """Answers in order. May block up to the request's wait_seconds; called from one thread per peer."""
 
     def handle_groups(
         self, peer: str, groups: "Sequence[Group]", rows: "pa.RecordBatch"
     ) -> "Sequence[Answer | Exception]":
-        """Several groups of one write, whose rows are checked: what `handle` would yield for each, or raise."""
-        ...
+        """Handle the groups of one write with checked rows: for each group the answer or the error of `handle`."""
 
     def connected(self, peer: str, credit_sink: "CreditSink") -> None:
-        """A peer's exchange has opened; `credit_sink` returns credit to it."""
-        ...
+        """Called when a peer's exchange opens; `credit_sink` returns credit to the peer."""
 
     def disconnected(self, peer: str) -> None:
-        """A peer's exchange is gone, cleanly or not."""
-        ...
+        """Called when a peer's exchange has ended, cleanly or not."""
 
 
 class CreditSink(Protocol):
-    """Returns credit to one actor; calling it for a peer that is gone does nothing."""
+    """Returns credit to one actor; no effect after the actor has disconnected."""
 
     def __call__(self, num_groups: int) -> None:
-        """Give back `num_groups`; 0 only tells the actor to sync now."""
-        ...
-
-
-class Publisher(Protocol):
-    """Trainer side of the weights."""
-
-    def publish(self, version: int, tensors: "Mapping[str, torch.Tensor]", *, durable: bool) -> WeightManifest:
-        """Write the data, then the manifest; returns when both can be read."""
-        ...
+        """Return credit for `num_groups`; 0 only requests that the actor syncs now."""
 
 
 class Subscriber(Protocol):
-    """Actor side of the weights."""
+    """Reads published weights in an actor."""
 
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
-        """Read and verify; raises MissingObject or ChecksumMismatch, touches no engine."""
-        ...
+        """Read and verify the weights. Raises MissingObject or ChecksumMismatch."""
 
 
 class Tracker(Protocol):
-    """Where metrics of a run go. Losing it never kills a run."""
+    """Stores the metrics of a run. A failure of the tracker does not end the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Buffer metrics of one step; never blocks on the network."""
-        ...
 
     def close(self) -> None:
-        """Flush and stop."""
-        ...
+        """Write all buffered metrics and stop."""

@@ -56,19 +56,15 @@ class Role(Protocol):
 
     def begin(self) -> None:
         """Start the role, unless the role is running."""
-        ...
 
     def has_ended(self) -> bool:
         """Whether the role has ended or was stopped."""
-        ...
 
     def check(self) -> None:
         """Raise the error of the role, if the role has failed."""
-        ...
 
     def stop(self) -> None:
         """Request the end of the role; does not wait."""
-        ...
 
 
 class LocalRole:

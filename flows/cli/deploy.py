@@ -16,7 +16,7 @@ def deploy(
         str, typer.Option(metavar="TYPE/NAME", help="Notification block for alarms, for example slack-webhook/team.")
     ] = "",
     max_resumes: Annotated[
-        int | None, typer.Option(help="Times that a crashed run is scheduled again without becoming Running.")
+        int | None, typer.Option(help="How often a crashed run is scheduled again without becoming Running.")
     ] = None,
     file: Annotated[
         Path | None,

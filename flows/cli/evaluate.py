@@ -23,11 +23,12 @@ def evaluate(
     """
     from pipelinerl_core.run.context import open_run
     from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.run.versions import names_several
     from pipelinerl_core.supervision.run_roles import evaluate as evaluate_versions
 
     records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
     assert records is not None  # nothing sets the stop event
     documents = [record.model_dump(mode="json") for record in records]
     line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
-    is_one = version != "all" and "," not in version
-    answer(documents[0] if is_one else documents, [line.format(**one) for one in documents], as_json=as_json)
+    found = documents if names_several(version) else documents[0]
+    answer(found, [line.format(**one) for one in documents], as_json=as_json)

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) as those see them who publish and who receive them: W + s * B @ A.
 
-Both sides merge by the one function here, so that an engine has the same bits whoever merged.
+Trainer and actor merge with the same function, so that an engine has the same bits in both cases.
 
 Shapes: O, I = outputs and inputs of a linear layer, R = rank of its adapter.
 """
@@ -37,7 +37,7 @@ class Adapters(dict[str, Tensor]):
     def pairs(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(name of the adapted weight, A [R, I], B [O, R]) of each adapter.
 
-        Raises ValueError when a name is not that of a factor, or a factor is without its other half.
+        Raises ValueError for a name that is not the name of a factor, and for a factor without the other factor.
         """
         for name in sorted({_FACTOR.sub("", name) if is_factor(name) else "" for name in self}):
             a_RI, b_OR = (self.get(factor) for factor in factor_names(f"{name}.weight"))

@@ -57,13 +57,13 @@ def without_baseline(rewards: Sequence[float]) -> list[float]:
 def per_turn(rewards: Sequence[float], num_turns: Sequence[int]) -> list[tuple[float, ...]]:
     """For each rollout the advantages of its turns: A_ik = r_i - mean of r_j over the siblings that reached turn k.
 
-    The siblings are the other rollouts j with more than k turns, k from 0; where there is none, A_ik = 0. With one
-    turn each it is `leave_one_out`. The rule is that of PipelineRL since its pull request 135, which takes the
-    baseline within (group, step index). Raises ValueError for a rollout without a turn, too.
+    The siblings are the other rollouts j with more than k turns, k from 0; without a sibling, A_ik = 0. For rollouts
+    of one turn the result equals `leave_one_out`. ServiceNow's PipelineRL uses this rule since pull request 135, with
+    the baseline within (group, step index). Raises ValueError also for a rollout without a turn.
 
-    Its bias: how many turns a rollout has depends on what it did in the earlier ones. A late turn is compared with
-    survivors alone, so what made them survive earns nothing there, and the last turns of the longest rollout have
-    no gradient, good or bad.
+    Bias: the number of turns of a rollout depends on the tokens of earlier turns. A late turn is compared only with
+    rollouts that also reached this turn, so tokens that lead to more turns get no credit there, and the last turns of
+    the longest rollout have no gradient.
 
     Example: rewards [1, 0, 1] of rollouts with [1, 2, 3] turns -> [(1/2,), (-1, -1), (1/2, 1, 0)].
     """

@@ -32,7 +32,7 @@ class LogprobDifferences:
         Args:
             log_ratios_N: trainer_logprob - rollout_logprob, not clamped.
             lags_N: int64, steps from the weights that sampled a token to those being trained. No trained token is
-                newer than the weights it trains: whoever assembles a step sees to that.
+                newer than the weights being trained (batching/assemble.py).
             sequence_N: int64, the sequence of each token. No sequence is in two packs.
             trained_M: int64, places of the trained tokens. The others are in no sum, but their age counts for those
                 after them.

@@ -66,7 +66,7 @@ def layout_of(lengths: Sequence[int]) -> PackLayout:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. From the CPU to a GPU through pinned memory, so that nobody waits for the copy."""
+    """The tensor on a device. A copy from the CPU to a GPU uses pinned memory, so that the CPU does not wait."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

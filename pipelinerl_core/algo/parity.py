@@ -43,9 +43,9 @@ class ParityReport:
 def logprob_parity(
     engine_logprobs: ArrayLike, trainer_logprobs: ArrayLike, dtype: Literal["float32", "bfloat16"]
 ) -> ParityReport:
-    """Compare log-probabilities of the same tokens, both of one shape; dtype is that of the model's weights.
+    """Compare log-probabilities of the same tokens, arrays of one shape; dtype: type of the model's weights.
 
-    Not a number anywhere is not ok. Raises ParityError for nothing to compare or different shapes.
+    A report with NaN is not ok. Raises ParityError for empty arrays or different shapes.
     """
     engine, trainer = np.asarray(engine_logprobs, np.float64), np.asarray(trainer_logprobs, np.float64)
     if engine.shape != trainer.shape or engine.size == 0:

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.algo.packed import PackedBatch, layout_of
 from pipelinerl_core.algo.staleness import token_versions
-from pipelinerl_core.batching.balance_ranks import share
-from pipelinerl_core.batching.pack import Packing, pack
+from pipelinerl_core.batching.pack import Packing, pack, share
 from pipelinerl_core.types import Rollout, TrainingRow
 
 Int64Array = NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Divide sequences into packs; the sequences of a pack share a forward pass."""
+"""Divide sequences into packs, and packs over ranks; the sequences of a pack share a forward pass."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ def pack(lengths: Sequence[int], pack_tokens: int, packing: Packing = "sorted") 
 
     Sequences go from long to short, ties by position, and a pack takes the next ones until its budget is spent.
     Neighbours in that order are of similar length, so the padding that attention adds inside a pack (to its longest
-    sequence) is small. A pack that is not full costs nothing: the other layers see exactly the tokens in it.
+    sequence) is small. A pack that is not full costs nothing: the other layers compute only the tokens in the pack.
 
     With packing "filled", a pack that is not nearly full then takes the longest of the shorter sequences that still
     fit: fewer packs of more equal size, but more padding in attention.
 
-    A sequence longer than the budget gets a pack of its own, because every generated sequence must be trained.
+    A sequence longer than the budget is alone in its pack, because every generated sequence must be trained.
 
     Example: lengths [3, 9, 4, 4] with 8 tokens -> [[1], [2, 3], [0]].
     """
@@ -38,6 +38,34 @@ def pack(lengths: Sequence[int], pack_tokens: int, packing: Packing = "sorted") 
             used, end = _take(remaining, end - 1, taken, used)
         packs.append(taken)
     return packs
+
+
+def share(lengths: Sequence[int], pack_tokens: int, ranks: int, packing: Packing = "sorted") -> list[list[list[int]]]:
+    """Cut sequences into packs for several ranks, equally many on each, with about equally many tokens.
+
+    Returns for each rank its packs of indices into `lengths`; a missing pack is empty. The number of packs is
+    the number that `pack` makes, rounded up to a multiple of `ranks`; the budget of a pack is lowered as far as this
+    number allows. Packs are ordered by the length of their sequences and go to the ranks in turn, forth and back, so
+    that ranks get sequences of similar length. No pack exceeds `pack_tokens`, except for a single longer sequence.
+
+    Example: lengths [4, 4, 4, 4, 4, 4], 20 tokens, 2 ranks -> [[[0, 1, 2]], [[3, 4, 5]]].
+    """
+    num_packs = max(1, -(-len(pack(lengths, pack_tokens, packing)) // ranks)) * ranks
+    low, high = 1, pack_tokens
+    while low < high:  # the smallest budget that needs no more packs
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(pack(lengths, middle, packing)) <= num_packs else (middle + 1, high)
+    packs = pack(lengths, high, packing)
+    if len(packs) > num_packs:  # packing=filled may need one more pack with a larger budget
+        packs = pack(lengths, pack_tokens, packing)
+    packs += [[] for _ in range(num_packs - len(packs))]
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for start in range(0, num_packs, ranks):
+        turn = packs[start : start + ranks]
+        is_back = start // ranks % 2 == 1
+        for rank, chosen in enumerate(reversed(turn) if is_back else turn):
+            shares[rank].append(chosen)
+    return shares
 
 
 def _take(remaining: list[tuple[int, int]], position: int, taken: list[int], used: int) -> tuple[int, int]:

@@ -13,14 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl_core.bench import report
+from pipelinerl_core.bench.engine_load import random_model
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.roles.runtime.inference import base_weights, model_directory
@@ -35,15 +34,6 @@ from pipelinerl_core.weights.subscribe import WeightSubscriber
 CONTENTS = ("merged", "adapters")
 STAGES = ("snapshot", "publish", "take", "pause")
 RANDOM_MODEL = "random:0.5B"
-_SHAPES: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 def measure(config: RunConfig, versions: int) -> dict[str, Any]:
@@ -101,14 +91,6 @@ def _timed(times: list[float]) -> Iterator[None]:
     times.append(time.perf_counter() - started)
 
 
-def _random_model(directory: Path, dtype: str) -> Path:
-    torch.manual_seed(0)
-    model_class: Any = Qwen2ForCausalLM
-    model = model_class(Qwen2Config(**_SHAPES)).to(getattr(torch, dtype))
-    model.save_pretrained(directory)
-    return directory
-
-
 @exit_codes
 def main() -> int:
     """Command line of the benchmark."""
@@ -123,7 +105,8 @@ def main() -> int:
     with TemporaryDirectory(prefix="pipelinerl-bench-") as directory:
         model = arguments.model
         if model == RANDOM_MODEL:
-            model = str(_random_model(Path(directory), arguments.dtype))
+            model = directory
+            random_model("0.5b", dtype=getattr(torch, arguments.dtype)).save_pretrained(directory)
         settings = [
             f"model.path={model}", f"model.dtype={arguments.dtype}", f"learner.lora_rank={arguments.rank}",
             "engine.concurrency=1", "rollouts.max_tokens=8",

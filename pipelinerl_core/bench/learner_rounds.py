@@ -21,6 +21,7 @@ from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunCon
 from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
+from pipelinerl_core.training.optimizer import make_adam
 from pipelinerl_core.types import Rollout, TrainingRow
 
 Step = Callable[[], object]
@@ -92,16 +93,9 @@ class BareLoop:
         self._model = prepare_model(workload.random_model())
         self._packs = PackBatcher(workload.pack_tokens).rows(rows)
         self._config = workload.config().learner
-        self._adam = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=self._config.lr,
-            betas=(0.9, self._config.beta2),
-            weight_decay=self._config.weight_decay,
-            fused=True,
-        )
+        self._adam = make_adam(list(self._model.parameters()), self._config)
 
     def __call__(self) -> None:
-        """One step."""
         self._adam.zero_grad()
         for batch in self._packs:
             logits_NV = hidden_states(self._model, batch) @ head_weight(self._model).T

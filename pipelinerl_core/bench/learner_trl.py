@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.training.optimizer import make_adam
 from pipelinerl_core.types import TrainingRow
 
 with warnings.catch_warnings():
@@ -40,21 +41,13 @@ class TRLStep:
         self._directory = tempfile.TemporaryDirectory(prefix="pipelinerl-bench-")
         self._model = model
         self._clip_norm = config.learner.clip_norm
-        learner = config.learner
-        self._adam = torch.optim.AdamW(
-            model.parameters(),
-            lr=learner.lr,
-            betas=(0.9, learner.beta2),
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
+        self._adam = make_adam(list(model.parameters()), config.learner)
         rows_per_pass = min(ROWS_PER_PASS, len(rows))
         self._trainer = _trainer(model, config, rows_per_pass, len(rows) // rows_per_pass, self._directory.name)
         self._passes = _passes(rows, rows_per_pass)
         self._trainer.current_gradient_accumulation_steps = len(self._passes)
 
     def __call__(self) -> None:
-        """One step."""
         self._model.train()
         self._adam.zero_grad()
         for inputs in self._passes:

@@ -26,7 +26,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]], *, num_text_columns: int = 1) -> list[str]:
-    """The lines of a Markdown table; the first `num_text_columns` columns are aligned to the left."""
+    """The lines of a Markdown table; the first `num_text_columns` columns are left-aligned, others right-aligned."""
     rule = ["---" if index < num_text_columns else "--:" for index in range(len(header))]
     return [f"| {' | '.join(map(str, header))} |", f"|{'|'.join(rule)}|"] + [
         f"| {' | '.join(map(str, row))} |" for row in rows

@@ -103,30 +103,21 @@ def measure(extent: Extent) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     missing: list[str] = []
 
-    def add(what: str, part: Callable[[], dict[str, Any]]) -> None:
+    def add(what: str, part: Callable[..., dict[str, Any]], *arguments: Any) -> None:
         _log(what)
         try:
-            rows.append({"what": what, **part()})
+            rows.append({"what": what, **part(*arguments)})
         except ConfigError as error:
             _log(str(error))
             missing.append(str(error))
 
     for cell in extent.cells:
         pause = f", a group every {cell.pause_seconds * 1e3:g} ms" if cell.pause_seconds else ""
-        add(
-            f"actors: {cell.num_actors:,}{pause}",
-            lambda cell=cell: measure_cell(cell, extent.seconds, extent.stall_seconds),  # type: ignore[misc]
-        )
+        add(f"actors: {cell.num_actors:,}{pause}", measure_cell, cell, extent.seconds, extent.stall_seconds)
     for backend in extent.backends:
-        add(
-            f"back-end: {backend}",
-            lambda backend=backend: measure_backend(backend, NUM_TOKENS, extent.seconds),  # type: ignore[misc]
-        )
+        add(f"back-end: {backend}", measure_backend, backend, NUM_TOKENS, extent.seconds)
     for target in ("disk", "S3") if extent.segment_groups else ():
-        add(
-            f"segments: {target}",
-            lambda target=target: measure_segments(target, extent.segment_groups),  # type: ignore[misc]
-        )
+        add(f"segments: {target}", measure_segments, target, extent.segment_groups)
     return {"rows": rows, "missing": missing, "pyarrow": pa.__version__, **report.machine()}
 
 

@@ -106,12 +106,10 @@ class HubUnderLoad:
         return counts
 
     def cpu_seconds(self) -> float:
-        """CPU time of the hub, user and system."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
     def rss_bytes(self) -> int:
-        """Resident memory of the hub."""
         return int(self._process.memory_info().rss)
 
     def live(self) -> dict[str, Any]:
@@ -176,7 +174,6 @@ class SimulatedTrainer:
         return len(groups)
 
     def close(self) -> None:
-        """Disconnect."""
         self._client.close()
 
     def _commit(self, groups: tuple[tuple[int, int], ...], fates: tuple[FateRecord, ...]) -> None:

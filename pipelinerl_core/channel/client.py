@@ -78,7 +78,6 @@ class HubClient:
 
     @property
     def url(self) -> str:
-        """URL of the hub."""
         return self._connection.url
 
     @property

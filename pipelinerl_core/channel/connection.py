@@ -23,7 +23,7 @@ CONNECT_SECONDS = 10.0
 _WIRE_ERRORS = (pa.ArrowException, fl.FlightError, OSError)  # errors of a broken connection
 _WRITER_SECONDS = 1.0  # a cancelled write returns at once
 _CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, and no back-off inherited from other clients
+    ("grpc.use_local_subchannel_pool", 1),  # a separate connection, without the back-off of other clients
     ("grpc.min_reconnect_backoff_ms", 5000),  # bounds one attempt to connect
 )
 

@@ -47,11 +47,9 @@ class PeerWriter(Protocol):
 
     def write_metadata(self, metadata: bytes) -> None:
         """A message without rows."""
-        ...
 
     def write_with_metadata(self, rows: pa.RecordBatch, metadata: bytes) -> None:
         """A message with its rows."""
-        ...
 
 
 class PeerConnection:

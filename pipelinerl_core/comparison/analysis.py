@@ -1,7 +1,8 @@
-"""Arms over seeds: when each run reached the target, what it cost, ratios between arms and their spread.
+"""The figures of a comparison: time and samples until the target, ratios between arms, and their spread over seeds.
 
-Pure: commits, evaluations and reports in, JSON values out. Ratios are taken seed by seed, where both arms began with
-the same weights and prompts, and then averaged. Time counts from commit 0, when the first actor could start.
+Pure functions from commits, evaluations and reports to JSON values. A ratio is computed per seed, because both arms
+of a seed start with the same weights and prompts, and then averaged. Time starts at commit 0, when the first actor
+could start.
 """
 
 import itertools
@@ -13,15 +14,15 @@ from typing import Any
 from pipelinerl_core.run.records import Commit
 
 REWARD_STEPS = 10
-"""Steps over which the training reward is averaged before a run is stopped for being past the target."""
+"""Number of steps over which the training reward is averaged to decide whether a run may stop."""
 
-HONEST_SHARE = 0.02
-"""Of a run's time, by which real work may exceed the emulated work it stands for without being mentioned."""
+MAX_OVERRUN_SHARE = 0.02
+"""Share of a run's time by which real work may exceed the emulated duration without a note in the results."""
 
 RATIOS = ("time_to_target_seconds", "samples_to_target", "rollouts_per_second")
-"""Figures of which each arm's ratio to the reference arm is taken."""
+"""Figures that are divided by the figure of the reference arm."""
 
-# key of a figure -> where report.json has it
+# Name of a figure -> path in report.json.
 _FROM_REPORT = {
     "tokens_per_second": ("tokens_per_second",),
     "ess_mean": ("ess_mean",),
@@ -34,13 +35,13 @@ _FROM_REPORT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedRun:
-    """One arm with one seed, as far as it went."""
+    """The records of one arm with one seed."""
 
     arm: str
     seed: int
     run_id: str
     code_version: str
-    """Empty for a peer."""
+    """Empty for a reference library."""
     is_emulated: bool
     commits: Mapping[int, Commit]
     accuracies: Mapping[int, float]
@@ -60,23 +61,24 @@ class EvaluatedVersion:
 
 
 def has_reached(rewards: Sequence[float], level: float) -> bool:
-    """Whether the mean of any REWARD_STEPS successive rewards is at or above a level."""
+    """Whether the mean of any REWARD_STEPS successive rewards is at least `level`."""
     windows = (rewards[end - REWARD_STEPS : end] for end in range(REWARD_STEPS, len(rewards) + 1))
     return any(statistics.fmean(window) >= level for window in windows)
 
 
 def rewards_of(commits: Mapping[int, Commit]) -> list[float]:
-    """Training reward of every step that has one, in order."""
+    """Training reward of every step with a reward, in order."""
     return [
         commits[step].metrics["reward/mean"] for step in sorted(commits) if "reward/mean" in commits[step].metrics
     ]
 
 
 def active_seconds(commits: Mapping[int, Commit]) -> dict[int, float]:
-    """Step -> seconds of running from commit 0 to its commit; time between a stop and a resume does not count.
+    """Step -> seconds from commit 0 to the step's commit, without the time between a stop and a resume.
 
-    The step after a resume counts with the mean time of the others, or from when the trainer began to wait for groups
-    if it is the first. Example: committed at 0, 10, 12, 500 (after a resume), 502 is 0, 10, 12, 14, 16.
+    The step after a resume counts with the mean duration of the other steps. If this is the first step, its time
+    starts when the trainer began to wait for groups. Example: commits at 0, 10, 12, 500 (after a resume) and 502
+    seconds result in 0, 10, 12, 14, 16.
     """
     ordered = [commits[step] for step in sorted(commits)]
     pairs = list(itertools.pairwise(ordered))
@@ -96,13 +98,13 @@ def active_seconds(commits: Mapping[int, Commit]) -> dict[int, float]:
 
 
 def num_resumes(commits: Mapping[int, Commit]) -> int:
-    """How often the trainer started again between two commits."""
+    """Number of restarts of the trainer between commits."""
     epochs = [commits[step].epoch for step in sorted(commits)]
     return sum(before != after for before, after in itertools.pairwise(epochs))
 
 
 def overrun_share(run: ComparedRun) -> float:
-    """Time that real work took beyond what it emulated, as a share of the run's; 0 for a run at real speed."""
+    """Share of the run's time by which real work exceeded the emulated durations; 0 for a run without emulation."""
     emulation = run.report.get("emulation") or {}
     seconds = max(active_seconds(run.commits).values(), default=0.0)
     overrun = emulation.get("decode_overrun_seconds", 0.0) + emulation.get("train_overrun_seconds", 0.0)
@@ -110,7 +112,7 @@ def overrun_share(run: ComparedRun) -> float:
 
 
 def samples_by_step(commits: Mapping[int, Commit]) -> dict[int, int]:
-    """Step -> rollouts trained until then."""
+    """Step -> total number of trained rollouts."""
     return {step: int(commits[step].metrics.get("progress/samples", 0)) for step in sorted(commits)}
 
 
@@ -130,7 +132,7 @@ def learning_curve(run: ComparedRun) -> list[EvaluatedVersion]:
 
 
 def first_crossing(points: Sequence[tuple[float, float]], level: float) -> float | None:
-    """x at which y first reaches a level, linear between the points; None if it never does.
+    """x at which y first reaches a level, with linear interpolation; None if y stays below the level.
 
     Example: (0, 0.2), (10, 0.4), (20, 0.6) reach 0.5 at 15.
     """
@@ -143,7 +145,7 @@ def first_crossing(points: Sequence[tuple[float, float]], level: float) -> float
 
 
 def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
-    """Every figure of one run; None where it has none."""
+    """All figures of one run; None for an undefined figure."""
     curve = learning_curve(run)
     seconds = active_seconds(run.commits)
     last = max(run.commits, default=0)
@@ -164,9 +166,9 @@ def run_figures(run: ComparedRun, target: float) -> dict[str, float | None]:
 
 
 def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> dict[str, float | None]:
-    """Per step after the first: seconds on the clock, and CPU seconds of all engines and of the trainer.
+    """Per step after the first: wall-clock seconds, and CPU seconds of all engines and of the trainer.
 
-    CPU seconds are None where a role has started again in between: its counter began anew.
+    CPU seconds are None if a role was restarted, because its counter restarts at 0.
     """
     last = max(commits, default=0)
     keys = ("step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds")
@@ -187,7 +189,7 @@ def step_costs(commits: Mapping[int, Commit], seconds: Mapping[int, float]) -> d
 
 
 def spread(by_seed: Mapping[int, float | None]) -> dict[str, Any]:
-    """Mean, sample standard deviation and range over the seeds that have a value; std needs two of them."""
+    """Mean, sample standard deviation and range over the seeds with a value; std needs two values."""
     values = [value for value in by_seed.values() if value is not None]
     return {
         "mean": statistics.fmean(values) if values else None,
@@ -199,7 +201,7 @@ def spread(by_seed: Mapping[int, float | None]) -> dict[str, Any]:
 
 
 def ratio(arm: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> dict[str, Any]:
-    """Spread of arm / other, seed by seed, of two entries of a table; seeds that lack either have no ratio."""
+    """Spread of arm / other, computed per seed; a seed that lacks one of the two values has no ratio."""
     values = {}
     for seed, value in arm[figure]["by_seed"].items():
         base = other[figure]["by_seed"].get(seed)
@@ -208,17 +210,17 @@ def ratio(arm: Mapping[str, Any], other: Mapping[str, Any], figure: str) -> dict
 
 
 def counted_seeds(runs: Sequence[ComparedRun], arms: Sequence[str]) -> list[int]:
-    """Seeds that every arm has run, so that all means are over the same seeds; failing that, the first seed."""
+    """The seeds that all arms have run, so that all means use the same seeds; if there are none, the first seed."""
     seeds = list(dict.fromkeys(run.seed for run in runs))
     present = {(run.arm, run.seed) for run in runs}
     return [seed for seed in seeds if all((arm, seed) in present for arm in arms)] or seeds[:1]
 
 
 def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, target: float) -> dict[str, Any]:
-    """{"seeds", "emulated", "arms": {name: figures over seeds, over_reference, ...}, ...}, arms in their order.
+    """{"seeds", "emulated", "arms": {name: figures over seeds, over_reference, ...}, ...}, in the order of `arms`.
 
-    over_reference: an arm's figure over the reference arm's, for RATIOS. For times that is how many times sooner the
-    reference reached the target.
+    over_reference: for RATIOS, an arm's figure divided by the figure of the reference arm. For the time to the
+    target, a ratio of 2 means that the reference arm needed half the time.
     """
     seeds = counted_seeds(runs, arms)
     table: dict[str, dict[str, Any]] = {}
@@ -235,7 +237,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
     return {
         "seeds": seeds,
         "emulated": any(run.is_emulated for run in runs),
-        "overrun": {run.run_id: share for run in runs if (share := overrun_share(run)) > HONEST_SHARE},
+        "overrun": {run.run_id: share for run in runs if (share := overrun_share(run)) > MAX_OVERRUN_SHARE},
         "resumed": sum(num_resumes(run.commits) for run in runs),
         "code_versions": sorted({run.code_version for run in runs if run.code_version}),
         "arms": table,
@@ -243,7 +245,7 @@ def compare(runs: Sequence[ComparedRun], arms: Sequence[str], reference: str, ta
 
 
 def _steady_rate(samples: Mapping[int, int], seconds: Mapping[int, float]) -> float | None:
-    """Rollouts trained after the first step, per second since its commit; None for fewer than two steps."""
+    """Trained rollouts per second after the commit of step 1; None for fewer than two steps."""
     first, last = 1, max(samples, default=0)
     if first not in samples or seconds[last] <= seconds[first]:
         return None

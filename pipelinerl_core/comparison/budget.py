@@ -1,4 +1,4 @@
-"""How much of a comparison fits into its time: estimates from earlier runs, whole later seeds left out first."""
+"""The time budget of a comparison: estimates durations from earlier runs and leaves out the last seeds first."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from pipelinerl_core.comparison.plan import PlannedRun, names_of
 
 
 class Budget:
-    """The time of one command, from when this is made. Runs it has left out are in `dropped`."""
+    """The time budget of one command; starts at construction. `dropped` holds the runs that were left out."""
 
     def __init__(
         self,
@@ -18,7 +18,7 @@ class Budget:
         begun: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """spent: (arm, seconds) of runs of earlier commands; begun: the first seed, and those with a finished run."""
+        """spent: (arm, seconds) of runs of earlier commands; begun: the first seed, and seeds with a finished run."""
         self._clock = clock
         self._ends_at = clock() + seconds
         self._spent: dict[str, list[float]] = {}
@@ -29,15 +29,15 @@ class Budget:
 
     @property
     def left_seconds(self) -> float:
-        """What is left; negative when it is overdrawn."""
+        """Remaining time; negative if the budget is exceeded."""
         return self._ends_at - self._clock()
 
     def note(self, arm: str, seconds: float) -> None:
-        """A run of an arm took so long."""
+        """Record the duration of a run of an arm."""
         self._spent.setdefault(arm, []).append(seconds)
 
     def expected_seconds(self, runs: Sequence[PlannedRun]) -> float | None:
-        """What runs will take: the mean of their arm's runs, else of all runs; None before the first of all."""
+        """Estimated duration of `runs`: per run the mean of its arm, else of all arms; None without a known run."""
         known = [seconds for spent in self._spent.values() for seconds in spent]
         if not known:
             return None
@@ -45,9 +45,9 @@ class Budget:
         return sum(statistics.fmean(self._spent[run.arm]) if run.arm in self._spent else usual for run in runs)
 
     def trim(self, pending: Sequence[PlannedRun]) -> list[PlannedRun]:
-        """What of the pending runs fits: first whole seeds that are not begun are left out, the last one first.
+        """The pending runs that fit into the remaining time; whole seeds that are not begun are left out, last first.
 
-        A seed that is begun goes on while its next run fits; the first run of all is never left out.
+        A seed that is begun continues while its next run fits. The very first run is never left out.
         """
         kept = list(pending)
         while kept and not self._fits(kept) and kept[-1].seed not in self._begun:
@@ -68,7 +68,7 @@ class Budget:
 
 
 def dropped_lines(dropped: Sequence[PlannedRun], num_arms: int) -> list[str]:
-    """What was left out, for people. Example: ["seeds 1, 2 dropped: budget"]."""
+    """Text lines about the runs that were left out. Example: ["seeds 1, 2 dropped: budget"]."""
     by_seed: dict[int, list[PlannedRun]] = {}
     for run in dropped:
         by_seed.setdefault(run.seed, []).append(run)

@@ -1,6 +1,6 @@
-"""The one figure of a comparison: panels over wall clock, samples and steps, as a standalone SVG.
+"""The figure of a comparison: panels over wall clock, samples and steps, as a standalone SVG.
 
-Thin lines are runs, thick lines the mean over seeds. Colours belong to arms, in their order.
+Thin lines are runs, thick lines the mean over seeds. Each arm has one colour, assigned in the order of the arms.
 """
 
 import statistics
@@ -22,7 +22,7 @@ _PANEL_WIDTH, _PANEL_HEIGHT = 520.0, 230.0  # the view box of charts.line_chart
 _GAP, _TITLE, _CAPTION = 24.0, 34.0, 18.0
 _LEGEND_ROW, _LEGEND_COLUMN = 20.0, 266.0
 _COLUMNS = 2
-# Steps averaged on a line over steps: one step is noise.
+# Width of the moving average over steps, because values of single steps are noisy.
 _SMOOTH_STEPS = 5
 
 
@@ -59,13 +59,13 @@ def figure(document: Mapping[str, Any], runs: Sequence[ComparedRun]) -> str:
 
 
 def figure_title(document: Mapping[str, Any]) -> str:
-    """Name, target and seeds; says when accelerators were emulated."""
+    """Name, target and seeds; mentions emulated accelerators."""
     emulated = f", {EMULATED}" if document["emulated"] else ""
     return f"{document['name']}: target {document['target']:g}, {seeds_text(document)}{emulated}"
 
 
 def _legend(arms: Sequence[str], width: float) -> tuple[list[str], float]:
-    """Marks and names of the arms in rows, and the height of them."""
+    """SVG elements of the colours and names of the arms in rows, and the height of the rows."""
     per_row = max(1, int(width // _LEGEND_COLUMN))
     parts = []
     for index, name in enumerate(arms):
@@ -110,7 +110,7 @@ def _accuracy(
 
 
 def _mean_points(curves: Sequence[Mapping[int, Point]]) -> list[Point]:
-    """Mean point of the versions that every seed has evaluated."""
+    """Mean point of each version that was evaluated with every seed."""
     shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     return [
         (statistics.fmean(curve[v][0] for curve in curves), statistics.fmean(curve[v][1] for curve in curves))

@@ -1,6 +1,6 @@
-"""What `pipelinerl bench learning` says about the schedules: ratios between named arms of a comparison.
+"""The claims of `pipelinerl bench learning` about the schedules: ratios between named arms of a comparison.
 
-`document` is comparison.json; an arm that was not run takes its ratios with it.
+`document` is comparison.json. A ratio is left out if one of its arms was not run.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ PIPELINE, ONE_STEP, APRIL, SYNCHRONOUS = "pipeline", "conventional-1", "april", 
 _CONVENTIONAL = "conventional-"
 _COSTS = ("step_seconds", "engine_cpu_seconds", "trainer_cpu_seconds")
 _CORES = 2
-"""Of the machine that the shared-cores bound speaks of."""
+"""Number of cores that the shared-cores bound assumes."""
 
 
 def claims(document: Mapping[str, Any]) -> dict[str, Any]:
-    """{"best_conventional", and spreads over seeds of times sooner, rollouts per second and difference of ESS}."""
+    """The name of the best conventional arm, and ratios, differences and shares as spreads over the seeds."""
     arms = document["arms"]
     best = best_conventional(arms)
     return {
@@ -43,7 +43,7 @@ def best_conventional(arms: Mapping[str, Any]) -> str | None:
 
 
 def claim_lines(document: Mapping[str, Any]) -> list[str]:
-    """The same as sentences; ratios without a value are left out."""
+    """The claims as sentences; ratios without a value are left out."""
     found = claims(document)
     target, best = document["target"], found["best_conventional"]
     sentences = [
@@ -64,18 +64,18 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _bound_lines(found: Mapping[str, Any]) -> list[str]:
-    """What the pipeline's step takes beside what it could take at best; figures of emulated runs mean nothing."""
+    """Sentences that compare the pipeline's speed with upper bounds; emulated runs have no bound."""
     texts = {
-        "share_of_bound_own_cores": "with a core for each role a step could take the longer of their CPU seconds: "
-        "pipeline gets {} of that speed",
-        "share_of_bound_shared_cores": f"on {_CORES} cores for whoever needs them a step could take its CPU seconds "
-        f"over {_CORES}: pipeline gets {{}} of that speed",
+        "share_of_bound_own_cores": "with one core per role, a step takes at least the longer of the two CPU times: "
+        "pipeline reaches {} of that speed",
+        "share_of_bound_shared_cores": f"on {_CORES} shared cores, a step takes at least the sum of the CPU times "
+        f"divided by {_CORES}: pipeline reaches {{}} of that speed",
     }
     return [text.format(ratio_text(found[key])) for key, text in texts.items() if _known(found[key])]
 
 
 def _share_of_bound(document: Mapping[str, Any], bound: Callable[[float, float], float]) -> dict[str, Any] | None:
-    """Seconds that a step of the pipeline needs at least, over those it takes, seed by seed."""
+    """Lower bound of the seconds per step of the pipeline, divided by the measured seconds, per seed."""
     entry = document["arms"].get(PIPELINE)
     if entry is None or entry["emulated"]:
         return None
@@ -95,7 +95,7 @@ def _ratio(arms: Mapping[str, Any], name: str | None, other: str, figure: str) -
 
 
 def _difference(arms: Mapping[str, Any], name: str | None, other: str, figure: str) -> dict[str, Any] | None:
-    """name - other, seed by seed."""
+    """name - other, per seed."""
     if name is None or name not in arms or other not in arms:
         return None
     left, right = arms[name][figure]["by_seed"], arms[other][figure]["by_seed"]

@@ -13,7 +13,7 @@ _TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 
 
 def page(document: Mapping[str, Any], figure: str) -> str:
-    """The page. `document` is comparison.json, `figure` comparison.svg."""
+    """HTML text of the page. `document` is comparison.json, `figure` comparison.svg."""
     template = string.Template((_TEMPLATES / "comparison.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(figure_title(document)),
@@ -27,16 +27,16 @@ def page(document: Mapping[str, Any], figure: str) -> str:
 
 
 def lead(document: Mapping[str, Any]) -> str:
-    """One sentence: how long every other arm took in relation to the reference."""
+    """One sentence: the time to the target of every arm, divided by the time of the reference arm."""
     reference = document["reference"]
     parts = []
     for name, entry in document["arms"].items():
-        sooner = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")
-        if name != reference and sooner is not None:
-            parts.append(f"{name} {sooner:.2f}")
+        ratio = entry.get("over_reference", {}).get("time_to_target_seconds", {}).get("mean")
+        if name != reference and ratio is not None:
+            parts.append(f"{name} {ratio:.2f}")
     if not parts:
         return f"No ratio yet: {reference} and another arm must both reach {document['target']:g}."
-    return f"Time to {document['target']:g} over that of {reference}: {', '.join(parts)}."
+    return f"Time to {document['target']:g}, divided by the time of {reference}: {', '.join(parts)}."
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

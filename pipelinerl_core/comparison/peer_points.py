@@ -1,4 +1,4 @@
-"""Another library's run on the same task as an arm of a comparison: its points.json read as commits and accuracies.
+"""Reads the points.json of a reference library's run as commits and accuracies, so that the run is an arm.
 
 <root>/peers/<name>-s<seed>-<digest of its settings>/points.json: {name, seed, settings, config, points: [{step,
 seconds, samples, reward, accuracy}], rewards: one per step, step_seconds: one per step}, written by
@@ -19,12 +19,12 @@ POINTS_FILE = "points.json"
 
 
 def peer_key(run_id: str) -> str:
-    """Where the points of a peer's run are under a root."""
+    """Key of the points of a library's run below a root."""
     return f"{PEERS_PREFIX}/{run_id}/{POINTS_FILE}"
 
 
 def read_peer(root: ObjectStore, run_id: str) -> ComparedRun | None:
-    """A peer's run; None when it was not run or not evaluated."""
+    """A library's run; None if the run does not exist or is not evaluated."""
     key = peer_key(run_id)
     if not root.exists(key):
         return None
@@ -35,9 +35,9 @@ def read_peer(root: ObjectStore, run_id: str) -> ComparedRun | None:
 
 
 def peer_run(document: Mapping[str, Any]) -> ComparedRun:
-    """Commits with the time and reward of every step: what a comparison asks of a run, and no more.
+    """Commits with the time and the reward of every step, as far as a comparison reads commits.
 
-    A peer is on-policy by construction and idles by turns; it has no ESS, lag or idle share of its own.
+    The reference libraries alternate generation and training on-policy, so ESS, lag and idle share are undefined.
     """
     samples_per_step = document["points"][-1]["samples"] / max(1, document["points"][-1]["step"])
     seconds = [0.0, *accumulate(document["step_seconds"])]

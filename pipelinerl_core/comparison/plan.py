@@ -1,7 +1,7 @@
-"""The plan of a comparison: which runs there are, how each is found again, and which of them are done.
+"""The plan of a comparison: its runs, their names, and which runs are complete.
 
-A run is named <arm>-s<seed>-<digest of its configuration and of the libraries that compute it>, so that the same
-command finds the same runs, and a changed setting makes new ones.
+A run is named <arm>-s<seed>-<digest of the run's configuration and of the library versions>, so that the same command
+finds the same runs, and a changed setting creates new runs.
 """
 
 import hashlib
@@ -26,31 +26,31 @@ from pipelinerl_core.run.versions import durable_versions
 from pipelinerl_core.storage.object_store import open_store
 
 MARGIN = 0.07
-"""A run is stopped when its training reward is this far above the target: held-out accuracy lags behind it."""
+"""A run is stopped when its training reward exceeds the target by MARGIN: held-out accuracy lags behind reward."""
 BUDGET_MINUTES = 50.0
-# Weights every few steps, so that accuracy can be measured afterwards; a setting of the user's own comes after it.
+# Durable weights every few steps, so that accuracy can be measured after the run; the user's settings override this.
 _DEFAULTS = ("weights.durable_every=5",)
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a comparison is asked to do."""
+    """The arguments of a comparison."""
 
     source: str
     """Preset or TOML file."""
     arms: tuple[Arm, ...]
     overrides: tuple[str, ...] = ()
-    """Settings of all arms."""
+    """Settings that apply to all arms."""
     seeds: tuple[int, ...] = (0, 1, 2)
     target: float = 0.5
-    """Held-out accuracy that the arms are timed to."""
+    """Held-out accuracy; a comparison measures the time until each arm reaches the target."""
     margin: float = MARGIN
     budget_minutes: float = BUDGET_MINUTES
     reference: str = ""
-    """Arm that the others are compared with; empty: the first."""
+    """Name of the arm that the other arms are compared with; empty: the first arm."""
     name: str = ""
-    """Of the comparison; empty: that of the preset."""
+    """Name of the comparison; empty: the name of the preset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,13 @@ class Plan:
     name: str
     reference: str
     digest: str
-    """Of all that decides its result, seeds and budget apart: more seeds are the same comparison."""
+    """Of arms, target, margin and reference. Seeds and budget are excluded: more seeds extend the same comparison."""
     runs: tuple[PlannedRun, ...]
-    """Seed by seed, so that a budget leaves out whole seeds."""
+    """Ordered by seed, so that a budget leaves out whole seeds."""
 
     @property
     def key(self) -> str:
-        """Where it is kept below the root."""
+        """Key of the comparison below the root."""
         return f"comparisons/{self.name}-{self.digest}"
 
     @property
@@ -87,7 +87,7 @@ class Plan:
 
 
 def plan_comparison(wanted: Wanted) -> Plan:
-    """Resolve every configuration; raises ConfigError for the first thing that cannot work."""
+    """Resolve and check every configuration. Raises ConfigError for the first wrong value."""
     arms = distinct(wanted.arms)
     reference = wanted.reference or arms[0].name
     if reference not in [arm.name for arm in arms]:
@@ -95,7 +95,7 @@ def plan_comparison(wanted: Wanted) -> Plan:
     if not 0 < wanted.target <= 1:
         raise ConfigError(f"--target {wanted.target:g}: accuracy lies between 0 and 1. Set --target 0.5")
     if wanted.margin < 0:
-        raise ConfigError(f"--margin {wanted.margin:g}: a run must get to the target. Set it to 0 or more")
+        raise ConfigError(f"--margin {wanted.margin:g}: runs would stop below the target. Set --margin to 0 or more")
     if not wanted.budget_minutes > 0:
         raise ConfigError(f"--budget-minutes {wanted.budget_minutes:g}: not above 0. Set --budget-minutes 50")
     seeds = checked_seeds(wanted.seeds)
@@ -112,7 +112,7 @@ def plan_comparison(wanted: Wanted) -> Plan:
 
 
 def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
-    """The seeds; ConfigError unless there are some, different and not negative."""
+    """The seeds. Raises ConfigError if there is no seed, a duplicate or a negative seed."""
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         given = ",".join(map(str, seeds))
         raise ConfigError(f"--seeds {given}: give different whole numbers from 0, for example --seeds 0,1,2")
@@ -120,10 +120,10 @@ def checked_seeds(seeds: Sequence[int]) -> Sequence[int]:
 
 
 def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
-    """The configuration of an arm, whatever the seed."""
+    """The configuration of an arm, before a seed is set."""
     try:
         config = load_config(wanted.source, [*_DEFAULTS, *wanted.overrides, *arm.overrides])
-        builtin_recipe(config.model.path)  # refuses a name that is none
+        builtin_recipe(config.model.path)  # raises ConfigError for an unknown built-in model
     except ConfigError as error:
         raise ConfigError(f"arm {arm.name}: {error}") from None
     if config.eval.num_prompts == 0:
@@ -132,14 +132,14 @@ def _resolved(wanted: Wanted, arm: Arm) -> RunConfig:
 
 
 def _planned(arm: str, config: RunConfig, seed: int) -> PlannedRun:
-    """An arm with a seed: of prompts, sampling and, for a built-in model, starting weights."""
+    """An arm with a seed; the seed decides prompts, sampling and the starting weights of a built-in model."""
     model = config.model.model_copy(update={"path": seeded_path(config.model.path, seed)})
     config = config.model_copy(update={"model": model, "seed": seed})
     return PlannedRun(arm=arm, seed=seed, config=config, run_id=f"{arm}-s{seed}-{run_digest(config)}")
 
 
 def run_digest(config: RunConfig) -> str:
-    """8 hex digits over the resolved configuration and the versions of what computes with it."""
+    """8 hex digits over the resolved configuration and the versions of the numeric libraries."""
     versions = {"pipelinerl": __version__, **{name: version(name) for name in _LIBRARIES}}
     return digest_of([config.model_dump(mode="json"), versions])
 
@@ -150,19 +150,19 @@ def digest_of(values: Any) -> str:
 
 
 def is_trained(follower: RunFollower, steps: int, enough_reward: float) -> bool:
-    """Whether a run has taken its last step, or was good enough before; from its commits alone."""
+    """Whether the commits contain the last step, or the training reward has reached `enough_reward`."""
     last = follower.last
     return last is not None and (last.step >= steps or has_reached(rewards_of(follower.commits), enough_reward))
 
 
 def is_evaluated(follower: RunFollower, target: float) -> bool:
-    """Whether every durable version has its accuracy, up to those that are past the target."""
+    """Whether every durable version up to the first version at the target has an accuracy."""
     accuracies = {step: record.accuracy for step, record in follower.evals.items()}
     return next_to_evaluate(durable_versions(follower.commits.values()), accuracies, target) is None
 
 
-def is_settled(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
-    """Whether nothing of a run is left to do: reported, and past the target or trained and evaluated to its end."""
+def is_complete(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
+    """Whether a run has a report, and either has reached the target or is completely trained and evaluated."""
     if not store.exists(RUN_KEY) or not store.exists(REPORT_JSON_KEY):
         return False
     follower = RunFollower(store)
@@ -174,11 +174,11 @@ def is_settled(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
     return is_done and is_evaluated(follower, plan.wanted.target)
 
 
-def unsettled(plan: Plan, root: str) -> list[PlannedRun]:
-    """Runs with something left to do, in order."""
-    return [run for run in plan.runs if not is_settled(open_store(run_url(root, run.run_id)), plan, run)]
+def incomplete_runs(plan: Plan, root: str) -> list[PlannedRun]:
+    """The runs of the plan that are not complete, in order."""
+    return [run for run in plan.runs if not is_complete(open_store(run_url(root, run.run_id)), plan, run)]
 
 
 def names_of(runs: Iterable[PlannedRun]) -> list[str]:
-    """The arms of runs, each once, in order."""
+    """The distinct arms of runs, in order."""
     return list(dict.fromkeys(run.arm for run in runs))

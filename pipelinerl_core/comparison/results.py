@@ -1,7 +1,7 @@
-"""What a comparison came to: comparison.json, .svg and .html under <root>/comparisons/<name>-<digest>/.
+"""Writes the results of a comparison: comparison.json, .svg and .html under <root>/comparisons/<name>-<digest>/.
 
-Written again after every run, so that an interrupted comparison shows what it has, and the next command knows how
-long runs take.
+The files are rewritten after every run: an interrupted comparison shows the runs so far, and the next command reads
+the durations of these runs.
 """
 
 import json
@@ -15,7 +15,7 @@ from pipelinerl_core.comparison.budget import dropped_lines
 from pipelinerl_core.comparison.figure import figure
 from pipelinerl_core.comparison.page import page
 from pipelinerl_core.comparison.peer_points import read_peer
-from pipelinerl_core.comparison.plan import Plan, PlannedRun, is_settled
+from pipelinerl_core.comparison.plan import Plan, PlannedRun, is_complete
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.locate import root_url, run_url
@@ -26,14 +26,14 @@ JSON_KEY, SVG_KEY, HTML_KEY = "comparison.json", "comparison.svg", "comparison.h
 
 
 class RunsFailed(PipelineRLError):
-    """Runs of a comparison failed; the others are compared."""
+    """At least one run of a comparison failed; the comparison contains the other runs."""
 
 
 class Results:
-    """The runs of a plan that are done, and where they are compared."""
+    """Compares the complete runs of a plan and stores the comparison."""
 
     def __init__(self, plan: Plan, root: str, peers: Sequence[PlannedRun] = ()) -> None:
-        """`peers`: other libraries whose results under <root>/peers are arms too (comparison/peer_points.py)."""
+        """`peers`: runs of other libraries, stored under <root>/peers and compared as arms (peer_points.py)."""
         self._plan = plan
         self._peers = peers
         self._root = root_url(root)
@@ -41,7 +41,7 @@ class Results:
         self._spent: dict[str, float] = self._earlier_seconds()
         self._read: dict[str, ComparedRun] = {}
         self.failed: dict[str, str] = {}
-        """run_id -> why, of this command."""
+        """run_id -> reason, for the runs that failed during this command."""
 
     def _earlier_seconds(self) -> dict[str, float]:
         try:
@@ -51,15 +51,15 @@ class Results:
         return {run["run_id"]: run["spent_seconds"] for run in runs if run["spent_seconds"] is not None}
 
     def spent(self) -> list[tuple[str, float]]:
-        """(arm, seconds) of the runs whose time is known."""
+        """(arm, seconds) of the runs with a recorded duration."""
         return [(run.arm, self._spent[run.run_id]) for run in self._plan.runs if run.run_id in self._spent]
 
     def add_seconds(self, run: PlannedRun, seconds: float) -> None:
-        """A run took so long, in addition to what it took before."""
+        """Add to the recorded duration of a run."""
         self._spent[run.run_id] = self._spent.get(run.run_id, 0.0) + seconds
 
     def write(self, dropped: list[PlannedRun]) -> dict[str, Any]:
-        """Compare all runs that are done; writes the three objects and returns comparison.json."""
+        """Compare all complete runs; writes the three objects and returns comparison.json."""
         own = [one for one in map(self._compared, self._plan.runs) if one is not None]
         peers = self._peer_runs()
         runs = [*own, *peers]
@@ -100,10 +100,10 @@ class Results:
         return {"arm": peer.arm, "seed": peer.seed, "figures": figures, "curve": _curve(peer)}
 
     def _compared(self, planned: PlannedRun) -> ComparedRun | None:
-        """A run with all that is known of it; None while something is left to do."""
+        """The records of a run; None if the run is not complete."""
         store = open_store(run_url(self._root, planned.run_id))
         if planned.run_id not in self._read:
-            if not store.exists(RUN_KEY) or not is_settled(store, self._plan, planned):
+            if not store.exists(RUN_KEY) or not is_complete(store, self._plan, planned):
                 return None
             follower = RunFollower(store)
             follower.refresh()

@@ -1,7 +1,6 @@
-"""Other libraries on the task of a comparison: each with each seed a child process, alone on the machine.
+"""Runs reference libraries on the task of a comparison: one child process per library and seed, one at a time.
 
-Their results stay under <root>/peers/<name>-s<seed>-<digest of the settings>/, and are found again there
-(pipelinerl_core/comparison/peer_points.py).
+The results are stored under <root>/peers/<name>-s<seed>-<digest of the settings>/; peer_points.py reads them.
 """
 
 import logging
@@ -25,17 +24,17 @@ from pipelinerl_core.supervision.temporary_directories import own_temporary
 logger = logging.getLogger(__name__)
 
 PEERS = ("trl", "sequential")
-"""trl: GRPOTrainer of TRL (`make bench-peers` installs it); sequential: plain generate, then a step."""
+"""trl: GRPOTrainer of TRL (`make bench-peers` installs it); sequential: alternates `generate` and optimizer steps."""
 MAX_SECONDS = 900.0
-"""A peer that has not reached the target within this time of training stops."""
+"""Limit of training time; a library that has not reached the target by then stops."""
 _START_SECONDS = 300.0
 _MODULE = "pipelinerl_core.bench.peers"
 
 
 def parse_peers(text: str, suite: Sequence[str], user: Sequence[str]) -> tuple[Arm, ...]:
-    """Example: "trl,sequential". Each with all its settings: the suite's, its own, the user's; the last one counts.
+    """Parse names such as "trl,sequential" to arms with settings of suite, library and user; later settings win.
 
-    ConfigError for a name that is none.
+    Raises ConfigError for an unknown name.
     """
     own = {arm.name: arm.overrides for arm in shipped_arms("peers")}
     names = tuple(name for name in text.split(",") if name)
@@ -46,12 +45,12 @@ def parse_peers(text: str, suite: Sequence[str], user: Sequence[str]) -> tuple[A
 
 
 def peer_runs(peers: Sequence[Arm], wanted: Wanted) -> list[PlannedRun]:
-    """Seed by seed, what is to be run; a run is named after its settings and its target."""
+    """The runs, ordered by seed. The name of a run contains a digest of the settings and the target."""
     return [_planned(peer, seed, wanted) for seed in wanted.seeds for peer in peers]
 
 
 def run_peers(peers: Sequence[Arm], wanted: Wanted, root: str) -> None:
-    """Run and evaluate what is not there yet. Raises PipelineRLError when a peer fails."""
+    """Train and evaluate the runs that are not stored yet. Raises PipelineRLError if a library fails."""
     store = open_store(root_url(root))
     directory = local_directory(store.url)
     if directory is None:

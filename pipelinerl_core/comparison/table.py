@@ -1,4 +1,4 @@
-"""The one table of a comparison and what must be said beside it: for the terminal, Markdown and the page.
+"""The table of a comparison and its notes, for the terminal, Markdown and the page.
 
 `document` is comparison.json throughout.
 """
@@ -38,26 +38,27 @@ def rows(document: Document) -> list[list[str]]:
 
 
 def notes(document: Document) -> list[str]:
-    """What a reader must know: emulation, seeds that were left out, failures, resumed runs, differing code."""
-    said = []
+    """Notes below the table: emulation, seeds that were left out, failures, resumed runs, different code versions."""
+    lines = []
     if document["emulated"]:
-        said.append(f"{EMULATED.capitalize()}: steps last as long as on accelerators that are not there")
-    said += [
-        f"{run}: real work took {share:.0%} of its time beyond what it emulates, so its times are this machine's"
+        lines.append(f"{EMULATED.capitalize()}: steps last as long as on accelerators that are not there")
+    lines += [
+        f"{run}: real work exceeded the emulated durations by {share:.0%} of the run's time, so its times depend on "
+        "this machine"
         for run, share in document["overrun"].items()
     ]
-    said += [str(line) for line in document["dropped"]]
-    said += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
+    lines += [str(line) for line in document["dropped"]]
+    lines += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
     if document["resumed"]:
-        said.append(f"resumed {document['resumed']} times; the time between a stop and a resume is not counted")
+        lines.append(f"resumed {document['resumed']} times; the time between a stop and a resume is not counted")
     if len(document["code_versions"]) > 1:
         versions = ", ".join(document["code_versions"])
-        said.append(f"the runs come from different code ({versions}); another --root runs all of them again")
-    return said
+        lines.append(f"the runs come from different code versions ({versions}); to run all of them again, set --root")
+    return lines
 
 
 def markdown(document: Document) -> str:
-    """Table and notes; means over seeds with their standard deviation, ratios with their range."""
+    """The table as means over seeds with standard deviations, ratios with ranges; then the notes."""
     names = headers(document)
     table = [names, ["---", *["---:"] * (len(names) - 1)], *rows(document)]
     lines = [f"| {' | '.join(row)} |" for row in table]
@@ -101,7 +102,7 @@ def ratio_text(spread: Entry) -> str:
 
 
 def _to_target(entry: Entry, figure: str, form: str) -> str:
-    """Mean over the seeds that reached the target, and how many those are unless all."""
+    """Mean over the seeds that reached the target, and their number unless all seeds reached the target."""
     spread = entry[figure]
     values = spread["by_seed"].values()
     num_reached = sum(value is not None for value in values)

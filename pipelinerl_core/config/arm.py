@@ -25,11 +25,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """An arm of a comparison; its runs carry its name."""
+    """An arm of a comparison: a name, which is part of the names of the arm's runs, and overrides."""
 
     name: str
     overrides: tuple[str, ...]
-    """Each "section.key=value", applied after the overrides that all arms share."""
+    """Texts "section.key=value", applied after the overrides that all arms share."""
 
 
 def parse_arm(text: str) -> Arm:
@@ -58,7 +58,7 @@ def shipped_arms(name: str) -> list[Arm]:
 
 
 def distinct(arms: Iterable[Arm]) -> tuple[Arm, ...]:
-    """The arms of a comparison; raises ConfigError unless there are at least two, of different names."""
+    """The arms of a comparison. Raises ConfigError for fewer than two arms, or for two arms of the same name."""
     known: dict[str, Arm] = {}
     for arm in arms:
         if arm.name in known:
@@ -93,5 +93,5 @@ def _overrides(table: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
 
 def _checked_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r}: not a name of an arm. Take letters, digits, dots and dashes")
+        raise ConfigError(f"{name!r}: not a name of an arm. Use letters, digits, dots and dashes")
     return name

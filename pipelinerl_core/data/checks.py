@@ -1,8 +1,8 @@
-"""What rows must satisfy before the hub or the trainer takes them in.
+"""Rules that rows must satisfy before the hub or the trainer accepts them.
 
-Each rule is one comparison over all rows of a write: a question to Arrow or numpy costs about as much as comparing a
-thousand values, whether the question is about the rows of one group or of a dozen. The first value that breaks a rule
-is named with its row. Shapes: G = groups, R = rows, T = completion tokens of all rows, S = spans of all rows.
+Each rule is one comparison over all rows of a write, because one call of Arrow or numpy costs about as much as
+comparing a thousand values. The error names the first value that breaks a rule, and its row.
+Shapes: G = groups, R = rows, T = completion tokens of all rows, S = spans of all rows.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from pipelinerl_core.ranges import MAX_LOGPROB, MAX_REWARD, MAX_SECONDS, MAX_STE
 from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Outcome
 
 MAX_TOKENS_PER_ROW = 1 << 24
-"""Prompt or completion tokens of one rollout; far beyond any model, it only bounds what a broken peer can send."""
+"""Limit of prompt or completion tokens of one rollout. Larger than for any model: bounds messages of faulty peers."""
 
 _SAME_IN_GROUP = ("run_id", "group_id", "attempt", "lease_id", "prompt_id", "actor", "group_size")
 _REALS = ("started_at", "finished_at", "scored_at", "temperature", "top_p")
@@ -35,9 +35,9 @@ _Columns = dict[str, pa.Array]
 def check_groups(
     refs: Sequence[GroupRef], batch: pa.RecordBatch, *, max_tokens_per_row: int = MAX_TOKENS_PER_ROW
 ) -> None:
-    """Raises SchemaMismatch (row, column, value, rule) unless the rows can be trained and are those of `refs`.
+    """Raises SchemaMismatch (row, column, value, rule) unless the rows can be trained and belong to `refs`.
 
-    The rows of one group follow those of the other, in the order of `refs`.
+    The rows of each group are adjacent, and the groups are in the order of `refs`.
     """
     batch = conform(batch)
     starts_G = _starts(refs, batch.num_rows)
@@ -47,7 +47,7 @@ def check_groups(
 
 
 def split_groups(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """The rows of each group of a batch, which are views. Raises SchemaMismatch for rows that cannot be trained."""
+    """The rows of each group as views of the batch. Raises SchemaMismatch for rows that cannot be trained."""
     batch = conform(batch)
     if batch.num_rows == 0:
         return []
@@ -64,13 +64,13 @@ def rows_of_groups(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[pa.R
 
 
 def check_row_count(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> None:
-    """Raises SchemaMismatch when the batch is none, or has more or fewer rows than its groups."""
+    """Raises SchemaMismatch if the batch is invalid, or has more or fewer rows than its groups."""
     _validate(batch, full=False)
     _starts(refs, batch.num_rows)
 
 
 def _starts(refs: Sequence[GroupRef], num_rows: int) -> NDArray[np.int64]:
-    """[G + 1] where the rows of each group begin, and the end."""
+    """[G + 1] index of the first row of each group, and the number of rows."""
     sizes = [ref.num_rollouts for ref in refs]
     if not sizes or 0 in sizes or sum(sizes) != num_rows:
         raise SchemaMismatch(f"{num_rows} rows, their message names groups of {sizes[:8]}; each has at least one")
@@ -85,25 +85,25 @@ def _validate(batch: pa.RecordBatch, *, full: bool) -> None:
     try:
         batch.validate(full=full)
     except pa.ArrowInvalid as error:
-        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
+        raise SchemaMismatch(f"invalid Arrow record batch: {str(error).splitlines()[0]}") from None
 
 
 def _require(
     is_right: BoolArray, column: str, rule: str, *facts: NDArray[Any], offsets_R: NDArray[Any] | None = None
 ) -> None:
-    """Raises SchemaMismatch about the first value that is not right.
+    """Raises SchemaMismatch about the first value where `is_right` is false.
 
-    rule: has a {} for each of `facts`, arrays shaped like `is_right`. offsets_R [R + 1]: where the values of each row
-    begin; without it each row has one value.
+    rule: text with a {} for each of `facts`, arrays shaped like `is_right`. offsets_R [R + 1]: index of the first
+    value of each row; without it each row has one value.
     """
-    if np.count_nonzero(is_right) == len(is_right):  # of few values in half the time of all()
+    if np.count_nonzero(is_right) == len(is_right):  # for few values twice as fast as all()
         return
-    place = int(is_right.argmin())
-    where = f"row {place}"
+    index = int(is_right.argmin())
+    where = f"row {index}"
     if offsets_R is not None:
-        row = int(np.searchsorted(offsets_R, place, side="right")) - 1
+        row = int(np.searchsorted(offsets_R, index, side="right")) - 1
         where = f"row {row}" if 0 <= row < len(offsets_R) - 1 else "outside of the rows"  # of a slice
-    shown = (reprlib.repr(fact[place : place + 1].tolist()[0]) for fact in facts)
+    shown = (reprlib.repr(fact[index : index + 1].tolist()[0]) for fact in facts)
     raise SchemaMismatch(f"{where}: {column} {rule.format(*shown)}")
 
 
@@ -111,7 +111,7 @@ def _require(
 
 
 def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
-    _validate(batch, full=True)  # offsets that point outside would be followed by every question below
+    _validate(batch, full=True)  # the rules below would read outside of the buffers if offsets were wrong
     columns = dict(zip(ROLLOUT_SCHEMA.names, batch.columns, strict=True))
     _check_nulls(columns)
     offsets_R, mask_T = _check_tokens(columns, max_tokens_per_row)
@@ -200,18 +200,18 @@ def _check_turn_spans(columns: _Columns, offsets_R: NDArray[Any], mask_T: BoolAr
     edges[first_S + end_S] -= 1
     is_right_T = ~mask_T | np.repeat(~has_turns_R, lengths_R) | (np.cumsum(edges[:-1], dtype=np.int8) > 0)
     place_T = np.arange(len(mask_T)) - np.repeat(offsets_R[:-1], lengths_R)
-    rule = "is true at token {}, in none of its turn_spans; what is outside of them was not sampled"
+    rule = "is true at token {}, in none of its turn_spans; tokens outside of turn_spans were not sampled"
     _require(is_right_T, "loss_mask", rule, place_T, offsets_R=offsets_R)
 
 
 def _sizes(offsets_R: NDArray[Any]) -> NDArray[Any]:
-    """[R] from [R + 1]; np.diff takes three times as long."""
+    """[R] differences of [R + 1] offsets; three times faster than np.diff."""
     sizes_R: NDArray[Any] = offsets_R[1:] - offsets_R[:-1]
     return sizes_R
 
 
 def _before(offsets_R: NDArray[Any], value_S: NDArray[Any]) -> NDArray[Any]:
-    """The value before each in the same row; 0 before the first."""
+    """[S] the preceding value in the same row; 0 for the first value of a row."""
     before = np.concatenate([[0], value_S])
     before[offsets_R[:-1]] = 0
     return before[:-1]
@@ -244,7 +244,7 @@ def _check_results(columns: _Columns) -> None:
 
 
 def _check_identity(columns: _Columns, starts_G: NDArray[np.int64]) -> None:
-    """What the rows of a group share, and which of the group each row is."""
+    """Rows of a group are equal in _SAME_IN_GROUP and have distinct values of rollout_index."""
     first_R = np.repeat(starts_G[:-1], _sizes(starts_G))
     for name in _SAME_IN_GROUP:
         value_R = columns[name].to_numpy(zero_copy_only=False)

@@ -1,7 +1,7 @@
-"""Rollouts and training rows <-> Arrow record batches <-> segment bytes.
+"""Converts rollouts and training rows to Arrow record batches and segment bytes, and back.
 
-Token columns are built from one flat array and offsets, and read back as numpy views of them; they never pass through
-Python lists. Shapes: P = prompt tokens, C = completion tokens, R = rows, S = weight spans (version, start, end).
+Token columns are built from one flat array and offsets, and read as numpy views, without Python lists.
+Shapes: P = prompt tokens, C = completion tokens, R = rows, S = weight spans (version, start, end).
 """
 
 import itertools
@@ -30,23 +30,23 @@ _TOKENS: dict[str, DTypeLike] = {
     "loss_mask": np.bool_,
 }
 _FLAT_COLUMNS = (*_TOKENS, "loss_mask_trained", "token_ids")
-# Of a rollout: its prompt, and with each token of the completion its log-probability and its place in the mask.
+# Bytes per prompt token, and per completion token with its log-probability and its bit of the mask.
 _TOKEN_BYTES = (
     (ROLLOUT_SCHEMA.get_field_index("prompt_token_ids"), 4),
     (ROLLOUT_SCHEMA.get_field_index("completion_token_ids"), 8 + 1 / 8),
 )
 _BYTES_BESIDE_TOKENS = 300
 _CHECKSUMS = b"crc32"
-"""Footer entry of a segment: CRC-32 of the values of each of its batches, in order, with commas between."""
+"""Footer entry of a segment: the CRC-32 checksums of the values of its batches, in order, separated by commas."""
 
 
 def encode_rollouts(run_id: str, rollouts: Sequence[Rollout]) -> pa.RecordBatch:
-    """One row per rollout, ROLLOUT_SCHEMA. Raises SchemaMismatch when a value does not fit its column."""
+    """One row per rollout, ROLLOUT_SCHEMA. Raises SchemaMismatch if a value does not fit its column."""
     return record_batch(_rollout_columns(run_id, rollouts), ROLLOUT_SCHEMA)
 
 
 def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.RecordBatch:
-    """The rows of a step in training order, BATCH_SCHEMA. Advantages and loss_weight are kept as float32."""
+    """The rows of a step in training order, BATCH_SCHEMA. Advantages and loss_weight are stored as float32."""
     columns = _rollout_columns(run_id, [row.rollout for row in rows])
     columns["step"] = [step] * len(rows)
     columns["order"] = list(range(len(rows)))
@@ -58,9 +58,9 @@ def encode_batch(run_id: str, step: int, rows: Sequence[TrainingRow]) -> pa.Reco
 
 
 def decode_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
-    """The rollouts of a batch; token arrays are read-only views of it, masks are copies.
+    """The rollouts of a batch; token arrays are read-only views of the batch, masks are copies.
 
-    A view keeps the whole batch in memory: copy what is kept for long.
+    A view keeps the whole batch in memory, so copy arrays that are kept for long.
     """
     return _decode(conform(batch, ROLLOUT_SCHEMA))
 
@@ -68,7 +68,7 @@ def decode_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
 def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
     """The training rows of a batch, in training order.
 
-    Raises SchemaMismatch for another order, and for other than one of a row's turn_advantages per turn.
+    Raises SchemaMismatch if the rows are in another order, or if a row has turn_advantages but not one per turn.
     """
     batch = conform(batch, BATCH_SCHEMA)
     order_R = batch.column("order").to_numpy()
@@ -101,7 +101,7 @@ def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
 def flat_list(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[Any]]:
     """(offsets [R + 1] from 0, values) of a list column: row i is values[offsets[i] : offsets[i + 1]]."""
     offsets = column.offsets.to_numpy()
-    values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))  # of a bundle, only its own bits
+    values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))  # only the bits of this slice
     return offsets - offsets[0], values.to_numpy(zero_copy_only=False)
 
 
@@ -113,7 +113,7 @@ def rows_of(column: pa.ListArray) -> list[NDArray[Any]]:
 
 
 def row_bytes(batch: pa.RecordBatch) -> int:
-    """About the bytes of these rows alone, where they are views of more: Arrow itself takes ten times as long."""
+    """Estimated bytes of these rows without the array that they may be a slice of; ten times faster than Arrow."""
     num_bytes = batch.num_rows * _BYTES_BESIDE_TOKENS
     for index, token_bytes in _TOKEN_BYTES:
         offsets = batch.column(index).offsets.to_numpy()
@@ -145,19 +145,19 @@ def origins_of(column: pa.ListArray) -> list[tuple[Origin, ...]]:
 
 
 def turns_of(column: pa.ListArray) -> list[tuple[TurnSpan, ...]]:
-    """Turn spans of each row; none for one turn."""
+    """Turn spans of each row; empty for a row of one turn."""
     if column.null_count == len(column):
         return [()] * len(column)
     return [tuple(TurnSpan(**turn) for turn in row or ()) for row in column.to_pylist()]
 
 
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
-    """Of all rows together, one per actor epoch, sorted."""
+    """Origins of all rows, summed per actor epoch and sorted."""
     return total_origins(origins_of(batch.column("origins")))
 
 
 def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
-    """The same, from those of each row."""
+    """Origins of several rows, summed per actor epoch and sorted."""
     if not any(rows):
         return ()
     totals: Counter[tuple[str, int]] = Counter()
@@ -167,12 +167,12 @@ def total_origins(rows: Sequence[Sequence[Origin]]) -> tuple[Origin, ...]:
 
 
 def origin_column(rows: Sequence[Sequence[Origin]]) -> pa.Array:
-    """The inverse of `origins_of`; null for none, which is nearly always."""
+    """The inverse of `origins_of`; null for a row without origins."""
     return pa.array([[origin._asdict() for origin in row] or None for row in rows], pa.list_(ORIGIN_TYPE))
 
 
 def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
-    """An Arrow IPC file, zstd, with a checksum of each batch in its footer. At least one batch, all of one schema."""
+    """An Arrow IPC file (zstd) of at least one batch of the same schema, with a checksum per batch in the footer."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     footer = {_CHECKSUMS: _checksums(batches)}
@@ -184,7 +184,7 @@ def to_segment(batches: Sequence[pa.RecordBatch]) -> bytes:
 
 
 def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.RecordBatch]:
-    """The batches of a segment. Torn or changed bytes raise SchemaMismatch with `key` in the message."""
+    """The batches of a segment. Raises SchemaMismatch, which names `key`, for truncated or changed bytes."""
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
         batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
@@ -195,7 +195,7 @@ def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.Reco
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise SchemaMismatch(f"{key}: torn or corrupt Arrow file: {error}") from error
     if recorded != found:
-        raise SchemaMismatch(f"{key}: its values do not match the checksums written with them")
+        raise SchemaMismatch(f"{key}: its values do not match the checksums in its footer")
     return batches
 
 
@@ -214,7 +214,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
 
 
 def record_batch(columns: dict[str, Any], schema: pa.Schema) -> pa.RecordBatch:
-    """Columns, arrays or plain lists, as rows of a schema. Raises SchemaMismatch for a value that does not fit."""
+    """A record batch from columns, each an array or a list. Raises SchemaMismatch for a value that does not fit."""
     arrays = []
     for field in schema:
         values = columns[field.name]
@@ -230,7 +230,7 @@ def _offsets(lengths: Iterable[int], count: int) -> pa.Array:
     np.cumsum(np.fromiter(lengths, np.int64, count), out=offsets[1:])
     if offsets[-1] > np.iinfo(np.int32).max:
         raise SchemaMismatch(
-            f"{offsets[-1]} values in one list column; a batch holds at most 2^31 - 1. Send fewer rows"
+            f"{offsets[-1]} values in one list column; a batch can have at most 2^31 - 1. Send fewer rows"
         )
     return pa.array(offsets.astype(np.int32))
 
@@ -261,7 +261,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     try:
         return [_rollout(row) for row in rows]
     except ValueError as error:
-        raise SchemaMismatch(f"rollout rows hold an unknown word: {error}") from error
+        raise SchemaMismatch(f"rollout rows have an unknown value: {error}") from error
 
 
 def _turn_advantages_of(column: pa.ListArray) -> list[tuple[float, ...]]:
@@ -282,7 +282,7 @@ def _checksums(batches: Sequence[pa.RecordBatch]) -> bytes:
 
 
 def _checksum(batch: pa.RecordBatch) -> int:
-    """CRC-32 of names and values of a batch, whatever its memory layout."""
+    """CRC-32 of names and values of a batch, independent of the memory layout."""
     crc = 0
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         crc = zlib.crc32(name.encode(), crc)

@@ -1,8 +1,8 @@
-"""The write-ahead log of open groups: what an actor knows of rollouts that are not in a segment yet.
+"""The write-ahead log of open groups: the tokens of rollouts that are not in a segment yet.
 
-partials/<actor>/<epoch>/<seq>.arrow holds the growth of every open rollout since the flush before. Whoever takes a
-group over reads the log of its last holder, joins the rows by their offsets, and goes on from there. A segment of the
-log is removed by its writer once every group in it is sealed; what a dead actor leaves stays.
+partials/<actor>/<epoch>/<seq>.arrow contains the tokens added to each open rollout since the previous flush.
+An actor that continues a group reads the log of the group's previous holder and joins the rows by their offsets. The
+writer removes a segment of the log once all groups in the segment are sealed; segments of dead actors stay.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, Parti
 logger = logging.getLogger(__name__)
 
 _CACHED_LOGS = 4
-# The groups of an actor that has gone are leased again within a few syncs; one that lives goes on writing.
+# The groups of a dead actor are leased again within a few syncs; a live actor extends its log in the meantime.
 _CACHE_SECONDS = 2.0
 
 _Log = dict[GroupKey, list[PartialRow]]
@@ -56,7 +56,7 @@ def encode_partials(rows: Sequence[PartialRow]) -> pa.RecordBatch:
 
 
 def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
-    """The rows of a batch, in the order they were written. Raises SchemaMismatch for what cannot be."""
+    """The rows of a batch, in the order they were written. Raises SchemaMismatch for invalid rows."""
     batch = conform(batch, PARTIAL_SCHEMA)
     columns = {name: batch.column(name).to_pylist() for name in _SCALARS}
     columns["token_ids"] = rows_of(batch.column("token_ids"))
@@ -66,13 +66,13 @@ def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
     try:
         return [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
     except ValueError as error:
-        raise SchemaMismatch(f"partial rows hold an unknown word or shape: {error}") from None
+        raise SchemaMismatch(f"partial rows have an unknown value or shape: {error}") from None
 
 
 def join_rows(rows: Iterable[PartialRow]) -> dict[int, PartialRow]:
-    """rollout_index -> everything known of it, as one row from offset 0, from rows of one attempt in written order.
+    """rollout_index -> one row from offset 0, joined from the rows of one attempt in written order.
 
-    A row replaces what was known from its start on. What follows a gap is dropped: its place is not known.
+    A row replaces all earlier tokens from the row's start on. A row after a gap is dropped.
     """
     known: dict[int, PartialRow] = {}
     for row in rows:
@@ -85,7 +85,7 @@ def join_rows(rows: Iterable[PartialRow]) -> dict[int, PartialRow]:
 
 
 class PartialLog:
-    """The log of one actor epoch. One thread at a time."""
+    """Writes the log of one actor epoch. Not thread-safe."""
 
     def __init__(self, store: ObjectStore, *, actor: str, epoch: int) -> None:
         self._store = store
@@ -95,13 +95,8 @@ class PartialLog:
         self._groups: dict[int, set[GroupKey]] = {}
         self._unwritten: list[PartialRow] = []
 
-    @property
-    def num_segments(self) -> int:
-        """Segments in the store."""
-        return len(self._groups)
-
     def write(self, rows: Sequence[PartialRow]) -> None:
-        """Write the growth since the last call as one segment. A store that fails is no loss: it is tried again."""
+        """Write rows as one segment. After a StoreError the rows are written with the next call."""
         self._unwritten.extend(rows)
         if not self._unwritten:
             return
@@ -109,14 +104,14 @@ class PartialLog:
             data = to_segment([encode_partials(self._unwritten)])
             self._store.put(partial_key(self._actor, self._epoch, self._seq), data)
         except StoreError as error:
-            logger.warning("log of open groups not written, tried again with the next: %s", error)
+            logger.warning("the log of open groups was not written; the next flush writes it again: %s", error)
             return
         self._groups[self._seq] = {(row.group_id, row.attempt) for row in self._unwritten}
         self._unwritten = []
         self._seq += 1
 
     def forget(self, keys: Iterable[GroupKey]) -> None:
-        """These groups need no log any more; segments without any other are removed."""
+        """Drop groups from the log; segments without other groups are removed from the store."""
         closed = set(keys)
         self._unwritten = [row for row in self._unwritten if (row.group_id, row.attempt) not in closed]
         for groups in self._groups.values():
@@ -127,14 +122,14 @@ class PartialLog:
         try:
             self._store.delete([partial_key(self._actor, self._epoch, seq) for seq in empty])
         except StoreError as error:
-            logger.warning("old segments of the log not removed: %s", error)
+            logger.warning("old segments of the log of open groups were not removed: %s", error)
             return
         for seq in empty:
             del self._groups[seq]
 
 
 class PartialReader:
-    """Reads what the last holders of a group knew. Safe between threads."""
+    """Reads the logs of the previous holders of a group. Thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -142,7 +137,7 @@ class PartialReader:
         self._logs: OrderedDict[tuple[str, int], tuple[float, _Log]] = OrderedDict()
 
     def read_continuations(self, group_id: int, holders: Sequence[PreviousHolder]) -> dict[int, PartialRow]:
-        """rollout_index -> what is known of it: from the newest of the holders that knew anything of this rollout."""
+        """rollout_index -> tokens from offset 0, from the first of `holders` whose log has rows of the rollout."""
         taken: dict[int, PartialRow] = {}
         for holder in holders:
             rows = self._log(holder.actor, holder.epoch).get((group_id, holder.attempt), [])
@@ -151,7 +146,7 @@ class PartialReader:
         return taken
 
     def holders(self) -> dict[int, list[PreviousHolder]]:
-        """group_id -> everyone whose log holds rows of it, newest attempt first. Reads every log."""
+        """group_id -> all holders whose log has rows of the group, newest attempt first. Reads every log."""
         found: dict[int, list[PreviousHolder]] = {}
         names = {tuple(key.split("/")[1:3]) for key in self._store.list("partials")}
         for actor, epoch in sorted(names):
@@ -177,7 +172,7 @@ class PartialReader:
                     for row in decode_partials(batch):
                         rows.setdefault((row.group_id, row.attempt), []).append(row)
             except (SchemaMismatch, MissingObject) as error:
-                logger.warning("a segment of the log is left out, what it held is sampled again: %s", error)
+                logger.warning("unreadable segment of the log skipped; its tokens are sampled again: %s", error)
         return rows
 
 
@@ -189,12 +184,12 @@ def _row(values: dict[str, object]) -> PartialRow:
     ends = [row.start, *(span.end for span in row.weight_spans)]
     starts = [*(span.start for span in row.weight_spans), row.end]
     if ends != starts or len(row.rollout_logprobs) != len(row.token_ids):
-        raise ValueError(f"tokens, log-probabilities and spans of group {row.group_id} do not cover one another")
+        raise ValueError(f"tokens, log-probabilities and spans of group {row.group_id} differ in length")
     return row
 
 
 def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
-    """`row` after the first `row.start` tokens of what was known."""
+    """The first `row.start` tokens of `before`, followed by the tokens of `row`."""
     return PartialRow(
         group_id=row.group_id,
         rollout_index=row.rollout_index,
@@ -211,7 +206,7 @@ def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
 
 
 def _with_origin(row: PartialRow, holder: PreviousHolder) -> PartialRow:
-    """The same, with the holder named for the tokens that nobody before it had sampled."""
+    """The row with `holder` added as the origin of the tokens after those of earlier origins."""
     own = len(row.token_ids) - sum(origin.num_tokens for origin in row.origins)
     if own <= 0:
         return row

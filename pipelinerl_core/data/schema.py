@@ -1,7 +1,7 @@
-"""The Arrow schemas of rollouts, partial rollouts and training batches, declared once.
+"""The Arrow schemas of rollouts, partial rollouts and training batches.
 
-A sentence about each column travels in its field metadata; the version travels in the schema metadata. A reader takes
-any minor version of its own major version (it may have more columns) and refuses every other one by name.
+The field metadata describes each column, and the schema metadata contains the version. A reader accepts all minor
+versions of its major version, which may have more columns, and rejects other versions.
 """
 
 import pyarrow as pa
@@ -9,7 +9,7 @@ import pyarrow as pa
 from pipelinerl_core.errors import SchemaMismatch
 
 SCHEMA_VERSION = "1.2"
-"""major.minor of all three schemas; a new column is a new minor version, anything else a new major one."""
+"""major.minor of all three schemas. A new column increments minor, any other change increments major."""
 
 SPAN_TYPE = pa.struct(
     [
@@ -43,23 +43,23 @@ _MASK = pa.list_(pa.bool_())
 _ORIGINS = _field(
     "origins",
     pa.list_(ORIGIN_TYPE),
-    "Actor epochs that sampled the first tokens, before this one took the rollout over; null for none.",
+    "Earlier actor epochs that sampled the first tokens, before `actor` continued the rollout; null for none.",
     nullable=True,
 )
 _SINCE = {"origins": 1, "turn_advantages": 2}
-"""Columns that came with a later minor version than 0; rows of an earlier one are read as if they were null."""
+"""Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
     _field("run_id", pa.string(), "Run that the rollout belongs to."),
     _field("group_id", pa.int64(), "Position of the group in the prompt ledger."),
     _field("rollout_index", pa.int32(), "Place within the group, 0 .. group_size - 1."),
-    _field("attempt", pa.int32(), "Which lease of the group produced it; grows with every new lease."),
-    _field("lease_id", pa.string(), "Lease under which it was produced."),
+    _field("attempt", pa.int32(), "Number of the group's lease that produced the rollout; grows with each lease."),
+    _field("lease_id", pa.string(), "Id of the lease that produced the rollout."),
     _field("prompt_id", pa.string(), "Hex digest of the prompt's source and text."),
     _field("source", pa.string(), "Name of the prompt source."),
-    _field("env", pa.string(), "Name of the verifier that scored it."),
-    _field("actor", pa.string(), "Actor that finished it."),
-    _field("group_size", pa.int32(), "Rollouts of the group."),
+    _field("env", pa.string(), "Name of the verifier that scored the rollout."),
+    _field("actor", pa.string(), "Actor that finished the rollout."),
+    _field("group_size", pa.int32(), "Number of rollouts of the group."),
     _field("prompt_token_ids", _IDS, "[P] tokens of the prompt."),
     _field("completion_token_ids", _IDS, "[C] sampled tokens, with the end token if there is one."),
     _field(
@@ -72,18 +72,18 @@ _ROLLOUT_FIELDS = [
     _field(
         "turn_spans",
         pa.list_(TURN_TYPE),
-        "Tokens [start, end) of each turn, in order; what is between them was not sampled. Null for one turn.",
+        "Tokens [start, end) of each turn, in order; tokens between turns were not sampled. Null for one turn.",
         nullable=True,
     ),
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),
     _field("outcome", pa.string(), "scored, or error when the verifier failed."),
     _field("finish_reason", pa.string(), "stop, length or abort."),
-    _field("error", pa.string(), "One line about what failed; null if nothing did.", nullable=True),
+    _field("error", pa.string(), "Error of the verifier, one line; null without an error.", nullable=True),
     _field("temperature", pa.float64(), "Sampling temperature."),
-    _field("top_p", pa.float64(), "Nucleus of the sampling."),
-    _field("seed", pa.int64(), "Key of the sampling noise, one per rollout."),
-    _field("max_tokens", pa.int32(), "Limit of the completion."),
-    _field("started_at", pa.float64(), "Unix seconds when the first token was asked for."),
+    _field("top_p", pa.float64(), "Probability mass of nucleus sampling."),
+    _field("seed", pa.int64(), "Seed of the sampling noise, one per rollout."),
+    _field("max_tokens", pa.int32(), "Limit of completion tokens."),
+    _field("started_at", pa.float64(), "Unix seconds when the first token was requested."),
     _field("finished_at", pa.float64(), "Unix seconds when the last token was sampled."),
     _field("scored_at", pa.float64(), "Unix seconds when the reward was known."),
     _ORIGINS,
@@ -97,16 +97,14 @@ PARTIAL_SCHEMA = _schema(
     [
         _field("group_id", pa.int64(), "Position of the group in the prompt ledger."),
         _field("rollout_index", pa.int32(), "Place within the group, 0 .. group_size - 1."),
-        _field("attempt", pa.int32(), "Which lease of the group produced it."),
+        _field("attempt", pa.int32(), "Number of the group's lease that produced the tokens."),
         _field("start", pa.int32(), "Offset of these tokens in the completion."),
-        _field("token_ids", _IDS, "Tokens sampled since the flush before."),
+        _field("token_ids", _IDS, "Tokens sampled since the previous flush."),
         _field("rollout_logprobs", _LOGPROBS, "Log-probability of each of these tokens when sampled."),
-        _field(
-            "weight_spans", pa.list_(SPAN_TYPE), "Versions of these tokens; start and end count from the completion."
-        ),
-        _field("finish_reason", pa.string(), "stop, length or abort once it has ended; null before.", nullable=True),
-        _field("reward", pa.float32(), "Score once known.", nullable=True),
-        _field("outcome", pa.string(), "scored or error once known.", nullable=True),
+        _field("weight_spans", pa.list_(SPAN_TYPE), "Versions of these tokens; positions within the completion."),
+        _field("finish_reason", pa.string(), "stop, length or abort; null while unfinished.", nullable=True),
+        _field("reward", pa.float32(), "Score; null while not scored.", nullable=True),
+        _field("outcome", pa.string(), "scored or error; null while not scored.", nullable=True),
         _ORIGINS,
     ],
 )
@@ -117,10 +115,10 @@ BATCH_SCHEMA = _schema(
     [
         *_ROLLOUT_FIELDS,
         _field("step", pa.int64(), "Optimizer step that trained the row."),
-        _field("order", pa.int32(), "Place of the row within the step, from 0."),
+        _field("order", pa.int32(), "Position of the row within the step, from 0."),
         _field("loss_mask_trained", _MASK, "[C] loss_mask after the lag rule."),
-        _field("advantage", pa.float32(), "Advantage of every token of the row, or with turn_advantages of turn 0."),
-        _field("loss_weight", pa.float32(), "Weight of each of its tokens in the loss."),
+        _field("advantage", pa.float32(), "Advantage of all tokens of the row; with turn_advantages, of turn 0."),
+        _field("loss_weight", pa.float32(), "Weight of each token of the row in the loss."),
         _field(
             "turn_advantages",
             pa.list_(pa.float32()),
@@ -131,26 +129,22 @@ BATCH_SCHEMA = _schema(
 )
 """The rows of one step as they were trained, in training order."""
 
-ROLLOUT_COLUMNS: tuple[str, ...] = tuple(ROLLOUT_SCHEMA.names)
-PARTIAL_COLUMNS: tuple[str, ...] = tuple(PARTIAL_SCHEMA.names)
-BATCH_COLUMNS: tuple[str, ...] = tuple(BATCH_SCHEMA.names)
-
 
 def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> None:
-    """Raises SchemaMismatch, naming what differs, unless rows of `schema` can be read as `expected`."""
+    """Raises SchemaMismatch, which names the difference, if rows of `schema` cannot be read as `expected`."""
     ours = _metadata(expected)
     theirs = _metadata(schema)
     name, version = ours["schema"], theirs.get("schema_version", "")
     if theirs.get("schema") != name:
         raise SchemaMismatch(
-            f"rows carry schema {theirs.get('schema', 'without a name')!r}; this reader wants {name!r}"
+            f"the rows have schema {theirs.get('schema', 'without a name')!r}; this reader requires {name!r}"
         )
     major, _, minor = version.partition(".")
     our_major, _, our_minor = ours["schema_version"].partition(".")
     if major != our_major or not minor.isdecimal() or len(minor) > 4:
         raise SchemaMismatch(
-            f"{name} schema version {version!r} cannot be read: this reader knows {our_major}.x. "
-            "Use the release that wrote it"
+            f"{name} schema version {version!r} cannot be read: this reader supports {our_major}.x. "
+            "Use the release that wrote the rows"
         )
     for field in expected:
         index = schema.get_field_index(field.name)
@@ -162,21 +156,21 @@ def check_schema(schema: pa.Schema, expected: pa.Schema = ROLLOUT_SCHEMA) -> Non
             raise SchemaMismatch(f"{name} column {field.name!r} is {schema.field(index).type}, not {field.type}")
     extra = [column for column in schema.names if expected.get_field_index(column) < 0]
     if extra and int(minor) <= int(our_minor):
-        raise SchemaMismatch(f"{name} rows of version {version} have columns that it does not declare: {extra}")
+        raise SchemaMismatch(f"{name} rows of version {version} have columns that this version lacks: {extra}")
 
 
 def conform(batch: pa.RecordBatch, expected: pa.Schema = ROLLOUT_SCHEMA) -> pa.RecordBatch:
-    """The same rows under `expected` exactly: checked, columns in order.
+    """Check the rows and return them with the columns of `expected`, in order.
 
-    Columns of a newer minor version are left out, those that an older one lacks are null.
+    Columns of a newer minor version are dropped; columns that an older minor version lacks are null.
     """
     if batch.schema.equals(expected, check_metadata=True):
         return batch
     check_schema(batch.schema, expected)
     try:
-        batch.validate()  # columns are made below, of as many rows as it claims to have
+        batch.validate()  # before null columns of batch.num_rows are allocated below
     except pa.ArrowInvalid as error:
-        raise SchemaMismatch(f"rows that are no Arrow record batch: {str(error).splitlines()[0]}") from None
+        raise SchemaMismatch(f"invalid Arrow record batch: {str(error).splitlines()[0]}") from None
     known = set(batch.schema.names)
     arrays = [
         batch.column(field.name) if field.name in known else pa.nulls(batch.num_rows, field.type)

@@ -1,7 +1,7 @@
-"""The log of finished groups in the object store: who writes it, and how rows are read back from it.
+"""Writes and reads segments: the log of finished groups in the object store.
 
-A segment is immutable and has one writer. A group lies in one segment, its rows side by side; many groups share a
-record batch, because buffers of a few kilobytes compress badly, and at a tenth of the speed.
+A segment is immutable and has one writer. All rows of a group are adjacent in one segment. A record batch contains
+many groups, because buffers of a few kilobytes compress worse and ten times slower.
 """
 
 import threading
@@ -20,20 +20,20 @@ from pipelinerl_core.run.records import rollout_key
 from pipelinerl_core.types import GroupKey, GroupRef
 
 CACHED_SEGMENTS = 8
-"""Segments a reader keeps in memory: the rows of a step come from a few neighbouring ones."""
+"""Segments that a reader keeps in memory; the rows of a step are in a few recent segments."""
 
 _BATCH_BYTES = 16 << 20  # of one record batch
 
 
 class SealedSegment(NamedTuple):
-    """A segment that can be read by everyone."""
+    """A segment that is in the store."""
 
     seq: int
     groups: tuple[GroupKey, ...]
 
 
 class SegmentName(NamedTuple):
-    """Where a segment lies."""
+    """The parts of a segment's key."""
 
     actor: str
     epoch: int
@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
 
 
 def parse_rollout_key(key: str) -> SegmentName:
-    """The parts of a rollout key; ValueError for any other key."""
+    """Parse the key of a segment. Raises ValueError for any other key."""
     kind, actor, epoch, name = key.split("/")
     if kind != "rollouts" or not name.endswith(".arrow"):
         raise ValueError(f"{key!r} is no rollout segment")
@@ -83,13 +83,13 @@ class SegmentWriter:
         self._seq = 0
 
     def append(self, batch: pa.RecordBatch, ref: GroupRef) -> None:
-        """Take the rows of one finished group; SchemaMismatch if they are not those of `ref` in this run."""
+        """Add the rows of one finished group. Raises SchemaMismatch if the rows do not match `ref` or this run."""
         check_groups([ref], batch)
         run_id = batch.column("run_id")[0].as_py()
         if (ref.actor, ref.actor_epoch, run_id) != (self._actor, self._epoch, self._run_id):
             raise SchemaMismatch(
-                f"group {ref.group_id} is of run {run_id!r}, actor {ref.actor!r}, epoch {ref.actor_epoch}; this log "
-                f"is of run {self._run_id!r}, actor {self._actor!r}, epoch {self._epoch}"
+                f"group {ref.group_id} belongs to run {run_id!r}, actor {ref.actor!r}, epoch {ref.actor_epoch}; this "
+                f"log belongs to run {self._run_id!r}, actor {self._actor!r}, epoch {self._epoch}"
             )
         with self._lock:
             if not self._open:
@@ -98,17 +98,17 @@ class SegmentWriter:
             self._open_bytes += batch.get_total_buffer_size()
 
     def seal_due(self) -> SealedSegment | None:
-        """Seal if the oldest waiting group is `max_seconds` old or `max_bytes` wait; None if nothing was due."""
+        """Seal if the oldest unsealed group is `max_seconds` old or `max_bytes` are unsealed; else return None."""
         with self._lock:
             age_seconds = self._clock() - self._opened_at if self._open else 0.0
             is_due = bool(self._open) and (age_seconds >= self._max_seconds or self._open_bytes >= self._max_bytes)
         return self.seal() if is_due or self._pending else None
 
     def seal(self) -> SealedSegment | None:
-        """Write everything that waits as one segment; None if nothing waits.
+        """Write all unsealed groups as one segment; None if there are none.
 
-        A StoreError leaves the segment pending: the next call writes exactly the same bytes under the same key,
-        because the failed write may have arrived.
+        After a StoreError the segment stays pending: the next call writes the same bytes under the same key, because
+        the failed write may have succeeded.
         """
         with self._sealing:
             if self._pending is None:
@@ -135,16 +135,16 @@ class SegmentReader:
         self._lock = threading.Lock()
 
     def segments(self, low_water: Mapping[str, int] | None = None) -> list[SegmentName]:
-        """All segments in the store, oldest first in each actor epoch, by one listing.
+        """All segments in the store, oldest first in each actor epoch; lists the store once.
 
-        `low_water` maps "<actor>/<epoch>" to the lowest seq that still matters; earlier ones are left out.
+        `low_water` maps "<actor>/<epoch>" to the lowest seq that is still needed; earlier segments are left out.
         """
         names = [parse_rollout_key(key) for key in self._store.list("rollouts")]
         marks = low_water or {}
         return sorted(name for name in names if name.seq >= marks.get(f"{name.actor}/{name.epoch}", 0))
 
     def groups_in(self, key: str) -> list[GroupRef]:
-        """The groups of one segment, in the order they were finished."""
+        """The groups of one segment, in the order in which they finished."""
         name = parse_rollout_key(key)
         refs = []
         for (group_id, attempt), batch in self._load(key).items():
@@ -167,7 +167,7 @@ class SegmentReader:
         key = rollout_key(actor, epoch, seq)
         groups = self._load(key)
         if (group_id, attempt) not in groups:
-            raise MissingObject(f"{key} holds no group {group_id} attempt {attempt}, only {sorted(groups)[:8]}")
+            raise MissingObject(f"{key} has no group {group_id} attempt {attempt}, only {sorted(groups)[:8]}")
         return groups[group_id, attempt]
 
     def _load(self, key: str) -> dict[GroupKey, pa.RecordBatch]:
@@ -186,25 +186,8 @@ class SegmentReader:
         return groups
 
 
-class RowReader:
-    """Rows of a group from memory where it still has them, else from its segment."""
-
-    def __init__(self, memory: Mapping[GroupKey, pa.RecordBatch], segments: SegmentReader) -> None:
-        self._memory = memory
-        self._segments = segments
-
-    def read(self, group_id: int, attempt: int, segment: SegmentName | None) -> pa.RecordBatch:
-        """The rows; MissingObject if they are neither in memory nor in `segment`."""
-        batch = self._memory.get((group_id, attempt))
-        if batch is not None:
-            return batch
-        if segment is None:
-            raise MissingObject(f"rows of group {group_id} attempt {attempt} are not in memory and were never sealed")
-        return self._segments.read_group(*segment, group_id, attempt)
-
-
 def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """The same rows in few record batches."""
+    """Concatenate the rows of groups into few record batches."""
     parts: list[list[pa.RecordBatch]] = []
     num_bytes = 0
     for rows in groups:
@@ -218,7 +201,7 @@ def _joined(groups: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
 
 
 def _groups(batch: pa.RecordBatch, key: str) -> list[pa.RecordBatch]:
-    """The checked rows of each group in a record batch. Earlier releases wrote a record batch for each."""
+    """The checked rows of each group in a record batch. Earlier releases wrote one record batch per group."""
     try:
         return split_groups(batch)
     except SchemaMismatch as error:

@@ -118,11 +118,9 @@ class EmulatedClock:
         return self._overrun.seconds
 
     def start(self) -> None:
-        """See `interfaces.StepClock`."""
         self._due = time.perf_counter()
 
     def rest_seconds(self, num_running: int, delay_seconds: float) -> float:
-        """See `interfaces.StepClock`."""
         emulated_seconds = self._speeds.decode_seconds(num_running)
         now = time.perf_counter()
         self._due += emulated_seconds
@@ -132,7 +130,6 @@ class EmulatedClock:
         return max(0.0, self._due - now)
 
     def extend(self, seconds: float) -> None:
-        """See `interfaces.StepClock`."""
         self._due += seconds
 
 
@@ -146,7 +143,6 @@ class EmulatedLearner:
 
     @property
     def version(self) -> int:
-        """See `interfaces.Learner`."""
         return self._learner.version
 
     @version.setter
@@ -164,19 +160,15 @@ class EmulatedLearner:
         return metrics | {"time/compute_seconds": time.perf_counter() - began}
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """See `interfaces.Learner`."""
         return self._learner.logprobs_of(rollouts)
 
     def weights(self) -> "dict[str, torch.Tensor]":
-        """See `interfaces.Learner`."""
         return self._learner.weights()
 
     def state(self) -> "tuple[dict[str, torch.Tensor], dict[str, Any]]":
-        """See `interfaces.Learner`."""
         return self._learner.state()
 
     def load_state(self, tensors: "Mapping[str, torch.Tensor]", values: Mapping[str, Any]) -> None:
-        """See `interfaces.Learner`."""
         self._learner.load_state(tensors, values)
 
 

@@ -41,11 +41,11 @@ class QueuedEngine(ABC, Generic[SequenceT]):
 
     @abstractmethod
     def _enqueue(self, request: EngineRequest) -> SequenceT:
-        """Put a request into the queue, and start what serves the queue."""
+        """Put a request into the queue, and start the task that serves the queue."""
 
     @abstractmethod
     def _forget(self, sequence: SequenceT) -> None:
-        """Release what a sequence holds; no effect if the sequence has ended already."""
+        """Release the resources of a sequence; no effect if the sequence has ended already."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[Chunk]:
         """Chunks of one sequence; see `interfaces.Engine`. The first await puts the request into the queue."""

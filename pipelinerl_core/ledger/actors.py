@@ -14,7 +14,6 @@ class ActorReports:
     """Samples and swaps by actor epoch."""
 
     def __init__(self) -> None:
-        """Empty."""
         self.samples: dict[ActorKey, ActorSample] = {}
         self._reported: dict[ActorKey, int] = {}  # newest swap version
         self._committed: dict[ActorKey, int] = {}

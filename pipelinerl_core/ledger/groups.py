@@ -1,10 +1,11 @@
-"""The data types of the ledger: actor epochs, leases, and summaries of groups."""
+"""The data types of the ledger: actor epochs, leases, summaries of groups, and reservations."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from pipelinerl_core.messages import Reserved
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import GroupRef, LengthTotals, PreviousHolder
 
@@ -88,6 +89,19 @@ class GroupSummary:
     def lengths(self) -> LengthTotals:
         """Lengths of all tokens."""
         return sum(self.lengths_by_version.values(), self.lengths_unscored)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """The reservation of one step. The trainer may reserve step n + 1 while step n is being committed."""
+
+    step: int
+    answer: Reserved
+    """The answer to the trainer, also for repeated requests."""
+    refs: dict[int, GroupRef]
+    """group_id -> group."""
+    summaries: dict[int, GroupSummary]
+    """group_id -> summary, for groups whose rows have arrived since the start of the hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

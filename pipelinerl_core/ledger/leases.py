@@ -43,12 +43,10 @@ class Leases:
 
     @property
     def num_held(self) -> int:
-        """Leases in force."""
         return len(self._held)
 
     @property
     def num_queued(self) -> int:
-        """Groups that wait for a new lease."""
         return len(self._queue)
 
     def group_ids(self) -> list[int]:
@@ -56,15 +54,12 @@ class Leases:
         return [*self._held, *self._queue]
 
     def held(self, group_id: int) -> HeldLease | None:
-        """The lease in force of a group."""
         return self._held.get(group_id)
 
     def is_queued(self, group_id: int) -> bool:
-        """Whether the group waits for a new lease."""
         return group_id in self._queue
 
     def num_held_by(self, actor: ActorKey) -> int:
-        """Leases in force of one actor."""
         return len(self._by_actor.get(actor, ()))
 
     def first_queued(self) -> int | None:

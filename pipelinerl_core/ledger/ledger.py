@@ -10,9 +10,8 @@ from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorReports
-from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, SealedGroup, SyncResult
+from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, Reservation, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
-from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule, build_schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
 from pipelinerl_core.ledger.tokens import DECIDED_COUNTER, TokenLedger

@@ -62,7 +62,6 @@ class LengthMeter:
         return meter
 
     def copy(self) -> "LengthMeter":
-        """An independent copy."""
         return LengthMeter(copy(self._arrived), {name: copy(sums) for name, sums in self._decided.items()})
 
     @property

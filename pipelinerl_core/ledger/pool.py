@@ -4,11 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import StaleLease
-from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary
+from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary, Reservation
 from pipelinerl_core.ledger.leases import Leases
 from pipelinerl_core.ledger.order import deadline
 from pipelinerl_core.ledger.ready import ReadyGroups
-from pipelinerl_core.ledger.reservations import Reservation
 from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
 from pipelinerl_core.ledger.tokens import UNKNOWN_ACTOR, TokenLedger

@@ -15,7 +15,6 @@ class ReadyGroups:
     """group_id -> summary of the groups whose rows have arrived and that are not reserved or decided."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._groups: dict[int, GroupSummary] = {}
         self._num_of: Counter[ActorKey] = Counter()
         self._left: Counter[ActorKey] = Counter()
@@ -41,11 +40,9 @@ class ReadyGroups:
         return self._groups.get(group_id)
 
     def num_of(self, actor: ActorKey) -> int:
-        """Ready groups of one actor."""
         return self._num_of[actor]
 
     def add(self, summary: GroupSummary) -> None:
-        """Add a ready group."""
         group_id = summary.ref.group_id
         self._groups[group_id] = summary
         self._num_of[summary.actor] += 1

@@ -44,19 +44,15 @@ class Schedule(Protocol):
 
     def grantable_groups(self, counts: GroupCounts, engine_version: int) -> int:
         """How many groups may be granted now to an actor whose engine has weights `engine_version`."""
-        ...
 
     def needed_groups(self, step: int) -> int:
         """How many ready groups the trainer needs to reserve this step."""
-        ...
 
     def priority(self, step: int, deadline: int, group_id: int) -> tuple[int, int]:
         """Sort key of a ready group: the smallest ones are trained in this step."""
-        ...
 
     def must_pause(self, counts: GroupCounts, engine_version: int) -> bool:
         """Whether an engine with weights `engine_version` must pause; it keeps its requests and their KV cache."""
-        ...
 
 
 class Pipeline:

@@ -143,6 +143,5 @@ class TokenLedger:
         }
 
     def copy(self) -> "TokenLedger":
-        """An independent copy."""
         accounts = {actor: copy.copy(account) for actor, account in self.accounts.items()}
         return TokenLedger(accounts, dict(self.decided), self.lengths.copy())

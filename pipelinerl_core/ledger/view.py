@@ -21,22 +21,18 @@ class LedgerView:
 
     @property
     def num_leased(self) -> int:
-        """Leased groups."""
         return self._pool.leases.num_held
 
     @property
     def num_queued(self) -> int:
-        """Groups that wait for a new lease."""
         return self._pool.leases.num_queued
 
     @property
     def num_ready(self) -> int:
-        """Ready groups."""
         return len(self._pool.ready)
 
     @property
     def num_reserved(self) -> int:
-        """Groups in reservations."""
         return self._pool.num_reserved
 
     @property
@@ -78,7 +74,6 @@ class LedgerView:
         return self._pool.needed_rows()
 
     def is_open(self, group_id: int) -> bool:
-        """Whether a group was leased and has no fate."""
         return self._pool.is_open(group_id)
 
     def holder(self, group_id: int, attempt: int) -> ActorKey | None:
@@ -90,7 +85,6 @@ class LedgerView:
         return self._pool.segments.find(group_id, attempt)
 
     def num_ready_of(self, actor: ActorKey) -> int:
-        """Ready groups of an actor."""
         return self._pool.ready.num_of(actor)
 
     def take_departures(self) -> Counter[ActorKey]:
@@ -98,7 +92,6 @@ class LedgerView:
         return self._pool.ready.take_departures()
 
     def num_leased_by(self, actor: ActorKey) -> int:
-        """Leases in force of an actor."""
         return self._pool.leases.num_held_by(actor)
 
     def is_gone(self, actor: ActorKey) -> bool:
@@ -106,9 +99,7 @@ class LedgerView:
         return self._pool.tokens.account(actor).is_gone
 
     def tokens(self) -> dict[str, int]:
-        """Tokens by class (ledger/tokens.py)."""
         return self._pool.tokens.totals()
 
     def lengths(self) -> dict[str, LengthTotals]:
-        """Lengths by class (ledger/lengths.py)."""
         return self._pool.tokens.lengths.totals()

@@ -33,7 +33,6 @@ class RunContext:
 
     @property
     def run_id(self) -> str:
-        """Id of the run."""
         return self.record.run_id
 
 

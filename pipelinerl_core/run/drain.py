@@ -52,7 +52,7 @@ def wants_drain(store: ObjectStore) -> bool:
 
 
 def stop_when_drained(store: ObjectStore, stop: threading.Event) -> None:
-    """Set `stop` once a drain is requested; reads the request in a thread of its own."""
+    """Set `stop` once a drain is requested; a separate thread polls for the request."""
 
     def poll() -> None:
         while not stop.wait(LOOK_SECONDS):

@@ -17,19 +17,15 @@ class RunTracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Buffer metrics of one step."""
-        ...
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Store a small file with the run."""
-        ...
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Store a table with the run; MLflow's pages show the table."""
-        ...
 
     def close(self, status: Status = "FINISHED") -> None:
         """Flush the buffers and end the MLflow run."""
-        ...
 
 
 class NoTracker:

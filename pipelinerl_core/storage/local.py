@@ -72,7 +72,6 @@ class FileStore:
             ) from None
 
     def get(self, key: str) -> bytes:
-        """The whole file."""
         try:
             return self._path(key).read_bytes()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -81,11 +80,9 @@ class FileStore:
             raise StoreError(f"cannot read {key!r} below {self._root}: {error.strerror or error}") from error
 
     def exists(self, key: str) -> bool:
-        """Whether the file is there now."""
         return self._path(key).is_file()
 
     def list(self, prefix: str) -> list[str]:
-        """Keys below a directory, sorted."""
         top = self._root / check_prefix(prefix)
         found = []
         for directory, _, names in os.walk(top):
@@ -95,7 +92,6 @@ class FileStore:
         return sorted(found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Unlink; missing files are no error. Empty directories stay."""
         for key in keys:
             try:
                 self._path(key).unlink(missing_ok=True)
@@ -105,7 +101,6 @@ class FileStore:
                 raise StoreError(f"cannot delete {key!r} below {self._root}: {error.strerror or error}") from error
 
     def child(self, prefix: str) -> "FileStore":
-        """The store below a directory."""
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
 
     def limited(self, seconds: float) -> "FileStore":
@@ -156,7 +151,6 @@ class MemoryStore:
         self._root = root
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        """Keep a copy of the data."""
         path = self._path(key)
         with _OBJECTS_LOCK:
             if create_only and path in _OBJECTS:
@@ -164,7 +158,6 @@ class MemoryStore:
             _OBJECTS[path] = bytes(data)
 
     def get(self, key: str) -> bytes:
-        """The data."""
         path = self._path(key)
         with _OBJECTS_LOCK:
             if path not in _OBJECTS:
@@ -172,31 +165,26 @@ class MemoryStore:
             return _OBJECTS[path]
 
     def exists(self, key: str) -> bool:
-        """Whether the key is there now."""
         path = self._path(key)
         with _OBJECTS_LOCK:
             return path in _OBJECTS
 
     def list(self, prefix: str) -> list[str]:
-        """Keys below a prefix, sorted."""
         base = f"{self._root}/"
         top = f"{join_key(self._root, check_prefix(prefix))}/"
         with _OBJECTS_LOCK:
             return sorted(path.removeprefix(base) for path in _OBJECTS if path.startswith(top))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forget objects; missing ones are no error."""
         paths = [self._path(key) for key in keys]
         with _OBJECTS_LOCK:
             for path in paths:
                 _OBJECTS.pop(path, None)
 
     def child(self, prefix: str) -> "MemoryStore":
-        """The store below a prefix."""
         return MemoryStore(join_key(self._root, check_key(prefix)))
 
     def limited(self, seconds: float) -> "MemoryStore":
-        """This store: its requests never fail."""
         return self
 
     def _path(self, key: str) -> str:

@@ -3,7 +3,6 @@
 To add a store: a file in this folder with a class that has the methods of `Store`, and a line in STORES.
 """
 
-import hashlib
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,11 +24,9 @@ class Store(ObjectStore, Protocol):
 
     def child(self, prefix: str) -> "Store":
         """The store below a prefix."""
-        ...
 
     def limited(self, seconds: float) -> ObjectStore:
         """The same store, which repeats a failing request for at most `seconds`."""
-        ...
 
 
 STORES: Mapping[str, Callable[[str], Store]] = MappingProxyType(
@@ -69,8 +66,3 @@ def check_writable(store: Store) -> None:
     except StoreError as error:
         line = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to a writable store") from None
-
-
-def sha256_hex(data: bytes | memoryview) -> str:
-    """Digest that manifests and commits record."""
-    return hashlib.sha256(data).hexdigest()

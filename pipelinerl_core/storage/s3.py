@@ -124,7 +124,6 @@ class S3Store:
                 raise
 
     def get(self, key: str) -> bytes:
-        """The whole object, by one request."""
         path = self._path(key)
         data: bytes = self._call(
             "read", key, lambda timeout: self._fs.cat_file(path, max_concurrency=1, timeout=timeout)
@@ -140,7 +139,6 @@ class S3Store:
         return True
 
     def list(self, prefix: str) -> list[str]:
-        """Keys below a prefix, sorted; never from a cache."""
         top = join_key(self._root, check_prefix(prefix))
         try:
             found = self._call("list", prefix, lambda timeout: self._fs.find(f"{top}/", timeout=timeout))
@@ -149,7 +147,7 @@ class S3Store:
         return sorted(path.removeprefix(f"{self._root}/") for path in found if path.startswith(f"{top}/"))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects one by one; missing ones are no error."""
+        """Remove objects one by one; missing objects are ignored."""
         for key in keys:
             try:
                 self._call("delete", key, functools.partial(self._remove, self._path(key)))
@@ -157,7 +155,6 @@ class S3Store:
                 continue
 
     def child(self, prefix: str) -> "S3Store":
-        """The store below a prefix."""
         return S3Store(
             f"{self.url}/{check_key(prefix)}",
             retry_seconds=self._retry_seconds,
@@ -165,7 +162,6 @@ class S3Store:
         )
 
     def limited(self, seconds: float) -> "S3Store":
-        """The same store, with requests that fail after `seconds`."""
         return S3Store(self.url, retry_seconds=seconds, attempt_seconds=seconds)
 
     def _head(self, key: str) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class MlflowTracker:
 
     @property
     def _left(self) -> str:
-        """What is not written yet, as text; empty if all is written."""
+        """Counts of unwritten metrics and files as text; empty if all are written."""
         counts = {"metrics": len(self._buffer) + self.num_lost, "files": len(self._files)}
         return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
@@ -367,7 +367,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`, or TimeoutError; the call then goes on in a daemon thread that dies with the process."""
+    """The result of `call`, or TimeoutError; after a timeout the call continues in a daemon thread."""
     results: list[T] = []
     errors: list[BaseException] = []
 

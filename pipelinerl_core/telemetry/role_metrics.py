@@ -44,7 +44,6 @@ class RoleMetrics:
         counter.inc(amount)
 
     def set(self, name: str, value: float) -> None:
-        """Set a gauge."""
         gauge = self._child(name, "")
         assert isinstance(gauge, Gauge)
         gauge.set(value)
@@ -56,13 +55,11 @@ class RoleMetrics:
         gauge.set_function(value)
 
     def observe(self, name: str, value: float, label: str = "") -> None:
-        """Add a value to a histogram."""
         histogram = self._child(name, label)
         assert isinstance(histogram, Histogram)
         histogram.observe(value)
 
     def exposition(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def _child(self, name: str, label: str) -> Counter | Gauge | Histogram:

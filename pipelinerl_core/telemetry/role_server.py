@@ -30,15 +30,12 @@ class Observed(Protocol):
 
     def health(self) -> tuple[bool, str]:
         """Whether the main loop runs, and a line about it."""
-        ...
 
     def readiness(self) -> tuple[bool, str]:
         """Whether the role does its work, and a line about it."""
-        ...
 
     def exposition(self) -> bytes:
         """The metrics as text."""
-        ...
 
 
 class RoleServer:

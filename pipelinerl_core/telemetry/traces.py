@@ -59,11 +59,9 @@ class SpanSink(Protocol):
 
     def emit(self, span: Span) -> None:
         """Queue a span; dropped if the queue is full."""
-        ...
 
     def close(self) -> None:
         """Export the queued spans, within 2 s."""
-        ...
 
 
 class Tracer:
@@ -110,7 +108,6 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Export the queued spans."""
         self._sink.close()
 
 

@@ -57,7 +57,6 @@ class QueueHub:
             self._sinks[peer] = credit_sink
 
     def disconnected(self, peer: str) -> None:
-        """Remove the peer's sink."""
         with self._condition:
             self.disconnections.append(peer)
             self._sinks.pop(peer, None)
@@ -86,7 +85,6 @@ class QueueHub:
             yield Ack(re=request.id), None
 
     def handle_groups(self, peer: str, groups: Sequence[Group], rows: pa.RecordBatch) -> list[Answer | Exception]:
-        """One answer per group."""
         parts = rows_of_groups([group.ref for group in groups], rows)
         with self._condition:
             self.received.extend(groups)

@@ -1,4 +1,6 @@
-"""Checkpoints in the object store: data first, the manifest with sizes and sha256 last.
+"""Writes, verifies and prunes checkpoints in the object store.
+
+The data is written first, the manifest with sizes and sha256 last.
 
 checkpoints/<step>.<k>/state.safetensors, then checkpoints/<step>.<k>/manifest.json
 """
@@ -23,7 +25,7 @@ _DATA = "state.safetensors"
 def save_checkpoint(
     store: ObjectStore, step: int, epoch: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> CheckpointManifest:
-    """Write a learner's state after `step`; when this returns the checkpoint is finished."""
+    """Write a learner's state after `step`. Returns after the manifest, which completes the checkpoint, is stored."""
     prefix = checkpoint_prefix(step, epoch)
     data: bytes = safetensors.torch.save(dict(tensors))
     entry = FileEntry(name=_DATA, size=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -34,10 +36,10 @@ def save_checkpoint(
 
 
 def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and values of a finished checkpoint, verified.
+    """Read and verify the tensors and values of a checkpoint.
 
-    Raises MissingObject when it was never finished, ChecksumMismatch when its bytes changed, StoreError when its
-    manifest cannot be read.
+    Raises MissingObject without a manifest, ChecksumMismatch if the data differs from the manifest, StoreError if the
+    manifest cannot be read or names a missing object.
     """
     prefix = checkpoint_prefix(step, epoch)
     key = f"{prefix}/{_MANIFEST}"
@@ -47,18 +49,18 @@ def load_checkpoint(store: ObjectStore, step: int, epoch: int) -> tuple[dict[str
         try:
             tensors |= safetensors.torch.load(_verified(store, f"{prefix}/{entry.name}", entry))
         except MissingObject as error:
-            raise StoreError(f"{store.url}/{key} names an object that is not there: {error}") from error
+            raise StoreError(f"{store.url}/{key} names a missing object: {error}") from error
     return tensors, manifest.values
 
 
 def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]]:
-    """Delete all but step 0 and the newest `keep` finished checkpoints; returns (step, epoch) of the deleted ones.
+    """Delete all checkpoints but step 0 and the newest `keep` complete ones; returns their (step, epoch).
 
-    Step 0 stays because a replay of the whole run starts there. Older unfinished ones go too.
+    Step 0 stays because a replay of the whole run starts there. Older incomplete checkpoints are deleted too.
 
-    A later epoch is newer whatever its step: an earlier epoch may have gone further than what was adopted of it.
-    Keep at least 2, because a checkpoint counts only when a later commit names it. Manifests go first, so that
-    nobody trusts half a checkpoint.
+    A checkpoint of a later epoch is newer, independent of its step: an earlier epoch may have made steps that the
+    later epoch did not adopt. Keep at least 2, because a checkpoint is used only after a later commit names it.
+    Manifests are deleted first, so that an interrupted deletion leaves no checkpoint that looks complete.
     """
     keys = store.list("checkpoints")
     by_age = sorted({_parse(key) for key in keys}, reverse=True)
@@ -78,7 +80,7 @@ def _verified(store: ObjectStore, key: str, entry: FileEntry) -> bytes:
     sha256 = hashlib.sha256(data).hexdigest()
     if (len(data), sha256) != (entry.size, entry.sha256):
         raise ChecksumMismatch(
-            f"{store.url}/{key}: {len(data)} bytes with sha256 {sha256}, but its manifest says {entry.size} bytes "
+            f"{store.url}/{key}: {len(data)} bytes with sha256 {sha256}, but the manifest has {entry.size} bytes "
             f"with {entry.sha256}. Resume from another checkpoint"
         )
     return data

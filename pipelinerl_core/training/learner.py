@@ -36,11 +36,9 @@ class Batcher(Protocol):
 
     def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
         """Packs that hold every sampled token of the rows once."""
-        ...
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
         """Packs that hold every completion token of the rollouts once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

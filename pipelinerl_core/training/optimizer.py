@@ -1,7 +1,7 @@
-"""AdamW over float32 master weights, with linear warm-up, and its exact state.
+"""AdamW over float32 master weights, with linear warm-up and decay, and its exact state.
 
-The masters are the model's own parameters when these are float32, and float32 copies otherwise: an update of 1e-4
-relative size would vanish in bfloat16.
+If the model's parameters are float32, they are the masters. Otherwise the masters are float32 copies: bfloat16
+would round an update of relative size 1e-4 to zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,15 +12,14 @@ from torch import Tensor
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import StoreError
 
-# AdamW's decay of the first moment; everybody's choice.
-_BETA1 = 0.9
+_BETA1 = 0.9  # AdamW's usual decay of the first moment
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, beside the number of its steps."""
+"""Names of AdamW's moments of each parameter."""
 
 
 def learning_rate(step: int, config: LearnerConfig, num_steps: int) -> float:
-    """Of step 1 .. num_steps: linear warm-up to the peak, times a linear decay from 1 to final_lr_share."""
+    """Learning rate of step 1 .. num_steps: linear warm-up to lr, times a linear decay from 1 to final_lr_share."""
     warm_up = min(1.0, step / max(1, config.warmup_steps))
     decay = 1.0 - (1.0 - config.final_lr_share) * step / num_steps
     return config.lr * warm_up * decay
@@ -35,27 +34,27 @@ def make_adam(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.opti
 
 
 def check_state(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises StoreError when the weights of a checkpoint are not those of a model with these parameters."""
+    """Raises StoreError if the weights of a checkpoint do not match the names and shapes of these parameters."""
     for name, shape in shapes.items():
         found = tensors.get(f"weights.{name}")
         if found is None or tuple(found.shape) != tuple(shape):
             there = "nothing" if found is None else f"shape {tuple(found.shape)}"
             raise StoreError(
-                f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: it belongs to "
-                "another model. Set model.path to that of the run"
+                f"weights.{name}: {there} in the checkpoint, {tuple(shape)} in the model: the checkpoint belongs to "
+                "another model. Set model.path to the model of the run"
             )
 
 
 def snapshot(tensor: Tensor) -> Tensor:
-    """A copy of its own, on the CPU."""
+    """A contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 class MasterOptimizer:
-    """Owns the masters; the model's parameters follow them after every step."""
+    """Owns the masters, and copies them to the model's parameters after every step."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: LearnerConfig) -> None:
-        """`parameters` by name, tied ones once; gradients are given in their order."""
+        """`parameters`: name -> parameter, tied parameters once; their order is the order of gradients."""
         self._parameters = dict(parameters)
         self._masters = {
             name: parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
@@ -66,11 +65,9 @@ class MasterOptimizer:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What gradients are taken of, in order."""
         return list(self._parameters.values())
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for master in self._masters.values():
             master.grad = None
 
@@ -81,7 +78,7 @@ class MasterOptimizer:
                 master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     def gradients(self) -> list[Tensor]:
-        """The sums so far, in the order of `parameters`, zeros where there is none; they may be changed in place."""
+        """The gradient sums in the order of `parameters`, zeros for a missing gradient; may be changed in place."""
         for master in self._masters.values():
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -111,7 +108,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`. Raises StoreError when names or shapes are those of another model."""
+        """The inverse of `state`. Raises StoreError if names or shapes belong to another model."""
         check_state(tensors, {name: master.shape for name, master in self._masters.items()})
         self._adam.state.clear()
         for name, master in self._masters.items():

@@ -1,4 +1,4 @@
-"""The model as a policy: log-probability and entropy of every sampled token of a pack, and its loss.
+"""The model as a policy: log-probability and entropy of every sampled token of a pack, and the loss of a pack.
 
 Shapes: N = sampled tokens of a pack.
 """
@@ -17,29 +17,29 @@ from pipelinerl_core.training.lora import trained_parameters
 from pipelinerl_core.training.model import head_weight, hidden_states
 
 VALUE_HEAD = "value_head."
-"""Beginning of the names of the value head's parameters; engines know nothing of it."""
-# As in the reference implementation: small, so that values begin near 0.
+"""Prefix of the names of the value head's parameters. Engines have no value head."""
+# Small, so that initial values are near 0; from ServiceNow's PipelineRL.
 _VALUE_STD = 1e-3
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of the sampled tokens of a pack, float32."""
+    """Outputs of a policy for the sampled tokens of a pack, float32."""
 
     trainer_logprobs_N: Tensor
     entropy_N: Tensor
     values_N: Tensor | None
-    """Expected reward before the token is sampled, if there is a value head."""
+    """Expected reward before the token is sampled; None without a value head."""
 
 
 class Policy(torch.nn.Module):
-    """A causal language model that is asked for log-probabilities, and perhaps for values.
+    """A causal language model with an optional value head.
 
-    The head is used inside of this module's forward, not through a forward of its own: a backend that shards
-    parameters must be told (`head`).
+    `forward` uses the weight of the output layer directly, not through the forward of that layer. A backend that
+    shards parameters must therefore gather `head` before `forward`.
     """
 
     def __init__(self, model: Any, *, temperature: float, value_seed: int | None = None) -> None:
-        """`value_seed`: draw a value head of it, the same on every rank and at every start; None: there is none."""
+        """`value_seed`: seed of the value head's initial weights, equal on all ranks; None: no value head."""
         super().__init__()
         self.model = model
         self._temperature = temperature
@@ -62,7 +62,7 @@ class Policy(torch.nn.Module):
         return PolicyOutput(logprobs_N, entropy_N, values_N)
 
     def trained(self) -> dict[str, Tensor]:
-        """What the optimizer changes, by the model's own names, tied ones once; and the value head."""
+        """Name -> trained parameter of the model (tied parameters once) and of the value head."""
         found = trained_parameters(self.model)
         if self.value_head is not None:
             found |= {f"{VALUE_HEAD}{name}": parameter for name, parameter in self.value_head.named_parameters()}
@@ -85,10 +85,10 @@ def pack_loss(
     version: int,
     reference: Policy | None = None,
 ) -> LossSums:
-    """The loss of one pack, from what the policy, weights `version`, and a reference say of its tokens.
+    """The loss of one pack from the output of the policy (weights `version`) and, if given, of a reference policy.
 
-    With a value head the rows have rewards for advantages: A = R - V, without a gradient, and
-    value_coefficient / 2 * sum(loss_weight * (V - R)^2) is added, which has one.
+    With a value head the rows contain rewards R instead of advantages. The advantage is R - V without a gradient, and
+    value_coefficient / 2 * sum(loss_weight * (V - R)^2) is added to the loss with a gradient.
     """
     values_N = output.values_N
     advantages_N = batch.advantages_N if values_N is None else batch.advantages_N - values_N.detach()

@@ -1,7 +1,6 @@
-"""Several trainer processes that take one optimizer step together.
+"""Collectives of the trainer's ranks, which compute one optimizer step together.
 
-Every rank computes its share of the packs; sums over ranks make the step whole. A rank that is alone needs no process
-group, and all of this costs it nothing.
+Each rank computes its share of the packs; the results are summed over ranks. A single rank needs no process group.
 """
 
 from collections.abc import Sequence
@@ -10,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Gradients are summed in flat buffers of this size: few large messages, and little memory beside the gradients.
+# Size of the flat buffers in which gradients are summed: few large messages, little additional memory.
 _BUCKET_BYTES = 64 << 20
 
 
 class Ranks:
-    """This process among the trainer's ranks, over torch's default process group when there are several."""
+    """The position of this process among the trainer's ranks; several ranks use torch's default process group."""
 
     def __init__(self, rank: int = 0, size: int = 1, per_node: int | None = None) -> None:
-        """`per_node`: ranks on each host; None: all of them."""
+        """`per_node`: number of ranks on each host; None: all ranks are on one host."""
         self.rank = rank
         self.size = size
         self.local_rank = rank % (per_node or size)
         self.local_size = per_node or size
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks, in place; the same bits on every rank."""
+        """Replace each tensor by its sum over the ranks, in place; all ranks have the same bits."""
         if self.size == 1:
             return
         for bucket in _buckets(tensors):
@@ -37,7 +36,7 @@ class Ranks:
                 start += tensor.numel()
 
     def gather(self, own: Tensor) -> list[list[float]]:
-        """The vector of every rank, in order of rank, exactly, once its device has computed it; all are as long."""
+        """The vector of every rank, in the order of ranks, without rounding; waits for the device. Equal lengths."""
         found = [own]
         if self.size > 1:
             found = [torch.empty_like(own) for _ in range(self.size)]

@@ -1,4 +1,4 @@
-"""What the packs of an optimizer step add up to, on one rank and over all of them.
+"""Sums the metrics of the packs of an optimizer step, on one rank and over all ranks.
 
 Shapes: N = sampled tokens of a pack.
 """
@@ -19,7 +19,7 @@ from pipelinerl_core.algo.packed import PackedBatch, moved
 from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 
-# Of one pack on its device; and what is known without asking the device.
+# Sums per pack that are on the device, and counts that are known on the host.
 _OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy")
 _KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", "num_with_reference", "num_with_values")
 _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
@@ -27,10 +27,10 @@ _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over packs; packs that hold no row, which only keep ranks in step, count nothing.
+    """Sums over packs. Empty packs, which equalize the number of packs over ranks, are not counted.
 
-    They stay on the device until `over_ranks`, the one place of a step that waits for it: nothing here may ask how
-    large a number is, or how many there are of something.
+    The sums stay on the device until `over_ranks`, the only place of a step that waits for the device: no other code
+    here may read a value of a tensor or create a shape that depends on values.
     """
 
     version: int
@@ -67,7 +67,7 @@ class StepSums:
             entropy_N.sum(),
         ]
         self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
-        # Neither truncated nor masked: ess tells what the lag did to the data, before the rules against it.
+        # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
         num_sequences = batch.layout.num_sequences
         self.log_ratios.append(log_ratios_N)
@@ -76,13 +76,13 @@ class StepSums:
         self.differences.add(log_ratios_N, lags_N, batch.sequence_N, batch.trained_M, num_sequences=num_sequences)
 
     def over_ranks(self, ranks: Ranks, device: torch.device, grad_norm: Tensor | None = None) -> dict[str, float]:
-        """The metrics of the step over all ranks, by name; every rank gets them, and must ask for them.
+        """The metrics of the step over all ranks, by name. A collective: every rank must call it.
 
-        grad_norm: [] of all ranks together, before clipping; where it is not known by now the metric is 0.
+        grad_norm: [] norm over all ranks, before clipping; None: the metric is 0.
         """
         differences_of_packs = self.differences.sums()
         parts = [
-            # In their order: a replay must find the same bits.
+            # In the order of packs, so that a replay computes the same bits.
             reduce(torch.add, self.of_packs) if self.of_packs else _zeros(len(_OF_PACK)),
             torch.tensor([self.known[name] for name in _KNOWN], dtype=torch.float64),
             _zeros(3 * len(CAUSES)) if differences_of_packs is None else differences_of_packs,
@@ -120,12 +120,12 @@ class StepSums:
 
 
 def check_finite(step: int, metrics: Mapping[str, float]) -> None:
-    """Raises TrainingDiverged, naming everything, when one of the figures is not finite."""
+    """Raises TrainingDiverged, which names all figures, if one figure is not finite."""
     if all(math.isfinite(metrics[name]) for name in _FINITE):
         return
     found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
     raise TrainingDiverged(
-        f"step {step}: {found}; all of them must be finite. The last good weights are version {step - 1}. Lower "
+        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. Lower "
         "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
         "engine recorded bad log-probabilities"
     )

@@ -1,6 +1,6 @@
-"""Builds a small character model without any download: tokenizer, initial weights, supervised warm start.
+"""Builds a small character model without a download: tokenizer, initial weights, supervised warm start.
 
-Shapes: T = packed tokens of a step, C = completion tokens of it, V = vocabulary.
+Shapes: T = packed tokens of a step, C = completion tokens of a step, V = vocabulary.
 """
 
 import itertools
@@ -22,13 +22,13 @@ from pipelinerl_core.training.attention import PACKED_ATTENTION
 PAD_ID, END_ID = 0, 1
 PAD_TOKEN, END_TOKEN = "<pad>", "<eos>"
 NUM_PACKS = 3
-"""Parts of a step, after sorting by length: attention pads each to its longest row. More would cost more than pad."""
+"""Packs of a step, sorted by length. Attention pads each pack to its longest row; more packs would be slower."""
 MIN_LR_SHARE = 0.05
 CLIP_NORM = 1.0
 REPORT_STEPS = 50
 
 Row = tuple[list[int], int]
-"""Token ids of prompt and completion, and how many of them are the prompt's."""
+"""Token ids of prompt and completion, and the number of prompt tokens."""
 
 
 def build_model(
@@ -36,8 +36,8 @@ def build_model(
 ) -> None:
     """Train on (prompt, completion) pairs and write model and tokenizer into `directory`.
 
-    The same recipe and pairs give the same bytes on one kind of machine: one thread, and seeds of its own.
-    `report` is given a line now and then.
+    On machines of the same kind, the same recipe and pairs result in the same bytes: training uses one thread and the
+    seed of the recipe. `report` receives a line of progress every REPORT_STEPS steps.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -54,7 +54,7 @@ def build_model(
 
 
 def build_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character; decoding puts nothing between them. A character outside the alphabet is an error."""
+    """A tokenizer with one token per character, decoded without separators; other characters raise an error."""
     tokenizer = Tokenizer(models.WordLevel(_vocabulary(alphabet)))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -90,7 +90,7 @@ def _model_config(recipe: SumsModel) -> Qwen2Config:
 def _train(
     model: Qwen2ForCausalLM, recipe: SumsModel, pairs: Iterator[tuple[str, str]], report: Callable[[str], None]
 ) -> None:
-    """AdamW on the mean cross-entropy of the completions; the learning rate rises, then falls linearly."""
+    """AdamW on the mean cross-entropy of the completions; linear warm-up, then linear decay of the learning rate."""
     vocabulary = _vocabulary(recipe.alphabet)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
     started = time.monotonic()
@@ -119,7 +119,7 @@ def _as_row(pair: tuple[str, str], vocabulary: dict[str, int]) -> Row:
 
 
 def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
-    """Leave the gradient of the mean loss over all completion tokens of the rows; returns that loss."""
+    """Compute the mean loss over all completion tokens of the rows and its gradient; returns the loss."""
     rows = sorted(rows, key=lambda row: len(row[0]))
     num_tokens = sum(len(ids) - num_prompt for ids, num_prompt in rows)
     total = 0.0
@@ -133,7 +133,7 @@ def _backward(model: Qwen2ForCausalLM, rows: list[Row]) -> float:
 
 
 def _loss(model: Qwen2ForCausalLM, rows: list[Row]) -> Tensor:
-    """Sum of the cross-entropy over completion tokens; only attention ever sees padding."""
+    """Sum of the cross-entropy over completion tokens; only attention pads rows."""
     lengths = [len(ids) for ids, _ in rows]
     ids_T = torch.tensor(list(itertools.chain.from_iterable(ids for ids, _ in rows)))
     positions_T = torch.cat([torch.arange(length) for length in lengths])

@@ -66,15 +66,12 @@ class Sender(Protocol):
 
     def connect(self, is_closed: threading.Event) -> None:
         """Wait until every receiver is connected. Raises an error if `is_closed` is set before."""
-        ...
 
     def send(self, tensors: Mapping[str, Tensor], layout: tuple[TensorMeta, ...]) -> None:
         """Broadcast all tensors in the order of the layout; returns when all are sent."""
-        ...
 
     def close(self) -> None:
         """Close the collective; a call in progress on another thread fails."""
-        ...
 
 
 class GlooSender:
@@ -283,7 +280,7 @@ class WeightBroadcaster:
         has_failed: threading.Event,
         is_closed: threading.Event,
     ) -> None:
-        """On a thread of its own; the events belong to this group, which may not be the newest any more."""
+        """Runs on a separate thread; the events belong to this group, which a newer group may have replaced."""
         try:
             sender.connect(is_closed)
         except Exception as error:  # noqa: BLE001 - after any failure there is no group

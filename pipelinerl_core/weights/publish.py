@@ -48,7 +48,7 @@ class WeightPublisher:
     def __init__(
         self, store: ObjectStore, *, run_id: str, epoch: int, use_shm: bool, file_name: str = WEIGHTS_FILE
     ) -> None:
-        """file_name: what the versions hold, WEIGHTS_FILE or ADAPTERS_FILE."""
+        """file_name: name of the file of each version, WEIGHTS_FILE or ADAPTERS_FILE."""
         self._store = store
         self._file_name = file_name
         self._epoch = epoch

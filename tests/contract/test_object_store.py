@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
-from pipelinerl_core.storage.object_store import check_writable, open_store, sha256_hex
+from pipelinerl_core.storage.object_store import check_writable, open_store
 
 
 @pytest.fixture(params=["memory", "file", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.slow])])
@@ -113,7 +113,3 @@ def test_a_key_that_could_leave_its_root_is_refused_everywhere(store, key):
 def test_a_writable_store_passes_the_preflight_and_keeps_nothing_of_it(store):
     check_writable(store)
     assert store.list("") == []
-
-
-def test_the_digest_is_that_of_sha256():
-    assert sha256_hex(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

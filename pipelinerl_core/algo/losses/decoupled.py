@@ -1,7 +1,7 @@
-"""Decoupled PPO: bound the way from a proximal policy, weight by how far that is from the one that sampled.
+"""Decoupled PPO: clips the ratio to a proximal policy, weighted by the ratio of proximal to behaviour policy.
 
-The decoupled objective is that of arXiv:2110.00641, for asynchronous generation arXiv:2505.24298 (AReaL); taking the
-proximal policy from the age of a token, without another forward pass, is arXiv:2512.06547 (A-3PO).
+The decoupled objective is from arXiv:2110.00641, its use for asynchronous generation from arXiv:2505.24298 (AReaL).
+Deriving the proximal policy from the age of a token, without another forward pass, is from arXiv:2512.06547 (A-3PO).
 """
 
 import torch
@@ -29,8 +29,9 @@ def decoupled_ppo(tokens: TrainedTokens, config: DecoupledPpoLoss) -> LossSums:
 def proximal_logprobs(tokens: TrainedTokens) -> Tensor:
     """[M] alpha * rollout_logprob + (1 - alpha) * trainer_logprob, alpha = 1 / (lag + 1); a constant.
 
-    The step makes a version that is lag + 1 steps from the one that sampled the token, and the proximal policy is one
-    step back from there, on a straight line of log-probabilities. Of lag 0 it is the policy that sampled.
+    The step makes a version that is lag + 1 steps newer than the version that sampled the token. The proximal policy
+    is one step older than the new version, by linear interpolation of log-probabilities. With lag 0 the proximal
+    policy is the policy that sampled the token.
     """
     alpha_M = 1.0 / (tokens.lags_M + 1.0)
     return torch.lerp(tokens.trainer_logprobs_M.detach(), tokens.rollout_logprobs_M, alpha_M)

@@ -12,8 +12,8 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
-    With loss.advantage=turn it is the paper's GSPO-token: s has the same value, but at each token the
-    gradient of the token's own log ratio. With that of the mean a token would move the terms of all turns alike, and
+    loss.advantage=turn is the paper's GSPO-token: s has the same value, but the gradient at each token is that of the
+    token's log ratio. With the gradient of the mean, a token would change the terms of all turns equally, and
     the rollout would be credited with the mean advantage of its tokens.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)

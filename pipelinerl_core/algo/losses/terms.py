@@ -1,6 +1,6 @@
-"""What every loss is given, and what it returns.
+"""The input and the output of every loss.
 
-A loss is a pure function of the trained tokens of one pack and its own section of the configuration: no model, no
+A loss is a pure function of the trained tokens of one pack and the options of the loss: no model, no
 process group, no logging, no random numbers. It returns the weighted sum of its terms and sums of its statistics.
 Normalisation is inside loss_weights (algo/weighting.py), so sums of packs, micro-batches and ranks add up to the loss
 of the whole step.
@@ -46,7 +46,7 @@ class TrainedTokens:
     rollout_logprobs_M: Tensor
     """float32: what the engine recorded when it sampled the token."""
     advantages_M: Tensor
-    """Of the rollout that the token belongs to, of its turn, or its own."""
+    """Advantage of the token's rollout, of the token's turn, or of the token."""
     loss_weights_M: Tensor
     """Weight of each term, normalisation included."""
     entropy_M: Tensor

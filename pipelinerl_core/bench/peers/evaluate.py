@@ -14,13 +14,12 @@ from safetensors import torch as safetensors
 
 from pipelinerl_core.bench.peers.record import read_points, weights_file, write_points
 from pipelinerl_core.config import RunConfig, build_config
-from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.evaluator.main import evaluate
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
-from pipelinerl_core.roles.runtime.process import configure_logging, limit_threads
+from pipelinerl_core.roles.runtime.process import configure_logging, exit_codes, limit_threads
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,7 @@ def _update(out: Path, step: int) -> WeightUpdate:
     return WeightUpdate(version=step, tensors=safetensors.load(data), num_bytes=len(data))
 
 
+@exit_codes
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -63,11 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     configure_logging()
     limit_threads(arguments.threads)
-    try:
-        asyncio.run(add_accuracies(arguments.out, arguments.prompts))
-    except PipelineRLError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-        return 1
+    asyncio.run(add_accuracies(arguments.out, arguments.prompts))
     return 0
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pipelinerl_core.comparison.analysis import has_reached
+from pipelinerl_core.comparison.plan import MARGIN
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.weights.files import serialize
 
 logger = logging.getLogger(__name__)
 
 POINTS_FILE = "points.json"
-MARGIN = 0.07
-"""A reference trainer stops when the training reward exceeds the target by this margin."""
 
 
 class Recorder:

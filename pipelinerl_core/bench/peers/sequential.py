@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from pipelinerl_core.bench.peers.task import PeerTask, open_task, peer_parser
-from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.roles.runtime.process import configure_logging
+from pipelinerl_core.roles.runtime.process import configure_logging, exit_codes
 from pipelinerl_core.types import Prompt
 
 LEARNING_RATE = 1e-4
@@ -107,15 +106,12 @@ def loss_of(task: PeerTask, batch: Batch) -> Tensor:
     return -(logprobs_BC * advantage_B[:, None])[batch.sampled_BC].mean()
 
 
+@exit_codes
 def main() -> int:
     """Command line."""
     configure_logging()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
-        train(open_task(peer_parser((__doc__ or "").splitlines()[0]).parse_args()))
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
+    train(open_task(peer_parser((__doc__ or "").splitlines()[0]).parse_args()))
     return 0
 
 

@@ -39,17 +39,6 @@ class PeerTask:
     max_seconds: float
     threads: int
 
-    def adamw(self) -> torch.optim.AdamW:
-        """The optimizer of TorchLearner over the model's parameters."""
-        learner = self.config.learner
-        return torch.optim.AdamW(
-            self.model.parameters(),
-            lr=learner.lr,
-            betas=(0.9, learner.beta2),
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
-
     def recorder(self, name: str, settings: Mapping[str, Any]) -> Recorder:
         """A recorder that writes to `out`."""
         return Recorder(

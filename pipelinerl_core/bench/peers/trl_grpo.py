@@ -27,8 +27,8 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.roles.runtime.process import configure_logging
-from pipelinerl_core.training.optimizer import learning_rate
+from pipelinerl_core.roles.runtime.process import configure_logging, exit_codes
+from pipelinerl_core.training.optimizer import learning_rate, make_adam
 
 try:
     from trl import GRPOConfig, GRPOTrainer
@@ -73,7 +73,7 @@ class Record(TrainerCallback):
     """Reports every optimizer step to the recorder, and stops all processes when the recorder ends the run."""
 
     def __init__(self, recorder: Recorder | None, task: PeerTask, rewards: Rewards) -> None:
-        """`recorder`: None in all processes but the first."""
+        """`recorder`: None in all processes except rank 0."""
         self._recorder = recorder
         self._task = task
         self._rewards = rewards
@@ -159,7 +159,7 @@ def _cache_settings(config: RunConfig, num_sequences: int) -> dict[str, Any]:
 def train(task: PeerTask, settings: Any) -> None:
     """Train until the recorder ends the run."""
     config = task.config
-    optimizer = task.adamw()
+    optimizer = make_adam(list(task.model.parameters()), config.learner)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: learning_rate(done + 1, config.learner, config.trainer.steps) / config.learner.lr
     )
@@ -186,6 +186,7 @@ def _ratio_max(config: RunConfig) -> float:
     return config.loss.ratio_max
 
 
+@exit_codes
 def main() -> int:
     """Command line."""
     if "RANK" in os.environ:  # started by torch.distributed.run, which may be killed
@@ -199,18 +200,14 @@ def main() -> int:
     parser.add_argument("--steps-per-generation", type=int, default=1, help="optimizer steps on one generation")
     parser.add_argument("--generation", choices=["continuous", "plain"], default="continuous", help="way of batching")
     arguments = parser.parse_args()
-    try:
-        task = open_task(arguments)
-        settings = trainer_settings(
-            task,
-            rows=arguments.rows,
-            steps_per_generation=arguments.steps_per_generation,
-            continuous_batching=arguments.generation == "continuous",
-        )
-        train(task, settings)
-    except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201
-        return 2
+    task = open_task(arguments)
+    settings = trainer_settings(
+        task,
+        rows=arguments.rows,
+        steps_per_generation=arguments.steps_per_generation,
+        continuous_batching=arguments.generation == "continuous",
+    )
+    train(task, settings)
     return 0
 
 

@@ -91,7 +91,6 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
 
     @property
     def weight_version(self) -> int:
-        """Version that samples the next token."""
         return self._version
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
@@ -129,7 +128,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         )
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """End sequences, and return what was sampled; see `interfaces.Engine`."""
+        """End sequences, and return their partial completions; see `interfaces.Engine`."""
         completions: dict[str, Completion] = {}
         for request_id in list(request_ids):
             sequence = self._running.get(request_id) or self._waiting.get(request_id)
@@ -284,7 +283,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         return completion
 
     def _forget(self, sequence: SlotSequence) -> None:
-        """Release what a sequence holds; no effect if the sequence has ended already."""
+        """Release the resources of a sequence; no effect if the sequence has ended already."""
         request_id = sequence.request.request_id
         if self._waiting.get(request_id) is sequence:
             del self._waiting[request_id]

@@ -202,7 +202,7 @@ class VLLMCore:
         await self._call(self.llm.resume_generation())
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """Let every worker join a broadcast group; generation stands still until all receivers have joined."""
+        """Let every worker join a broadcast group; generation pauses until all receivers have joined."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         info = {

@@ -67,21 +67,18 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
 
     @property
     def weight_version(self) -> int:
-        """Version that samples the next token."""
         return self._keeper.version
 
     @property
     def group(self) -> int:
-        """See `interfaces.BroadcastReceiver`."""
         return self._keeper.group.number if self._keeper.group is not None else 0
 
     @property
     def needs_weights(self) -> bool:
-        """See `interfaces.BroadcastReceiver`."""
         return self._keeper.needs_weights
 
     async def join(self, group: BroadcastGroup, first_rank: int) -> None:
-        """See `interfaces.BroadcastReceiver`; sampling stands still until all receivers have joined."""
+        """See `interfaces.BroadcastReceiver`; sampling pauses until all receivers have joined."""
         await self._keeper.join(group, first_rank)
 
     async def open(self) -> None:
@@ -118,7 +115,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         )
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, Completion]:
-        """End sequences, and return what was sampled; see `interfaces.Engine`."""
+        """End sequences, and return their partial completions; see `interfaces.Engine`."""
         aborted: list[VLLMSequence] = []
         for request_id in list(request_ids):
             sequence = self._running.get(request_id) or self._waiting.get(request_id)
@@ -273,7 +270,7 @@ class VLLMEngine(QueuedEngine[VLLMSequence]):
         self._forget(sequence)
 
     def _forget(self, sequence: VLLMSequence) -> None:
-        """Release what a sequence holds; no effect if the sequence has ended already."""
+        """Release the resources of a sequence; no effect if the sequence has ended already."""
         self._count_time()
         for sequences in (self._waiting, self._running):
             if sequences.get(sequence.request.request_id) is sequence:

@@ -103,7 +103,6 @@ class Hub:
 
     @property
     def num_peers(self) -> int:
-        """Connected peers."""
         with self._changed:
             return len(self._state.peers)
 

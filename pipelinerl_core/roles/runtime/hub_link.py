@@ -122,7 +122,6 @@ class HubLink:
         return self._through_restarts(lambda client: client.request_rows(message, timeout=HUB_DEADLINE_SECONDS))
 
     def close(self, *, bye: bool = True) -> None:
-        """End the connection."""
         with self._lock:
             self._closed = True
             if self._client is not None:

@@ -85,7 +85,6 @@ class RoleMonitor:
         return not reason, reason or f"ready: {self._phase}"
 
     def exposition(self) -> bytes:
-        """The metrics as text."""
         return self.metrics.exposition()
 
 

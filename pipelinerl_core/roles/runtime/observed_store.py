@@ -20,7 +20,6 @@ class ObservedStore:
         self.url = store.url
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        """Write an object."""
         self._time("put", lambda: self._store.put(key, data, create_only=create_only))
 
     def get(self, key: str) -> bytes:
@@ -28,19 +27,15 @@ class ObservedStore:
         return self._time("get", lambda: self._store.get(key))
 
     def exists(self, key: str) -> bool:
-        """Whether the object exists."""
         return self._time("exists", lambda: self._store.exists(key))
 
     def list(self, prefix: str) -> list[str]:
-        """Keys under a prefix, sorted."""
         return self._time("list", lambda: self._store.list(prefix))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects."""
         self._time("delete", lambda: self._store.delete(keys))
 
     def child(self, prefix: str) -> ObjectStore:
-        """The store below a prefix, measured too."""
         return ObservedStore(self._store.child(prefix), self._metrics)
 
     def _time(self, operation: str, request: Callable[[], T]) -> T:

@@ -37,27 +37,21 @@ class RankLearner(Protocol):
     @property
     def is_sharded(self) -> bool:
         """Whether `weights` and `state` are collective."""
-        ...
 
     def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
-        ...
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """See `interfaces.Learner`; collective, with the same rollouts on every rank."""
-        ...
 
     def weights(self) -> dict[str, Tensor]:
         """See `interfaces.Learner`."""
-        ...
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """See `interfaces.Learner`."""
-        ...
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """See `interfaces.Learner`; collective, with the same tensors on every rank."""
-        ...
 
 
 class RankedLearner:
@@ -70,7 +64,6 @@ class RankedLearner:
 
     @property
     def version(self) -> int:
-        """See `interfaces.Learner`."""
         return self._local.version
 
     @version.setter
@@ -78,7 +71,6 @@ class RankedLearner:
         self._local.version = version
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """See `interfaces.Learner`."""
         step = self.version + 1
         plan = self._batcher.plan(rows, self._channel.size)
         with translate_rank_errors(f"step {step}"), self._channel.command():
@@ -86,7 +78,6 @@ class RankedLearner:
             return self._local.step_packs(self._batcher.planned(rows, plan[0]))
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
-        """See `interfaces.Learner`."""
         with translate_rank_errors("scoring of rollouts"), self._channel.command():
             if self._local.is_sharded:
                 data = to_segment([encode_rollouts("", rollouts)])
@@ -94,15 +85,12 @@ class RankedLearner:
             return self._local.logprobs_of(rollouts)
 
     def weights(self) -> dict[str, Tensor]:
-        """See `interfaces.Learner`."""
         return self._gathered("weights", self._local.weights)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """See `interfaces.Learner`."""
         return self._gathered("state", self._local.state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """See `interfaces.Learner`."""
         found = {name: tensor.contiguous() for name, tensor in tensors.items()}
         shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in found.items()}
         with translate_rank_errors("sending of a checkpoint"), self._channel.command():

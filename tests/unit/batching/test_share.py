@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelinerl_core.batching.balance_ranks import share
-from pipelinerl_core.batching.pack import pack
+from pipelinerl_core.batching.pack import pack, share
 
 
 def test_the_example_of_the_docstring():

@@ -1,4 +1,4 @@
-"""The clock of a peer, what it keeps, and when it stops."""
+"""The recorder of a reference trainer: measured time, stored weights, and the end of the run."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from pipelinerl_core.config import load_config
 
 
 class Clock:
-    """Seconds that only the test, and saving, let pass."""
+    """A clock that only the test and the saving of weights advance."""
 
     def __init__(self):
         self.now = 50.0
@@ -42,7 +42,7 @@ def recorder(out, steps=100, **changes):
 
 
 def run(recording, clock, rewards):
-    """Steps of 2 s with these rewards; returns how many were taken before it said stop."""
+    """Take steps of 2 s with these rewards; returns the step at which the recorder stopped, None if it did not."""
     model = torch.nn.Linear(2, 1)
     recording.start(model)
     for number, reward in enumerate(rewards, start=1):
@@ -54,7 +54,7 @@ def run(recording, clock, rewards):
     return None
 
 
-def test_saving_takes_no_time_and_keeps_the_weights_of_every_fifth_step(tmp_path, clock):
+def test_the_time_of_saving_is_not_counted_and_every_fifth_step_is_stored(tmp_path, clock):
     assert run(recorder(tmp_path, steps=12), clock, [0.25] * 12) == 12
     document = read_points(tmp_path)
     assert (document["name"], document["seed"], document["settings"]) == ("a-peer", 3, {"rows": 8})
@@ -66,13 +66,13 @@ def test_saving_takes_no_time_and_keeps_the_weights_of_every_fifth_step(tmp_path
         assert load_file(tmp_path / f"{step:06}.safetensors")["bias"].item() == step
 
 
-def test_it_stops_once_ten_steps_are_past_the_target_by_the_margin(tmp_path, clock):
+def test_the_run_stops_when_the_mean_reward_of_ten_steps_exceeds_the_target_by_the_margin(tmp_path, clock):
     level = 0.5 + MARGIN
-    # All ten steps of the window are above it only from step 17 on; one that is far below delays it.
+    # The first seven rewards are 0: only from step 17 on, all ten steps of the window are above the level.
     assert run(recorder(tmp_path), clock, [0.0] * 7 + [level + 0.001] * 20) == 17
     assert read_points(tmp_path)["points"][-1]["step"] == 17
     assert run(recorder(tmp_path / "never"), clock, [level - 0.01] * 30) is None
 
 
-def test_it_stops_when_its_time_is_up(tmp_path, clock):
+def test_the_run_stops_at_the_time_limit(tmp_path, clock):
     assert run(recorder(tmp_path, max_seconds=7.0), clock, [0.1] * 20) == 4

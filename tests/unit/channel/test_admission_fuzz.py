@@ -1,6 +1,6 @@
-"""Whatever a peer writes on its exchange: a typed refusal or a valid request for the service, and never much memory.
+"""Any bytes from a peer result in a typed refusal or a valid request for the service, with bounded memory.
 
-Batches come as Flight hands them over, which does not look inside: lengths, offsets and buffers may claim anything.
+Batches are passed as Flight passes them, without validation: lengths, offsets and buffers may have any value.
 """
 
 import json
@@ -65,7 +65,7 @@ MESSAGES = [
 
 
 class Service:
-    """Accepts every request, and checks that the admission was right to pass it on."""
+    """Accepts every request, and checks that admission has validated the request and its rows."""
 
     def connected(self, peer, credit_sink) -> None: ...
 
@@ -84,7 +84,7 @@ class Service:
 
 
 def check_turns(rollout) -> None:
-    """Token by token: in no turn twice, in order, and only those of turns are trained."""
+    """Turns are ordered, do not overlap and are not empty; only tokens in turns are trained."""
     in_turns = [token for turn in rollout.turn_spans for token in range(turn.start, turn.end)]
     assert in_turns == sorted(set(in_turns))
     if rollout.turn_spans:
@@ -108,7 +108,7 @@ def flight():
 
 
 def ask(flight, metadata: bytes, rows: pa.RecordBatch | None = None, role: str = "actor"):
-    """The one answer to a message; the code "internal" would be an unexpected exception."""
+    """The single answer to a message; the code "internal" would be an unhandled exception."""
     writer = Writer()
     flight.answer(PeerConnection(f"{role}/fuzz#1", Introduction(role=role, name="fuzz"), writer), metadata, rows)
     (answer,) = [ANSWER.validate_json(written) for written in writer.written]
@@ -133,7 +133,7 @@ VALUES = st.recursive(
 
 
 def places(value, path=()):
-    """The way to every value inside a JSON value."""
+    """The path of every value inside a JSON value."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -195,7 +195,7 @@ TURNS = st.none() | st.lists(st.tuples(EDGES, EDGES) | st.none(), max_size=3)
 
 @st.composite
 def batches(draw) -> pa.RecordBatch:
-    """Sound Arrow: some columns replaced, left out or added, under the same or another schema."""
+    """Valid Arrow batches: some columns replaced, left out or added, under the same or another schema."""
     columns = dict(zip(VALID.schema.names, VALID.columns, strict=True))
     if draw(st.booleans()):
         columns["turn_spans"] = pa.array([draw(TURNS), draw(TURNS)], columns["turn_spans"].type)
@@ -228,7 +228,7 @@ def test_any_turns(flight, first, second):
     ask(flight, encode(GROUP), VALID.set_column(index, VALID.schema.field(index), turns))
 
 
-def test_rows_with_turns_are_let_in(flight):
+def test_rows_with_turns_are_accepted(flight):
     assert ask(flight, encode(GROUP), TURNED).kind == "ack"
 
 
@@ -241,14 +241,14 @@ def test_any_rows(flight, rows):
 @FAST
 @given(st.data())
 def test_rows_whose_bytes_are_damaged(flight, data):
-    """Arrow's reader looks at neither lengths nor offsets; what it accepts reaches the admission."""
+    """Arrow's reader validates neither lengths nor offsets, so admission receives damaged batches."""
     batch = data.draw(st.sampled_from([VALID, TURNED, older(VALID)]))
     message = bytearray(batch.serialize().to_pybytes())
     for _ in range(data.draw(st.integers(1, 3))):
         size = data.draw(st.sampled_from([8, 8, 4, 1]))  # lengths, offsets and values
-        place = size * data.draw(st.integers(0, len(message) // size - 1))
+        offset = size * data.draw(st.integers(0, len(message) // size - 1))
         value = data.draw(SIZES if size > 1 else st.integers(0, 255))
-        message[place : place + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+        message[offset : offset + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
     try:
         rows = pa.ipc.read_record_batch(pa.py_buffer(bytes(message)), batch.schema)
     except (pa.ArrowException, OSError, EOFError, MemoryError):
@@ -257,13 +257,13 @@ def test_rows_whose_bytes_are_damaged(flight, data):
 
 
 def older(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """As a release without the column `origins` wrote it."""
+    """The batch as an earlier release without the column `origins` wrote it."""
     columns = batch.drop_columns(["origins"])
     return columns.replace_schema_metadata(schema_of(b"1.0").metadata)
 
 
 def claiming(batch: pa.RecordBatch, num_rows: int) -> pa.RecordBatch:
-    """The same bytes, said to be so many rows."""
+    """The same bytes with a header that claims `num_rows` rows."""
     message = bytearray(batch.serialize().to_pybytes())
     for place in range(8, 8 + int.from_bytes(message[4:8], "little"), 8):  # the header: lengths of rows and columns
         if message[place : place + 8] == batch.num_rows.to_bytes(8, "little"):
@@ -274,7 +274,7 @@ def claiming(batch: pa.RecordBatch, num_rows: int) -> pa.RecordBatch:
 
 
 def reaching(offset: int, column: int) -> pa.RecordBatch:
-    """Valid rows, but for the last offset of one of the columns of tokens."""
+    """Valid rows with a wrong last offset in one of the token columns."""
     message = bytearray(VALID.serialize().to_pybytes())
     offsets = b"".join(number.to_bytes(4, "little") for number in (0, 12, 24))
     place = -1
@@ -292,7 +292,7 @@ HUGE = [
 
 
 @pytest.mark.parametrize("rows", HUGE)
-def test_what_claims_to_be_huge_is_refused_before_anything_of_that_size_is_made(flight, rows):
+def test_rows_that_claim_a_huge_size_are_refused_before_memory_of_that_size_is_allocated(flight, rows):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     allocated = pa.default_memory_pool().max_memory()
     assert ask(flight, encode(GROUP), rows).code == "schema"

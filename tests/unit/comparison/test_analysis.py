@@ -186,7 +186,7 @@ def test_the_page_links_each_run_to_its_report():
     document, runs = example()
     html = page(document, figure(document, runs))
     assert 'href="../../conventional-4-s1/report.html"' in html
-    assert "Time to 0.5 over that of pipeline: conventional-1 1.75, conventional-4 1.50." in html
+    assert "Time to 0.5, divided by the time of pipeline: conventional-1 1.75, conventional-4 1.50." in html
 
 
 def test_a_comparison_of_nothing_has_a_table_and_a_page():

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipelinerl_core.comparison.budget import Budget, dropped_lines
-from pipelinerl_core.comparison.plan import Wanted, is_settled, plan_comparison, unsettled
+from pipelinerl_core.comparison.plan import Wanted, incomplete_runs, is_complete, plan_comparison
 from pipelinerl_core.comparison.results import HTML_KEY, JSON_KEY, SVG_KEY, Results
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError
@@ -112,16 +112,16 @@ def write_run(root, planned, *, rewards, accuracies):
 def test_a_run_is_done_when_trained_evaluated_and_reported(tmp_path):
     plan = plan_of(seeds=(0,))
     planned = plan.runs[0]
-    assert len(unsettled(plan, str(tmp_path))) == 2
+    assert len(incomplete_runs(plan, str(tmp_path))) == 2
     store = write_run(tmp_path, planned, rewards=[0.1] * 3, accuracies={0: 0.2, 1: 0.2, 2: 0.2, 3: 0.2})
-    assert not is_settled(store, plan, planned), "three steps of four"
+    assert not is_complete(store, plan, planned), "three steps of four"
     store = write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={0: 0.2, 1: 0.2})
-    assert not is_settled(store, plan, planned), "versions 3 and 4 are not evaluated"
+    assert not is_complete(store, plan, planned), "versions 3 and 4 are not evaluated"
     write_run(tmp_path, planned, rewards=[0.1] * 4, accuracies={4: 0.3})
-    assert is_settled(store, plan, planned)
-    assert [run.arm for run in unsettled(plan, str(tmp_path))] == ["drain"]
+    assert is_complete(store, plan, planned)
+    assert [run.arm for run in incomplete_runs(plan, str(tmp_path))] == ["drain"]
     store.delete([REPORT_JSON_KEY])
-    assert not is_settled(store, plan, planned)
+    assert not is_complete(store, plan, planned)
 
 
 def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tmp_path):
@@ -129,14 +129,14 @@ def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tm
     plan = plan_of(**settings, target=0.5)
     rewards, accuracies = [0.3, *[0.61] * 10], {version: 0.1 * version for version in range(7)}
     store = write_run(tmp_path, plan.runs[0], rewards=rewards, accuracies=accuracies)
-    assert is_settled(store, plan, plan.runs[0])
-    assert not is_settled(store, plan_of(**settings, target=0.6), plan.runs[0])
+    assert is_complete(store, plan, plan.runs[0])
+    assert not is_complete(store, plan_of(**settings, target=0.6), plan.runs[0])
 
 
 def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_reward(tmp_path):
     plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
     store = write_run(tmp_path, plan.runs[0], rewards=[0.3] * 4, accuracies={1: 0.2, 2: 0.5, 3: 0.4, 4: 0.6})
-    assert is_settled(store, plan, plan.runs[0])
+    assert is_complete(store, plan, plan.runs[0])
 
 
 def test_the_result_is_written_with_what_is_there_and_remembers_how_long_runs_took(tmp_path):

@@ -379,7 +379,7 @@ def test_turns_may_follow_each_other_or_leave_tokens_to_the_environment(turns):
         ([(0, 4), (4, 3)], r"\[4, 3\) after 4 of 5"),
         ([(-1, 4)], r"\[-1, 4\) after 0 of 5"),
         ([(0, 1)] * 6, r"\[0, 1\) after 1 of 5"),
-        ([(0, 3)], "row 1: loss_mask is true at token 3, in none of its turn_spans; .* was not sampled"),
+        ([(0, 3)], "row 1: loss_mask is true at token 3, in none of its turn_spans; .* were not sampled"),
         ([(0, 1), (2, 4)], "loss_mask is true at token 1"),
         ([(1, 4)], "loss_mask is true at token 0"),
     ],

@@ -21,7 +21,6 @@ from pipelinerl_core.data.codec import (
 from pipelinerl_core.data.schema import (
     BATCH_SCHEMA,
     PARTIAL_SCHEMA,
-    ROLLOUT_COLUMNS,
     ROLLOUT_SCHEMA,
     check_schema,
     conform,
@@ -47,7 +46,7 @@ def assert_equal(found, expected) -> None:
 def test_every_field_survives_by_hand():
     rollouts = [by_hand(0), by_hand(1)]
     batch = encode_rollouts("run-1", rollouts)
-    assert batch.schema.names == list(ROLLOUT_COLUMNS)
+    assert batch.schema.names == ROLLOUT_SCHEMA.names
     assert batch.column("run_id").to_pylist() == ["run-1", "run-1"]
     assert batch.column("completion_token_ids").to_pylist() == [[10, 11, 12, 13, 14]] * 2
     assert batch.column("weight_spans").to_pylist()[0] == [
@@ -228,7 +227,7 @@ def test_every_column_says_what_it_is(schema):
 
 
 def test_another_major_version_is_refused_by_name():
-    with pytest.raises(SchemaMismatch, match=r"rollout schema version '2\.0' cannot be read: this reader knows 1\.x"):
+    with pytest.raises(SchemaMismatch, match=r"version '2\.0' cannot be read: this reader supports 1\.x"):
         check_schema(with_version(ROLLOUT_SCHEMA, "2.0"))
 
 
@@ -257,7 +256,7 @@ def test_a_batch_may_lack_the_advantages_of_turns_only_in_older_versions():
         (ROLLOUT_SCHEMA.set(1, pa.field("group_id", pa.string())), "'group_id' is string, not int64"),
         (ROLLOUT_SCHEMA.remove_metadata(), "without a name"),
         (with_version(ROLLOUT_SCHEMA, ""), "version ''"),
-        (PARTIAL_SCHEMA, "'partial'; this reader wants 'rollout'"),
+        (PARTIAL_SCHEMA, "'partial'; this reader requires 'rollout'"),
     ],
 )
 def test_a_wrong_schema_is_refused_with_what_is_wrong(schema, says):

@@ -72,7 +72,7 @@ def test_rows_come_back_as_they_were_written():
 
 @pytest.mark.parametrize("wrong", [{"weight_spans": ()}, {"rollout_logprobs": np.zeros(2, np.float32)}])
 def test_rows_whose_parts_do_not_fit_are_refused(wrong):
-    with pytest.raises(SchemaMismatch, match="do not cover one another"):
+    with pytest.raises(SchemaMismatch, match="differ in length"):
         decode_partials(encode_partials([replace(row(), **wrong)]))
 
 
@@ -137,7 +137,6 @@ def test_segments_without_an_open_group_are_removed(store):
     assert keys(store) == [partial_key("a", 1, 1), partial_key("a", 1, 2)]
     one.forget([(2, 0), (3, 0)])
     assert keys(store) == []
-    assert one.num_segments == 0
     one.write([row(group_id=4)])
     assert keys(store) == [partial_key("a", 1, 3)]  # a number is never used twice
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipelinerl_core.data.codec import decode_rollouts, encode_rollouts, from_segment, to_segment
-from pipelinerl_core.data.segments import RowReader, SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
+from pipelinerl_core.data.segments import SegmentName, SegmentReader, SegmentWriter, parse_rollout_key
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
@@ -161,16 +161,6 @@ def test_a_damaged_segment_is_named(store):
         SegmentReader(store).groups_in(key)
 
 
-def test_rows_come_from_memory_first_and_from_the_store_else(store):
-    writer = make_writer(store)
-    append(writer, 0)
-    writer.seal()
-    fresh = encode_rollouts("run", build_group(0, group_id=1))
-    reader = RowReader({(1, 0): fresh}, SegmentReader(store))
-    place = SegmentName("actor-0", 3, 0)
-    assert reader.read(1, 0, None) is fresh
-    assert reader.read(0, 0, place).column("group_id")[0].as_py() == 0
-    with pytest.raises(MissingObject, match="never sealed"):
-        reader.read(0, 0, None)
+def test_another_key_is_no_segment():
     with pytest.raises(ValueError, match="no rollout segment"):
         parse_rollout_key("partials/actor-0/000003/00000000.arrow")

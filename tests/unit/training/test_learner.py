@@ -376,7 +376,7 @@ def test_changed_bytes_of_a_checkpoint_are_refused(store):
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
-    with pytest.raises(StoreError, match=r"state.safetensors: .* but its manifest says"):
+    with pytest.raises(StoreError, match=r"state.safetensors: .* but the manifest has"):
         load_checkpoint(store, 3, 1)
 
 

@@ -21,7 +21,7 @@ def group(group_id):
 
 
 @pytest.mark.parametrize(("credit", "first"), [(10, [0, 1, 2, 3, 4]), (3, [0, 1, 2])])
-async def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(credit, first, monkeypatch):
+async def test_finished_groups_are_sent_together_up_to_the_credit(credit, first, monkeypatch):
     visits = []
     link = Link()
     one = actor(link)
@@ -31,7 +31,7 @@ async def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(cre
         one._unsent.put_nowait(group(group_id))
     loop = asyncio.create_task(one._send_loop())
     await turns()
-    assert visits == []  # without credit nothing leaves
+    assert visits == []  # without credit nothing is sent
     one._credit = credit
     one._credit_granted.set()
     await until(lambda: len(link.groups) >= len(first), f"{len(first)} groups")
@@ -42,7 +42,7 @@ async def test_groups_that_are_finished_leave_together_as_far_as_credit_goes(cre
 
 
 @pytest.mark.parametrize(("failures", "is_given_up"), [(0, False), (2, False), (3, True)])
-async def test_a_swap_that_fails_is_tried_again_and_given_up_after_the_third_time(failures, is_given_up):
+async def test_a_failed_swap_is_repeated_and_the_third_failure_ends_the_actor(failures, is_given_up):
     engine = Engine(failures)
     one = actor(Link(), engine)
     loop = asyncio.create_task(one._swap_loop())
