@@ -17,8 +17,9 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums, a small model that `pipelinerl prepare`
-    builds; builtin:sums?seed=1 has other initial weights."""
+    """Directory of a Hugging Face model and tokenizer; or the model's name on the hub, org/name or org/name@revision,
+    to download the model and record its commit; or builtin:sums, a small model that `pipelinerl prepare` builds;
+    builtin:sums?seed=1 has other initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in engine and trainer; both compute the logits in float32. Set bfloat16 on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
