@@ -153,7 +153,7 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n{"prompt": "2"}\n', {}, "row 1 of .* has no value"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n', {}, "at least two different"),
         ("rows.jsonl", '{"prompt": [{"role": "user"}], "answer": 1}\n', {}, r"list<.*struct<role.*must be text"),
-        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column.*mean q\?"),
+        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column in "),
         (
             "rows.jsonl",
             '{"q": "1", "answer": 1}\n',
