@@ -44,7 +44,7 @@ def download_model(path: str) -> Path:
     try:
         directory = _snapshot(path, local_files_only=False)
     except Exception as error:  # noqa: BLE001  (errors of the library, of the network and of the disk)
-        reason = " ".join(str(error).split())[:300]
+        reason = next(iter(str(error).splitlines()), "")
         raise ConfigError(
             f"model.path={path}: no such directory on this host, and the download from the Hugging Face hub failed "
             f"({type(error).__name__}: {reason}). Set model.path to a directory, HF_HOME to a cache that has the "
