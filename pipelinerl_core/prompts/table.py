@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelinerl_core.config.sections import RowPrompts
+from pipelinerl_core.config.sections import RowPrompts, RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.split import held_out_ids, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
@@ -21,13 +22,16 @@ from pipelinerl_core.types import Prompt
 class Rows:
     """The prompts of a table, by row number."""
 
-    def __init__(self, table: pa.Table, section: RowPrompts, origin: str, name: str, env: str) -> None:
-        """origin: the file or data set, for messages. Raises ConfigError if a column is missing or unusable."""
+    def __init__(self, table: pa.Table, config: RunConfig, origin: str, name: str) -> None:
+        """origin: the file or data set, for messages; name: of the source. Raises ConfigError if a column is missing
+        or unusable."""
+        section = config.prompts
+        assert isinstance(section, RowPrompts)
         self._table = table
         columns = _with_fields(table)
         self._texts = _texts(columns, section, origin)
         self._answers = text_column(columns, section.answer_column, "prompts.answer_column", origin)
-        self._name, self._env = name, env
+        self._name, self._env = name, verifier_name(config)
         self.ids = [prompt_id(name, text.as_py()) for text in self._texts]
 
     def first_rows(self) -> dict[str, int]:
