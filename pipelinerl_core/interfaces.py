@@ -216,7 +216,7 @@ class PromptSource(Protocol):
         ...
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` prompts whose prompt_id never occurs in the training sequence."""
+        """At most `count` prompts whose prompt_id never occurs in the training sequence; fewer if there are fewer."""
         ...
 
 

@@ -2,10 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
-from typing import TypeVar
-
-Item = TypeVar("Item")
+from collections.abc import Collection
 
 GENERATED_SHARE = 0.2
 """Held-out share of generated problems: large, because few problems are short."""
@@ -45,8 +42,3 @@ def stable_seed(*parts: object) -> int:
     """64 bits that depend only on the parts (`hash` also depends on the process)."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
-def repeated(items: Sequence[Item], count: int) -> list[Item]:
-    """The first `count` items of an endless repetition of `items`, which must not be empty."""
-    return [items[position % len(items)] for position in range(count)]
