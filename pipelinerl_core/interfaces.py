@@ -194,7 +194,7 @@ class PromptSource(Protocol):
         """The prompt at an index of the infinite training sequence; never a held-out prompt."""
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` prompts whose prompt_id never occurs in the training sequence."""
+        """At most `count` prompts whose prompt_id never occurs in the training sequence; fewer if there are fewer."""
 
 
 class Scorer(Protocol):

@@ -12,7 +12,7 @@ from pipelinerl_core.config.gym_tasks import check_task
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, repeated, stable_seed
+from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
 
 NAME = "reasoning_gym"
@@ -26,7 +26,7 @@ MAX_DRAWS = 200
 """Draws per training prompt. A share of 0.2 is held out; a task whose draws are all held out has too few entries."""
 
 MAX_HELD_OUT_DRAWS = 20
-"""Draws per held-out prompt (5 are expected) before held-out entries are repeated."""
+"""Draws per held-out prompt (5 are expected); a task with few entries then has fewer held-out prompts."""
 
 HASH_SEEDED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Tasks whose entries depend on the order of sets of strings, which differs between processes (library 0.1.25)."""
@@ -63,7 +63,7 @@ class GymSource:
         raise ConfigError(f"prompts.tasks={task}: all of {MAX_DRAWS} draws were held out. Choose another task")
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out entries, the same for every seed; repeated from the first if there are fewer."""
+        """`count` different held-out entries, the same for every seed; fewer if the draws have fewer."""
         rng = random.Random(stable_seed(NAME, "held_out"))
         found: dict[str, Prompt] = {}
         for index in range(MAX_HELD_OUT_DRAWS * (count + 1)):
@@ -74,7 +74,7 @@ class GymSource:
                 found.setdefault(prompt.prompt_id, prompt)
         if count and not found:
             raise ConfigError(f"prompts.tasks={', '.join(self._tasks)}: too few entries to hold any out. Add a task")
-        return repeated(list(found.values()), count)
+        return list(found.values())
 
     def _entry(self, task: str, index: int, stream: object, draw: int) -> Prompt:
         number, position = divmod(index, PAGE_ENTRIES)
