@@ -24,9 +24,18 @@ def report_location(run_id: str, root: str) -> str:
     return f"{run_url(root, run_id).removeprefix('file://')}/{REPORT_HTML_KEY}"
 
 
+def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
+    """First lines of the summary if all rewards were equal: the sentence, and a completion beside its reference."""
+    first, *_ = report["advice"].partition(". ")
+    example = report["equal_reward_example"] or {}
+    return [f"  {first}.", *(f"    {name:<10}  {text!r}" for name, text in example.items())]
+
+
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
     """The summary of a run as text: accuracy before and after, key figures, location of the report."""
     lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
+    if report["equal_reward"] is not None:
+        lines += _nothing_learned(report)
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
     if report["eval_first"] is not None and report["eval_last"] is not None:

@@ -12,6 +12,7 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
+from pipelinerl_core.report.equal_rewards import comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
 from pipelinerl_core.telemetry import measures
@@ -58,6 +59,12 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
             spread=spread,
         )
     lengths = commits[-1].lengths if commits else {}
+    found = advice(evidence, lengths, facts.run.config)
+    reward = equal_reward(commits)
+    if reward is not None:  # before any advice on speed
+        first = headline(reward, len(facts.steps), is_over=True)
+        sentences = [f"{first[:1].upper()}{first[1:]}.", comparison_text(facts.run.config), found["advice"] or ""]
+        found = {**found, "advice": " ".join(filter(None, sentences))}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -77,7 +84,8 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "actor_idle_fraction": actor_idle,
         "wait_fractions": waits,
         "group_spread": spread,
-        **advice(evidence, lengths, facts.run.config),
+        "equal_reward": reward,
+        **found,
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
 from pipelinerl_core.run.hub_status import read_hub
@@ -107,9 +108,12 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
     live = hub.live if hub is not None and is_alive else {}
     evals = list(follower.evals.values())
     step = last.step if last else 0
+    is_over = bool(last and step >= steps)
+    reward = equal_reward(follower.commits.values(), 1 if is_over else WARN_STEPS)
     return {
         "run_id": follower.run.run_id,
-        "state": "finished" if last and step >= steps else "running" if is_alive else "stopped",
+        "state": "finished" if is_over else "running" if is_alive else "stopped",
+        "warning": headline(reward, step, is_over=is_over) if reward is not None else None,
         "step": step,
         "steps": steps,
         "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
@@ -132,6 +136,7 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
 def status_line(status: Mapping[str, Any]) -> str:
     """One line. Example: step 12/300  reward 0.41  lag 3.1  9,812 tokens/s  pause 8 ms  ess 0.95  eta 3:41."""
     fields: list[tuple[str, *tuple[Any, ...]]] = [
+        ("{};", status["warning"]),
         ("step {}/{}", status["step"], status["steps"]),
         ("reward {:.3f}", status["reward_mean"]),
         ("held-out {:.1%}", status["eval_last"]),
@@ -162,8 +167,10 @@ def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
     body.add_row("reward", Text(reward, style="bold"), Text(reward_history, style="cyan"))
     held_out = f"{status['eval_first']:.1%}" if status["eval_first"] is not None else "-"
     body.add_row("held-out", held_out, "before training")
-    facts = status_line({**status, "reward_mean": None, "eval_last": None, "eta_seconds": None}).partition("  ")[2]
-    rows: list[Any] = [head, body, Text(facts or "waiting for the first step", style="dim")]
+    elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
+    facts = status_line({**status, **elsewhere}).partition("  ")[2]
+    warning = [Text(status["warning"], style="bold red")] if status["warning"] else []
+    rows: list[Any] = [*warning, head, body, Text(facts or "waiting for the first step", style="dim")]
     for name, one in status["actors"].items():
         line = Table.grid(padding=(0, 2))
         slots = ProgressBar(total=max(1, one["concurrency"]), completed=one["running"], width=_BAR_WIDTH // 2)

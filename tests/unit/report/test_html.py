@@ -7,6 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from pipelinerl.flows.cli.training import summary
+from pipelinerl_core.config import stored_config
+from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report import charts, figures
 from pipelinerl_core.report.html import duration, render_report, write_report
 from pipelinerl_core.run.records import (
@@ -170,3 +173,38 @@ def test_thinning_keeps_the_longest_pause():
     thinned = figures._worst(points)
     assert len(thinned) <= 400
     assert (1234.0, 99.0) in thinned
+
+
+def test_a_run_of_equal_rewards_begins_with_that_and_shows_a_completion_beside_its_reference():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=4, reward=0.0))
+    report = write_report(store, decode=decode)
+    assert report["advice"].startswith(
+        "All rewards were equal (0.000): nothing was learned. reward.kind=sums: 1 if the text"
+    )
+    assert (
+        report["equal_reward_example"]["reference"]
+        == build_source(stored_config(run.config)).prompt(12).task["answer"]
+    )
+    page = store.get(REPORT_HTML_KEY).decode()
+    assert page.index("nothing was learned") < page.index(">reference<") < page.index('class="tiles"')
+    lines = summary(report, "report.html")
+    assert lines[1] == "  All rewards were equal (0.000): nothing was learned."
+    assert [line.split()[0] for line in lines[2:5]] == ["prompt", "completion", "reference"]
+
+
+def test_a_report_without_the_prompts_shows_the_completion_without_a_reference():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=2, reward=1.0))
+    config = {**run.config, "prompts": {"kind": "file", "path": "/nowhere.jsonl"}}
+    put_record(store, RUN_KEY, run.model_copy(update={"config": config}))
+    example = write_report(store, decode=decode)["equal_reward_example"]
+    assert example["prompt"].endswith("=")
+    assert example["reference"] == ""
+
+
+def test_different_rewards_in_one_step_are_not_equal_rewards():
+    store = MemoryStore()
+    write_run(store)
+    report = write_report(store, decode=decode)
+    assert (report["equal_reward"], report["equal_reward_example"]) == (None, None)

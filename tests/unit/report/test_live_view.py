@@ -113,3 +113,22 @@ def test_it_writes_to_stderr_only(follower, capsys):
 def test_sparkline_grows_with_the_value():
     assert sparkline([0.0, 0.5, 1.0], marks=" -#") == " -#"
     assert sparkline([0.0, 4.0], marks=" #") == " #", "rewards above 1 are scaled to the largest"
+
+
+def test_equal_rewards_are_reported_first_after_three_steps():
+    store = MemoryStore()
+    write_run(store, Shape(steps=4, reward=0.0))
+    follower = RunFollower(store)
+    follower.refresh()
+    assert status_line(status_of(follower, None)).startswith(
+        "all rewards were equal (0.000): nothing was learned;  step 4/4"
+    )
+    del follower.commits[4]
+    assert status_of(follower, None)["warning"] == "all rewards of 3 steps are equal (0.000): nothing is learned"
+    del follower.commits[3]
+    assert status_of(follower, None)["warning"] is None
+    out = io.StringIO()
+    follower.refresh()
+    with LiveView(Console(file=out, force_terminal=True, width=120), 4) as view:
+        view.update(None, follower)
+    assert out.getvalue().index("nothing was learned") < out.getvalue().index("step 4/4")
