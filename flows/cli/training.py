@@ -33,7 +33,8 @@ def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
 
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
     """The summary of a run as text: accuracy before and after, key figures, location of the report."""
-    lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
+    parts = [f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items() if seconds >= 1]
+    lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s ({', '.join(parts)})"]
     if report["equal_reward"] is not None:
         lines += _nothing_learned(report)
     if report["emulation"] is not None:
@@ -46,9 +47,8 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
     if report["swap_pause_seconds"]["p50"] is not None:
         pause = report["swap_pause_seconds"]
-        lines.append(
-            f"  {report['num_swaps']} swaps         p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms"
-        )
+        swaps = f"{report['num_swaps']} swap{'s' * (report['num_swaps'] != 1)}"
+        lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
     if report["advice"] is not None:
         lines.append(f"  bottleneck         {report['advice']}")
     lines.append(f"  report             {location}")

@@ -73,6 +73,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "steps": commits[-1].step if commits else 0,
         "versions": sum(commit.manifest is not None for commit in commits),
         "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
+        "seconds": _seconds(facts, commits),
         **_learning(facts),
         **_tokens(facts),
         "tokens_per_second": use.tokens_per_second if use else None,
@@ -136,9 +137,24 @@ def _tokens(facts: RunFacts) -> dict[str, Any]:
 
 
 def _rollouts_per_second(facts: RunFacts) -> float | None:
-    """Rollouts trained after the first step, over the span between first and last commit."""
-    bounds = utilization.span(list(facts.commits.values()))
-    return sum(len(step.lengths) for step in facts.steps[1:]) / (bounds[1] - bounds[0]) if bounds else None
+    """Rollouts trained after the first step of each stretch, over the span."""
+    commits = list(facts.commits.values())
+    seconds = utilization.span_seconds(commits)
+    firsts = {part[0].step for part in utilization.stretches(commits)}
+    return sum(len(step.lengths) for step in facts.steps if step.step not in firsts) / seconds if seconds else None
+
+
+def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:
+    """The parts of wall_seconds: start of the processes, evaluation before training, down, training."""
+    if not commits:
+        return {}
+    wall = commits[-1].committed_at - facts.run.created_at
+    start = commits[0].committed_at - facts.run.created_at
+    first = facts.evals.get(0)
+    begun = commits[1].reserved_at if len(commits) > 1 else commits[0].committed_at
+    evaluation = min(first.seconds if first else 0.0, max(0.0, begun - commits[0].committed_at))
+    down = utilization.down_seconds(commits)
+    return {"start": start, "evaluation": evaluation, "down": down, "training": wall - start - evaluation - down}
 
 
 def swaps_of(commits: list[Commit]) -> list[SwapRecord]:

@@ -91,6 +91,8 @@ def _example(example: Mapping[str, str] | None) -> str:
 
 def _summary(report: Mapping[str, Any]) -> str:
     text = f"{report['steps']:,} optimizer steps in {duration(report['wall_seconds'])}"
+    parts = [f"{name} {duration(seconds)}" for name, seconds in report["seconds"].items() if seconds >= 1]
+    text += f" ({', '.join(parts)})" if parts else ""
     if report["reward_first"] is not None:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
     if report["eval_first"] is not None:
@@ -130,7 +132,10 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
         (
             "Swap pause",
             _milliseconds(pauses["p50"]),
-            f"median of {report['num_swaps']:,} swaps, at most {_milliseconds(pauses['max'])}",
+            f"median of {report['num_swaps']:,} swap{'s' * (report['num_swaps'] != 1)}, at most "
+            f"{_milliseconds(pauses['max'])}"
+            if report["num_swaps"]
+            else "no swap was reported before the last step",
         ),
         (
             "Lag of trained tokens",

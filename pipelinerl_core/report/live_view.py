@@ -1,5 +1,6 @@
 """The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.run.records import Commit, HubRecord
 from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
@@ -99,16 +100,20 @@ def format_status(store: ObjectStore) -> str:
 
 
 def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None = None) -> dict[str, Any]:
-    """The status from the commits, and from the hub if its heartbeat is recent. now: Unix seconds, for tests."""
+    """The status from the commits, and, until the last commit, from the hub if its heartbeat is recent.
+
+    On the hub's host, a hub whose process has ended counts as dead at once. now: Unix seconds, for tests.
+    """
     now = time.time() if now is None else now
     last = follower.last
     steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
     metrics = commit_metrics(last, follower.before(last)) if last else {}
     is_alive = hub is not None and now - hub.beat < _HUB_SILENCE_SECONDS
-    live = hub.live if hub is not None and is_alive else {}
+    is_alive = is_alive and (hub is None or hub.host != socket.gethostname() or is_live(hub))
     evals = list(follower.evals.values())
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
+    live = hub.live if hub is not None and is_alive and not is_over else {}
     reward = equal_reward(follower.commits.values(), 1 if is_over else WARN_STEPS)
     return {
         "run_id": follower.run.run_id,
@@ -126,7 +131,7 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
         "eta_seconds": _eta(follower.commits, steps) if is_alive else None,
         "ready": live.get("ready"),
         "leased": live.get("leased"),
-        "actors": _actors(live.get("actors"), last),
+        "actors": {} if is_over else _actors(live.get("actors"), last),
         "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
         "length_bias": length_report(_lengths(live.get("lengths"), last)),
         "hub": {"url": hub.url, "silent_seconds": max(0.0, now - hub.beat)} if hub else None,

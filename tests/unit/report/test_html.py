@@ -11,6 +11,7 @@ from pipelinerl.flows.cli.training import summary
 from pipelinerl_core.config import stored_config
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report import charts, figures
+from pipelinerl_core.report.facts import collect
 from pipelinerl_core.report.html import duration, render_report, write_report
 from pipelinerl_core.run.records import (
     REPORT_HTML_KEY,
@@ -208,3 +209,25 @@ def test_different_rewards_in_one_step_are_not_equal_rewards():
     write_run(store)
     report = write_report(store, decode=decode)
     assert (report["equal_reward"], report["equal_reward_example"]) == (None, None)
+
+
+def test_the_reward_curve_has_a_gap_where_the_run_was_down():
+    store = MemoryStore()
+    write_run(store, Shape(steps=6))
+    facts = collect(store)
+    assert figures.reward_over_time(facts).count('class="line train"') == 1
+    for step in (4, 5, 6):
+        commit = facts.commits[step]
+        later = {name: getattr(commit, name) + 500 for name in ("reserved_at", "computed_at", "committed_at")}
+        actors = {"actor-0/9": commit.actors["actor-0/1"]}
+        facts.commits[step] = commit.model_copy(update={**later, "epoch": 8, "actors": actors})
+    assert figures.reward_over_time(facts).count('class="line train"') == 2
+    assert figures.reward_over_samples(facts).count('class="line train"') == 1
+
+
+def test_without_a_reported_swap_the_tile_does_not_show_a_median():
+    store = MemoryStore()
+    write_run(store, Shape(steps=1))
+    page = render_report(store, decode=decode)
+    assert "no swap was reported before the last step" in page
+    assert "median of 0 swaps" not in page

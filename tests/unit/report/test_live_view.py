@@ -1,11 +1,15 @@
 """Status and live view: what they say, and where they write it."""
 
 import io
+import os
+import socket
 
+import psutil
 import pytest
 from rich.console import Console
 
 from pipelinerl_core.report import live_view
+from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import HUB_KEY
@@ -57,6 +61,22 @@ def test_a_hub_that_does_not_beat_is_not_believed(follower):
     assert status["hub"]["silent_seconds"] == 60
     assert set(status["actors"]) == {"actor-0/1", "actor-1/1"}, "from the last commit"
     assert set(status["length_bias"]["classes"]) == {"generated", "trained"}
+
+
+def test_a_hub_whose_process_on_this_host_has_ended_is_stopped_at_once(follower):
+    alive = {"pid": os.getpid(), "process_started_at": psutil.Process().create_time()}
+    for process, state in ((alive, "running"), ({**alive, "process_started_at": 1.0}, "stopped")):
+        record = hub_record(beat=START, live=LIVE, host=socket.gethostname(), **process)
+        assert status_of(follower, record, now=START + 1)["state"] == state
+
+
+def test_a_finished_run_has_the_totals_of_its_last_commit_and_no_slots():
+    store = MemoryStore()
+    write_run(store, Shape(steps=4))
+    put_record(store, HUB_KEY, hub(beat=live_view.time.time()))
+    status = run_status(store)
+    assert status["actors"] == {}
+    assert status["ledger"] == build_report(store)["ledger"]
 
 
 def test_a_complete_run_is_finished_and_its_status_reads_well():
