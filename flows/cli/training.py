@@ -51,5 +51,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
     if report["advice"] is not None:
         lines.append(f"  bottleneck         {report['advice']}")
+    if report["mlflow"] is not None:
+        lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")
     return lines

@@ -263,7 +263,8 @@ class TrackingConfig(Section):
     """Where runs are recorded."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root; `none`: no MLflow."""
+    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root (for a root on S3:
+    ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
     log_format: Literal["text", "json"] = "text"

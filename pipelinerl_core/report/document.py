@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import shlex
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from pipelinerl_core.report import utilization
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
 from pipelinerl_core.report.equal_rewards import comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
-from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
+from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
+from pipelinerl_core.telemetry.redact import redact_text
 
 # First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
 _REWARD_WINDOW = 10
@@ -86,10 +88,20 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "wait_fractions": waits,
         "group_spread": spread,
         "equal_reward": reward,
+        "mlflow": _mlflow(facts.run),
         **found,
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }
+
+
+def _mlflow(run: RunRecord) -> str | None:
+    """Where MLflow shows the run: the command for a database file, or the server; None without MLflow."""
+    if not run.mlflow_uri:
+        return None
+    if run.mlflow_uri.startswith(("http://", "https://")):
+        return redact_text(run.mlflow_uri)
+    return f"mlflow ui --backend-store-uri {shlex.quote(run.mlflow_uri)}"
 
 
 def _kind(facts: RunFacts, section: str) -> str | None:

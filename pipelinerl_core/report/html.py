@@ -108,6 +108,7 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
         "engine": report["engine"],
         "model": facts.run.config.get("model", {}).get("path"),
         "code": facts.run.code_version,
+        "MLflow": report["mlflow"],
         "MLflow run": facts.run.mlflow_run_id,
     }
     return "".join(f"<span>{name} <b>{escape(str(value))}</b></span>" for name, value in parts.items() if value)

@@ -231,3 +231,20 @@ def test_without_a_reported_swap_the_tile_does_not_show_a_median():
     page = render_report(store, decode=decode)
     assert "no swap was reported before the last step" in page
     assert "median of 0 swaps" not in page
+
+
+def test_summary_and_report_contain_the_command_that_opens_mlflow():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=2))
+    for uri, shown in (
+        ("sqlite:////my runs/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'"),
+        ("https://user:secret@mlflow.example", "mlflow.example"),
+    ):
+        put_record(store, RUN_KEY, run.model_copy(update={"mlflow_uri": uri, "mlflow_run_id": "ab12"}))
+        report = write_report(store, decode=decode)
+        assert shown in report["mlflow"]
+        assert any(line.startswith("  MLflow  ") and line.endswith(report["mlflow"]) for line in summary(report, "r"))
+        page = store.get(REPORT_HTML_KEY).decode()
+        assert "ab12" in page
+        assert "secret" not in page
+        assert re.search(r"<span>MLflow <b>(mlflow ui|http)", page)
