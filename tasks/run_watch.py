@@ -162,7 +162,7 @@ class RunWatch:
         config = self._run.config.model_dump(mode="json")
         example = example_of(self._run.store, self._follower.last, config, self._decode)
         logger.warning(
-            "%s. %s. Example: %s",
+            "%s. %s Example: %s",
             headline(reward, self.committed_step, is_over=False), comparison_text(config), example_text(example),
         )  # fmt: skip
 

@@ -26,9 +26,9 @@ def report_location(run_id: str, root: str) -> str:
 
 def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
     """First lines of the summary if all rewards were equal: the sentence, and a completion beside its reference."""
-    first, *_ = report["advice"].partition(". ")
+    first, _, comparison = report["warning"].partition(". ")
     example = report["equal_reward_example"] or {}
-    return [f"  {first}.", *(f"    {name:<10}  {text!r}" for name, text in example.items())]
+    return [f"  {first}.", f"    {comparison}", *(f"    {name:<10}  {text!r}" for name, text in example.items())]
 
 
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
@@ -50,7 +50,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         swaps = f"{report['num_swaps']} swap{'s' * (report['num_swaps'] != 1)}"
         lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
     if report["advice"] is not None:
-        lines.append(f"  bottleneck         {report['advice']}")
+        lines.append(f"  bottleneck         {report['advice'].removeprefix(report['warning'] or '').strip()}")
     if report["mlflow"] is not None:
         lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")

@@ -63,10 +63,11 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     lengths = commits[-1].lengths if commits else {}
     found = advice(evidence, lengths, facts.run.config)
     reward = equal_reward(commits)
+    warning = None
     if reward is not None:  # before any advice on speed
         first = headline(reward, len(facts.steps), is_over=True)
-        sentences = [f"{first[:1].upper()}{first[1:]}.", comparison_text(facts.run.config), found["advice"] or ""]
-        found = {**found, "advice": " ".join(filter(None, sentences))}
+        warning = f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)}".strip()
+        found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -88,6 +89,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "wait_fractions": waits,
         "group_spread": spread,
         "equal_reward": reward,
+        "warning": warning,
         "mlflow": _mlflow(facts.run),
         **found,
         "ledger": dict(commits[-1].tokens) if commits else {},
@@ -162,9 +164,11 @@ def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:
         return {}
     wall = commits[-1].committed_at - facts.run.created_at
     start = commits[0].committed_at - facts.run.created_at
-    first = facts.evals.get(0)
-    begun = commits[1].reserved_at if len(commits) > 1 else commits[0].committed_at
-    evaluation = min(first.seconds if first else 0.0, max(0.0, begun - commits[0].committed_at))
+    evaluation = 0.0
+    if 0 in facts.evals and len(commits) > 1:  # actors start after the first evaluation
+        loaded, reserved = commits[0].committed_at, commits[1].reserved_at
+        starts = [epoch for key in commits[1].actors if loaded <= (epoch := int(key.rpartition("/")[2])) <= reserved]
+        evaluation = min(starts, default=min(loaded + facts.evals[0].seconds, reserved)) - loaded
     down = utilization.down_seconds(commits)
     return {"start": start, "evaluation": evaluation, "down": down, "training": wall - start - evaluation - down}
 

@@ -39,14 +39,14 @@ def headline(reward: float, steps: int, *, is_over: bool) -> str:
 
 
 def comparison_text(config: Mapping[str, Any]) -> str:
-    """The verifier of a stored configuration and what it compares; empty if the configuration is unreadable."""
+    """What the verifier of a stored configuration compares; empty if the configuration is unreadable."""
     try:
         name = verifier_name(stored_config(config))
     except PipelineRLError:
         return ""
     document = inspect.getdoc(getattr(verifiers, name, None)) or ""
     meaning = " ".join(document.partition(">>>")[0].split())
-    return f"reward.kind={name}" + (f": {meaning}" if meaning else " scores the completions")
+    return f"reward.kind={name}" + (f": {meaning}" if meaning else " scores the completions.")
 
 
 def example_of(

@@ -198,6 +198,18 @@ def test_the_seconds_of_a_run_are_those_of_start_evaluation_down_and_training():
     assert report["seconds"] == {"start": 9.0, "evaluation": 1.0, "down": 1010.0, "training": 1057 - 9 - 1 - 1010}
 
 
+def test_evaluation_lasts_until_the_first_actor_starts():
+    store = MemoryStore()
+    put_record(store, RUN_KEY, run_record(run_id="r", created_at=1000.0))
+    put_epoch(store, TRAINER_EPOCH)
+    for commit in (commit_at(0, 1003), commit_at(1, 1100, actors={"a/1065": sample(1100, running_seconds=1)})):
+        put_record(store, commit_key(commit.step, commit.epoch), commit)
+    evaluation = {"version": 0, "num_prompts": 1, "accuracy": 0.5, "mean_tokens": 1.0, "errors": 0, "seconds": 4.0}
+    put_record(store, eval_key(0), EvalRecord.model_validate(evaluation))
+    # Commit 0 at 1010, the actor's epoch is its start in Unix seconds; step 1 is committed at 1107.
+    assert build_report(store)["seconds"] == {"start": 10.0, "evaluation": 55.0, "down": 0.0, "training": 42.0}
+
+
 def two_step_run(store):
     """Two steps, three rollouts, two actors; step 1 trains version 0, step 2 versions 0 and 1."""
     put_record(

@@ -191,7 +191,10 @@ def test_a_run_of_equal_rewards_begins_with_that_and_shows_a_completion_beside_i
     assert page.index("nothing was learned") < page.index(">reference<") < page.index('class="tiles"')
     lines = summary(report, "report.html")
     assert lines[1] == "  All rewards were equal (0.000): nothing was learned."
-    assert [line.split()[0] for line in lines[2:5]] == ["prompt", "completion", "reference"]
+    assert lines[2].startswith("    reward.kind=sums: 1 if the text")
+    assert [line.split()[0] for line in lines[3:6]] == ["prompt", "completion", "reference"]
+    bottleneck = next(line for line in lines if line.startswith("  bottleneck"))
+    assert "equal" not in bottleneck
 
 
 def test_a_report_without_the_prompts_shows_the_completion_without_a_reference():
