@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 """Between two checks of the child."""
 STOP_SECONDS = 6.0
-"""Between SIGTERM and SIGKILL: time for a role to seal its segments and to flush. A trainer in the middle of a long
-step uses all of it; the rest of the stop takes about two seconds, and the whole stop less than ten."""
+"""Between SIGTERM and SIGKILL: time for a role to seal its segments and to flush."""
 READY_SECONDS = 120.0
 """Deadline for a started role to become ready."""
 FIRST_BACKOFF_SECONDS = 0.5
