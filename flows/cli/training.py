@@ -49,8 +49,8 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         pause = report["swap_pause_seconds"]
         swaps = f"{report['num_swaps']} swap{'s' * (report['num_swaps'] != 1)}"
         lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
-    if report["advice"] is not None:
-        lines.append(f"  bottleneck         {report['advice'].removeprefix(report['warning'] or '').strip()}")
+    if bottleneck := (report["advice"] or "").removeprefix(report["warning"] or "").strip():
+        lines.append(f"  bottleneck         {bottleneck}")
     if report["mlflow"] is not None:
         lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")
