@@ -14,7 +14,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
-from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token
+from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token, name_flow_run
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -91,6 +91,7 @@ def train(
 def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[dict[str, Any]]:
     """The body of the train flow. is_checked: the caller has checked the configuration."""
     run, tracker = open_job(job, is_checked=is_checked)
+    name_flow_run(run.run_id)
     logger.info("run %s", run.store.url)
     with RunWatch(run, tracker) as watch:
         if watch.committed_step < run.config.trainer.steps:

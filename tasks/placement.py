@@ -26,6 +26,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
+from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
@@ -111,7 +112,7 @@ class DeployedRole:
     def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
         """max_restarts: in a row; the count begins again after the role has run for STABLE_SECONDS."""
         self._deployment = deployment
-        self._tag = f"pipelinerl.run:{parameters['run_url'].rstrip('/').rpartition('/')[2]}"
+        self._run_id = parameters["run_url"].rstrip("/").rpartition("/")[2]
         self._parameters = parameters
         self._name = name
         self._budget = RestartBudget(
@@ -130,7 +131,7 @@ class DeployedRole:
 
     def _left_by_earlier_start(self) -> FlowRun | None:
         wanted = FlowRunFilter(
-            tags=FlowRunFilterTags(all_=[self._tag]),
+            tags=FlowRunFilterTags(all_=[run_tag(self._run_id)]),
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_ALIVE)),
         )
         with get_client(sync_client=True) as client:
@@ -144,7 +145,11 @@ class DeployedRole:
     def _start(self) -> FlowRun:
         # timeout=0: returns once the flow run is scheduled; this object polls the state and cancels the flow run.
         started = run_deployment(
-            self._deployment, parameters=self._parameters, timeout=0, as_subflow=False, tags=[self._tag]
+            self._deployment,
+            parameters=self._parameters,
+            timeout=0,
+            tags=[run_tag(self._run_id)],
+            flow_run_name=f"{self._run_id}-{self._name}",
         )
         if not isinstance(started, FlowRun):
             raise TypeError(f"run_deployment returned {type(started).__name__} instead of a FlowRun")
@@ -341,6 +346,22 @@ def _quietly(failure: str, action: Callable[[], Any]) -> None:
         action()
     except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
         logger.warning("%s: %s", failure, error)
+
+
+def run_tag(run_id: str) -> str:
+    """Tag of all flow runs of a run: train, trainer and actors."""
+    return f"pipelinerl.run:{run_id}"
+
+
+def name_flow_run(run_id: str) -> None:
+    """Give the current flow run the name and the tag of its run."""
+
+    def update() -> None:
+        tags = dict.fromkeys([*flow_run.tags, run_tag(run_id)])
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(str(flow_run.id)), name=run_id, tags=list(tags))
+
+    _quietly("the flow run could not be named", update)
 
 
 def secret_name(run_id: str) -> str:

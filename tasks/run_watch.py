@@ -21,6 +21,14 @@ from prefect.artifacts import (
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import DeadlineExceeded, MissingObject, StoreError
+from pipelinerl_core.report.equal_rewards import (
+    WARN_STEPS,
+    comparison_text,
+    equal_reward,
+    example_of,
+    example_text,
+    headline,
+)
 from pipelinerl_core.report.live_view import LiveView
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
@@ -66,8 +74,9 @@ class RunWatch:
         self._alarms = Alarms(run.run_id)
         self._tracker = tracker
         model = resolve_model_path(run.config.model.path)
-        decode = token_decoder(str(model)) if model else None
-        self._table = RolloutTable(run.store, run.config.trainer.steps, decode)
+        self._decode = token_decoder(str(model)) if model else None
+        self._table = RolloutTable(run.store, run.config.trainer.steps, self._decode)
+        self._has_warned = False
         self._table_at = -TABLE_SECONDS
         self._table_rows = 0
         self._progress: UUID | None = None
@@ -136,12 +145,26 @@ class RunWatch:
             hub = read_hub(self._run.store)
             self._live = hub.live if hub else {}
             self._view.update(hub, self._follower)
+            self._warn_of_equal_rewards()
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()
         except StoreError as error:  # the roles have deadlines for the store; the watch tries again later
             logger.warning("could not read the run, trying again later: %s", error)
         now = time.monotonic()
         self._next_reading = now + max(READ_SECONDS, (now - begun) / READ_SHARE)
+
+    def _warn_of_equal_rewards(self) -> None:
+        """Once per start, if the rewards of the first steps are all equal: log a completion and its reference."""
+        reward = equal_reward(self.commits.values(), WARN_STEPS)
+        if reward is None or self._has_warned:
+            return
+        self._has_warned = True
+        config = self._run.config.model_dump(mode="json")
+        example = example_of(self._run.store, self._follower.last, config, self._decode)
+        logger.warning(
+            "%s. %s Example: %s",
+            headline(reward, self.committed_step, is_over=False), comparison_text(config), example_text(example),
+        )  # fmt: skip
 
     def _write_table(self, limit: int = TABLE_BATCHES) -> None:
         """Log the table of sampled rollouts if the table has new rows; reads at most `limit` batches."""

@@ -26,8 +26,7 @@ def config(
 
     if keys:
         listed = every_key()
-        lines = [f"{entry['key']} = {entry['default']}\n    {entry['meaning']}" for entry in listed]
-        answer(listed, lines, as_json=as_json)
+        answer(listed, _key_lines(listed), as_json=as_json)
         return
     resolved = load_config(source, overrides or ())
     schedule = [f"# {line}" for line in explain_schedule(resolved)]
@@ -35,14 +34,54 @@ def config(
 
 
 def every_key() -> list[dict[str, Any]]:
-    """{key, default, meaning} in order of declaration; `default` is JSON text, or `(required)`."""
+    """{key, default, meaning, values, kinds}; keys that need a kind of their section follow the other keys.
+
+    default: JSON text, or `(required)`; values: the allowed values, empty for any; kinds: the kinds of its section
+    that accept the key, empty for all.
+    """
+    from typing import Literal, get_args, get_origin
+
     from pydantic_core import PydanticUndefined, to_jsonable_python
 
-    from pipelinerl_core.config.load import fields
+    from pipelinerl_core.config.load import fields, kinds_of, variants
 
-    listed = []
+    listed: list[dict[str, Any]] = []
     for key, field in fields():
+        section, _, name = key.partition(".")
         is_required = field.default is PydanticUndefined
-        default = "(required)" if is_required else json.dumps(to_jsonable_python(field.default))
-        listed.append({"key": key, "default": default, "meaning": " ".join((field.description or "").split())})
-    return listed
+        values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        listed.append(
+            {
+                "key": key,
+                "default": "(required)" if is_required else json.dumps(to_jsonable_python(field.default)),
+                "meaning": " ".join((field.description or "").split()),
+                "values": list(variants(section) if name == "kind" and variants(section) else values),
+                "kinds": kinds_of(key),
+            }
+        )
+    sections = list(dict.fromkeys(entry["key"].partition(".")[0] for entry in listed))
+    groups = list(dict.fromkeys(tuple(entry["kinds"]) for entry in listed))
+    groups.sort(key=bool)
+    return sorted(
+        listed,
+        key=lambda entry: (sections.index(entry["key"].partition(".")[0]), groups.index(tuple(entry["kinds"]))),
+    )
+
+
+def _key_lines(listed: list[dict[str, Any]]) -> list[str]:
+    """The keys as text, with a heading where a section's keys need a kind."""
+    lines: list[str] = []
+    heading = previous = ""
+    for entry in listed:
+        section = entry["key"].partition(".")[0]
+        before, heading = heading, f"# with {section}.kind={' or '.join(entry['kinds'])}:" if entry["kinds"] else ""
+        if lines and section != previous:
+            lines.append("")
+        previous = section
+        if heading and heading != before:
+            lines.append(heading)
+        lines.append(f"{entry['key']} = {entry['default']}")
+        if entry["values"]:
+            lines.append(f"    one of {', '.join(map(str, entry['values']))}")
+        lines.append(f"    {entry['meaning']}")
+    return lines

@@ -25,9 +25,19 @@ def report_location(run_id: str, root: str) -> str:
     return f"{run_url(root, run_id).removeprefix('file://')}/{REPORT_HTML_KEY}"
 
 
+def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
+    """First lines of the summary if all rewards were equal: the sentence, and a completion beside its reference."""
+    first, _, comparison = report["warning"].partition(". ")
+    example = report["equal_reward_example"] or {}
+    return [f"  {first}.", f"    {comparison}", *(f"    {name:<10}  {text!r}" for name, text in example.items())]
+
+
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
     """The summary of a run as text: accuracy before and after, key figures, location of the report."""
-    lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s"]
+    parts = [f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items() if seconds >= 1]
+    lines = [f"{report['run_id']}: {report['steps']} steps in {report['wall_seconds']:.0f} s ({', '.join(parts)})"]
+    if report["equal_reward"] is not None:
+        lines += _nothing_learned(report)
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
     if report["eval_first"] is not None and report["eval_last"] is not None:
@@ -38,10 +48,11 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
     if report["swap_pause_seconds"]["p50"] is not None:
         pause = report["swap_pause_seconds"]
-        lines.append(
-            f"  {report['num_swaps']} swaps         p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms"
-        )
-    if report["advice"] is not None:
-        lines.append(f"  bottleneck         {report['advice']}")
+        swaps = f"{report['num_swaps']} swap{'s' * (report['num_swaps'] != 1)}"
+        lines.append(f"  {swaps:<17}  p50 {pause['p50'] * 1e3:.1f} ms, max {pause['max'] * 1e3:.1f} ms")
+    if bottleneck := (report["advice"] or "").removeprefix(report["warning"] or "").strip():
+        lines.append(f"  bottleneck         {bottleneck}")
+    if report["mlflow"] is not None:
+        lines.append(f"  MLflow             {report['mlflow']}")
     lines.append(f"  report             {location}")
     return lines

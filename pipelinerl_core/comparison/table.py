@@ -19,7 +19,7 @@ def headers(document: Document) -> list[str]:
     return [
         "arm",
         f"seconds to {target:g}",
-        f"{reference} sooner by",
+        f"seconds / seconds of {reference}",
         f"samples to {target:g}",
         "samples/s",
         "rollouts/s",

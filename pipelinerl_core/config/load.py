@@ -32,6 +32,20 @@ RESUMABLE = (
     "placement.",
 )
 """Prefixes of the keys that a resume may change: they choose the hardware of a run, not its result."""
+_SYNONYMS = {
+    "prompts.data": "prompts.path",
+    "prompts.dataset": "prompts.path",
+    "prompts.file": "prompts.path",
+    "prompts.name": "prompts.path",
+    "model.name": "model.path",
+    "learner.learning_rate": "learner.lr",
+    "trainer.learning_rate": "learner.lr",
+    "trainer.batch_size": "trainer.groups_per_step",
+    "rollouts.num_generations": "rollouts.group_size",
+    "loss.beta": "loss.kl_coefficient",
+    "loss.epsilon": "loss.clip_low",
+}
+"""A key as other libraries name it -> the key of this project, for keys whose spelling differs too much."""
 PRESETS = resources.files("pipelinerl_core.config") / "presets"
 
 
@@ -134,8 +148,15 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
     if dotted in DROPPED:
         return f"{dotted}: {DROPPED[dotted]}. Remove the key"
     if detail["type"] == "extra_forbidden":
-        known = known_keys()
-        return f"{dotted}: no such key{_nearest(dotted, known)} `pipelinerl config --keys` lists all"
+        return _hint(dotted, values)
+    if detail["type"] == "missing":
+        return f"{dotted}: not set. Set {dotted}, or another {location[0]}.kind"
+    if dotted in _UNIONS and detail["type"] in ("union_tag_invalid", "union_tag_not_found", "loss_kind"):
+        kind = _printable(str(detail["input"].get("kind", "")))
+        return f"{dotted}.kind={kind}: must be {_one_of(variants(dotted))}"
+    if detail["type"] == "literal_error":
+        values_there = detail["ctx"]["expected"].replace("'", "")
+        return f"{dotted}={_printable(str(detail['input']))}: must be {values_there}"
     message = detail["msg"].removeprefix("Value error, ")
     if not dotted:
         return message
@@ -154,14 +175,60 @@ def _without_tags(location: list[str], values: dict[str, Any]) -> list[str]:
     return location
 
 
+def _hint(unknown: str, values: dict[str, Any]) -> str:
+    """What is wrong with an unknown key: the kind of its section or its name."""
+    if unknown in known_keys():
+        return f"{unknown} {_needs(unknown, values)}"
+    section, _, name = unknown.partition(".")
+    nearest = _SYNONYMS.get(unknown)
+    if nearest is None and section in RunConfig.model_fields:
+        near = difflib.get_close_matches(name, [key.partition(".")[2] for key in known_keys(section)], n=1)
+        nearest = f"{section}.{near[0]}" if near else None
+    elif nearest is None:
+        nearest = next(iter(difflib.get_close_matches(unknown, [*RunConfig.model_fields, *known_keys()], n=1)), None)
+    if nearest is None:
+        return f"{unknown}: no such key. `pipelinerl config --keys` lists all"
+    needs = f" {nearest} {needs}." if (needs := _needs(nearest, values)) else ""
+    return f"{unknown}: no such key; did you mean {nearest}?{needs} `pipelinerl config --keys` lists all"
+
+
+def _needs(key: str, values: dict[str, Any]) -> str:
+    """The kinds of its section that a key needs and that the section does not have; empty if there are none."""
+    section, kinds = key.partition(".")[0], kinds_of(key)
+    given = values.get(section)
+    kind = given.get("kind") if isinstance(given, dict) else None
+    kind = kind or next(iter(variants(section)), None)  # without a kind, the section is of its first kind
+    return f"needs {section}.kind={_one_of(kinds)} (it is {kind})" if kinds and kind not in kinds else ""
+
+
+def _one_of(names: typing.Iterable[str]) -> str:
+    """Example: file or huggingface."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 def _nearest(name: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def known_keys() -> list[str]:
-    """Every dotted key that a configuration may have, sorted."""
-    return sorted(key for key, _ in fields())
+def variants(section: str) -> dict[str, type[BaseModel]]:
+    """Kind -> model of a section whose keys depend on its kind; empty for any other section."""
+    models = _models(RunConfig.model_fields[section].annotation) if section in _UNIONS else []
+    return {model.model_fields["kind"].default: model for model in models if issubclass(model, BaseModel)}
+
+
+def kinds_of(key: str) -> list[str]:
+    """The kinds of its section that accept a key; empty if all kinds do."""
+    section, _, name = key.partition(".")
+    models = variants(section)
+    kinds = [kind for kind, model in models.items() if name in model.model_fields]
+    return kinds if len(kinds) < len(models) else []
+
+
+def known_keys(section: str = "") -> list[str]:
+    """Every dotted key that a configuration, or one section, may have, sorted."""
+    return sorted(key for key, _ in fields() if not section or key.startswith(f"{section}."))
 
 
 def fields() -> list[tuple[str, FieldInfo]]:

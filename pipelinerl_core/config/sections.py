@@ -41,6 +41,8 @@ class SumsPrompts(PromptsSection):
     """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
     kind: Literal["sums"] = "sums"
+    """Source of the prompts. sums: one-digit sums; reasoning_gym: procedural tasks; file: a JSON Lines or Parquet
+    file; huggingface: a data set of the Hugging Face hub or of a local directory."""
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make
     the long tail of the rollout lengths."""
@@ -284,7 +286,8 @@ class TrackingConfig(Section):
     """Where runs are recorded."""
 
     mlflow_uri: str = ""
-    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root; `none`: no MLflow."""
+    """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root (for a root on S3:
+    ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
     log_format: Literal["text", "json"] = "text"

@@ -122,8 +122,8 @@ def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.Chunk
     `key` is the configuration key that names the column, `origin` the file or data set, for the message.
     """
     if column not in table.column_names:
-        close = difflib.get_close_matches(column, table.column_names, n=1, cutoff=0)
-        nearest = f"; did you mean {close[0]}?" if close else ""
+        close = difflib.get_close_matches(column, table.column_names, n=1)
+        nearest = f"; did you mean {close[0]}?" if close else f". Set {key} to one of these"
         raise ConfigError(f"{key}={column}: no such column in {origin} ({', '.join(table.column_names)}){nearest}")
     values = table[column]
     if _holds_messages(values.type):

@@ -38,7 +38,7 @@ _BIASED = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Measurements of a run; shares are of the time between the first and the last trained step."""
+    """Measurements of a run; shares are of the span (utilization.py)."""
 
     trainer_idle: float
     """Share of the time that the trainer waited for groups."""
@@ -95,7 +95,9 @@ def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:
 def _trainer(evidence: Evidence, run: RunConfig) -> str:
     text = f"The trainer is the bottleneck: {_waited(evidence)}"
     if evidence.delay_seconds > _PACED_SECONDS:
-        text += f", and engines paused {evidence.delay_seconds * 1e3:.1f} ms a token to keep its pace"
+        text += (
+            f", and the engines paused {evidence.delay_seconds * 1e3:.1f} ms after each decode step to wait for it"
+        )
     text += ". More actors do not speed up the run; a faster trainer does"
     if evidence.actor_idle > _BUSY:
         text += f", up to {1 / max(0.01, 1 - evidence.actor_idle):.1f} times as fast"

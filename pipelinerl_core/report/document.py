@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import shlex
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
+from pipelinerl_core.report.equal_rewards import comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
-from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, SwapRecord
+from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
+from pipelinerl_core.telemetry.redact import redact_text
 
 # First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
 _REWARD_WINDOW = 10
@@ -58,6 +61,13 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
             spread=spread,
         )
     lengths = commits[-1].lengths if commits else {}
+    found = advice(evidence, lengths, facts.run.config)
+    reward = equal_reward(commits)
+    warning = None
+    if reward is not None:  # before any advice on speed
+        first = headline(reward, len(facts.steps), is_over=True)
+        warning = f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)}".strip()
+        found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),
@@ -66,6 +76,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "steps": commits[-1].step if commits else 0,
         "versions": sum(commit.manifest is not None for commit in commits),
         "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
+        "seconds": _seconds(facts, commits),
         **_learning(facts),
         **_tokens(facts),
         "tokens_per_second": use.tokens_per_second if use else None,
@@ -77,10 +88,22 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "actor_idle_fraction": actor_idle,
         "wait_fractions": waits,
         "group_spread": spread,
-        **advice(evidence, lengths, facts.run.config),
+        "equal_reward": reward,
+        "warning": warning,
+        "mlflow": _mlflow(facts.run),
+        **found,
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }
+
+
+def _mlflow(run: RunRecord) -> str | None:
+    """Where MLflow shows the run: the command for a database file, or the server; None without MLflow."""
+    if not run.mlflow_uri:
+        return None
+    if run.mlflow_uri.startswith(("http://", "https://")):
+        return redact_text(run.mlflow_uri)
+    return f"mlflow ui --backend-store-uri {shlex.quote(run.mlflow_uri)}"
 
 
 def _kind(facts: RunFacts, section: str) -> str | None:
@@ -128,9 +151,26 @@ def _tokens(facts: RunFacts) -> dict[str, Any]:
 
 
 def _rollouts_per_second(facts: RunFacts) -> float | None:
-    """Rollouts trained after the first step, over the span between first and last commit."""
-    bounds = utilization.span(list(facts.commits.values()))
-    return sum(len(step.lengths) for step in facts.steps[1:]) / (bounds[1] - bounds[0]) if bounds else None
+    """Rollouts trained after the first step of each stretch, over the span."""
+    commits = list(facts.commits.values())
+    seconds = utilization.span_seconds(commits)
+    firsts = {part[0].step for part in utilization.stretches(commits)}
+    return sum(len(step.lengths) for step in facts.steps if step.step not in firsts) / seconds if seconds else None
+
+
+def _seconds(facts: RunFacts, commits: list[Commit]) -> dict[str, float]:
+    """The parts of wall_seconds: start of the processes, evaluation before training, down, training."""
+    if not commits:
+        return {}
+    wall = commits[-1].committed_at - facts.run.created_at
+    start = commits[0].committed_at - facts.run.created_at
+    evaluation = 0.0
+    if 0 in facts.evals and len(commits) > 1:  # actors start after the first evaluation
+        loaded, reserved = commits[0].committed_at, commits[1].reserved_at
+        starts = [epoch for key in commits[1].actors if loaded <= (epoch := int(key.rpartition("/")[2])) <= reserved]
+        evaluation = min(starts, default=min(loaded + facts.evals[0].seconds, reserved)) - loaded
+    down = utilization.down_seconds(commits)
+    return {"start": start, "evaluation": evaluation, "down": down, "training": wall - start - evaluation - down}
 
 
 def swaps_of(commits: list[Commit]) -> list[SwapRecord]:

@@ -8,7 +8,7 @@ from pipelinerl_core.report import charts
 from pipelinerl_core.report.charts import Axis, Lane, Point, Series
 from pipelinerl_core.report.document import swaps_of, total_lags
 from pipelinerl_core.report.facts import RunFacts, StepFacts
-from pipelinerl_core.report.utilization import wait_seconds
+from pipelinerl_core.report.utilization import stretches, wait_seconds
 from pipelinerl_core.run.records import Commit
 
 # A line with more points than this is unreadable.
@@ -23,7 +23,7 @@ LEDGER_CSS = {
     "dropped_stale": "held",
     "filtered": "other",
     "failed": "bad",
-    "superseded": "other",
+    "superseded": "again",
     "in_flight": "generate",
     "ready": "wait",
 }
@@ -31,14 +31,20 @@ LEDGER_CSS = {
 
 
 def reward_over_time(facts: RunFacts) -> str:
-    """Reward and held-out accuracy against wall clock."""
+    """Reward and held-out accuracy against wall clock, with a gap where the run was down."""
     times = {step: commit.committed_at - facts.run.created_at for step, commit in facts.commits.items()}
-    points = [(times[one.step], float(one.rewards.mean())) for one in _scored(facts)]
+    rewards = {one.step: float(one.rewards.mean()) for one in _scored(facts)}
+    parts = [
+        [(times[commit.step], rewards[commit.step]) for commit in part if commit.step in rewards]
+        for part in stretches(list(facts.commits.values()))
+    ]
+    points = [point for part in parts for point in part]
     held_out = [(times[version], record.accuracy) for version, record in facts.evals.items() if version in times]
     end = max((x for x, _ in [*points, *held_out]), default=1.0)
     unit, name = (1.0, "seconds") if end < 300 else (60.0, "minutes") if end < 18_000 else (3600.0, "hours")
     axis = Axis(f"wall clock, {name} since the run was created", low=0.0)
-    return _learning("Reward against wall clock", _scaled(points, unit), _scaled(held_out, unit), axis)
+    scaled = [_scaled(part, unit) for part in parts]
+    return _learning("Reward against wall clock", scaled, _scaled(held_out, unit), axis)
 
 
 def reward_over_samples(facts: RunFacts) -> str:
@@ -49,7 +55,7 @@ def reward_over_samples(facts: RunFacts) -> str:
     points = [(float(totals[one.step]), float(one.rewards.mean())) for one in _scored(facts)]
     held_out = [(float(totals[step]), record.accuracy) for step, record in facts.evals.items() if step in totals]
     axis = Axis("rollouts trained", text=_count, low=0.0)
-    return _learning("Reward against rollouts trained", points, held_out, axis)
+    return _learning("Reward against rollouts trained", [points], held_out, axis)
 
 
 def lag_histogram(facts: RunFacts) -> str:
@@ -181,13 +187,12 @@ def _commit_lane(shown: Sequence[Commit], zero: float) -> Lane:
     return Lane("publish", intervals)
 
 
-def _learning(title: str, points: Sequence[Point], held_out: Sequence[Point], axis: Axis) -> str:
-    series = [
-        Series("reward", _thinned(points), "train", kind="faint"),
-        Series("reward", _thinned(_smooth(points)), "train"),
-        Series("held-out accuracy", held_out, "held", kind="ring"),
-    ]
-    values = [y for _, y in [*points, *held_out]]
+def _learning(title: str, parts: Sequence[Sequence[Point]], held_out: Sequence[Point], axis: Axis) -> str:
+    """parts: points of the reward; between two parts, the lines have a gap."""
+    series = [Series("reward", _thinned(points), "train", kind="faint") for points in parts]
+    series += [Series("reward", _thinned(_smooth(points)), "train") for points in parts]
+    series.append(Series("held-out accuracy", held_out, "held", kind="ring"))
+    values = [y for points in [*parts, held_out] for _, y in points]
     unit_range = bool(values) and min(values) >= 0 and max(values) <= 1
     y_axis = Axis("reward", low=0.0, high=1.0) if unit_range else Axis("reward")
     return charts.line_chart(title, series, axis, y_axis)

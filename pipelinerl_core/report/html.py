@@ -11,6 +11,7 @@ from typing import Any
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import charts, figures, samples
 from pipelinerl_core.report.document import report_of, weights_table
+from pipelinerl_core.report.equal_rewards import example_of
 from pipelinerl_core.report.facts import RunFacts, collect
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
@@ -22,7 +23,7 @@ _TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet, reading the run once; returns the report."""
     facts = collect(store)
-    report = report_of(facts)
+    report = _report(store, facts, decode)
     store.put(REPORT_JSON_KEY, json.dumps(report, indent=2, allow_nan=False).encode())
     store.put(WEIGHTS_TABLE_KEY, weights_table(facts))
     store.put(REPORT_HTML_KEY, _page(store, facts, report, decode).encode())
@@ -39,7 +40,17 @@ def render_report(store: ObjectStore, *, decode: Decode | None = None) -> str:
 
 def page_of(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> str:
     """The page of a run from facts already read."""
-    return _page(store, facts, report_of(facts), decode)
+    return _page(store, facts, _report(store, facts, decode), decode)
+
+
+def _report(store: ObjectStore, facts: RunFacts, decode: Decode | None) -> dict[str, Any]:
+    """The report, with `equal_reward_example` if all rewards are equal."""
+    report = report_of(facts)
+    example = None
+    if report["equal_reward"] is not None:
+        decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
+        example = example_of(store, facts.trained_commits[-1], facts.run.config, decode)
+    return {**report, "equal_reward_example": example}
 
 
 def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode: Decode | None) -> str:
@@ -51,6 +62,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         summary=_summary(report),
         emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),
         advice=escape(report["advice"] or ""),
+        example=_example(report["equal_reward_example"]),
         meta=_meta(facts, report),
         tiles=_tiles(facts, report),
         reward_over_time=figures.reward_over_time(facts),
@@ -69,8 +81,18 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
     )
 
 
+def _example(example: Mapping[str, str] | None) -> str:
+    """A completion beside its reference answer; empty unless all rewards are equal."""
+    rows = "".join(
+        f"<tr><td>{name}</td><td><pre>{escape(text)}</pre></td></tr>" for name, text in (example or {}).items()
+    )
+    return f'<table class="example"><tbody>{rows}</tbody></table>' if rows else ""
+
+
 def _summary(report: Mapping[str, Any]) -> str:
     text = f"{report['steps']:,} optimizer steps in {duration(report['wall_seconds'])}"
+    parts = [f"{name} {duration(seconds)}" for name, seconds in report["seconds"].items() if seconds >= 1]
+    text += f" ({', '.join(parts)})" if parts else ""
     if report["reward_first"] is not None:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
     if report["eval_first"] is not None:
@@ -86,6 +108,7 @@ def _meta(facts: RunFacts, report: Mapping[str, Any]) -> str:
         "engine": report["engine"],
         "model": facts.run.config.get("model", {}).get("path"),
         "code": facts.run.code_version,
+        "MLflow": report["mlflow"],
         "MLflow run": facts.run.mlflow_run_id,
     }
     return "".join(f"<span>{name} <b>{escape(str(value))}</b></span>" for name, value in parts.items() if value)
@@ -110,7 +133,10 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
         (
             "Swap pause",
             _milliseconds(pauses["p50"]),
-            f"median of {report['num_swaps']:,} swaps, at most {_milliseconds(pauses['max'])}",
+            f"median of {report['num_swaps']:,} swap{'s' * (report['num_swaps'] != 1)}, at most "
+            f"{_milliseconds(pauses['max'])}"
+            if report["num_swaps"]
+            else "no swap was reported before the last step",
         ),
         (
             "Lag of trained tokens",

@@ -1,5 +1,6 @@
 """The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.run.records import Commit, HubRecord
 from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
@@ -98,18 +100,25 @@ def format_status(store: ObjectStore) -> str:
 
 
 def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None = None) -> dict[str, Any]:
-    """The status from the commits, and from the hub if its heartbeat is recent. now: Unix seconds, for tests."""
+    """The status from the commits, and, until the last commit, from the hub if its heartbeat is recent.
+
+    On the hub's host, a hub whose process has ended counts as dead at once. now: Unix seconds, for tests.
+    """
     now = time.time() if now is None else now
     last = follower.last
     steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
     metrics = commit_metrics(last, follower.before(last)) if last else {}
     is_alive = hub is not None and now - hub.beat < _HUB_SILENCE_SECONDS
-    live = hub.live if hub is not None and is_alive else {}
+    is_alive = is_alive and (hub is None or hub.host != socket.gethostname() or is_live(hub))
     evals = list(follower.evals.values())
     step = last.step if last else 0
+    is_over = bool(last and step >= steps)
+    live = hub.live if hub is not None and is_alive and not is_over else {}
+    reward = equal_reward(follower.commits.values(), 1 if is_over else WARN_STEPS)
     return {
         "run_id": follower.run.run_id,
-        "state": "finished" if last and step >= steps else "running" if is_alive else "stopped",
+        "state": "finished" if is_over else "running" if is_alive else "stopped",
+        "warning": headline(reward, step, is_over=is_over) if reward is not None else None,
         "step": step,
         "steps": steps,
         "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
@@ -122,7 +131,7 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
         "eta_seconds": _eta(follower.commits, steps) if is_alive else None,
         "ready": live.get("ready"),
         "leased": live.get("leased"),
-        "actors": _actors(live.get("actors"), last),
+        "actors": {} if is_over else _actors(live.get("actors"), last),
         "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
         "length_bias": length_report(_lengths(live.get("lengths"), last)),
         "hub": {"url": hub.url, "silent_seconds": max(0.0, now - hub.beat)} if hub else None,
@@ -132,6 +141,7 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
 def status_line(status: Mapping[str, Any]) -> str:
     """One line. Example: step 12/300  reward 0.41  lag 3.1  9,812 tokens/s  pause 8 ms  ess 0.95  eta 3:41."""
     fields: list[tuple[str, *tuple[Any, ...]]] = [
+        ("{};", status["warning"]),
         ("step {}/{}", status["step"], status["steps"]),
         ("reward {:.3f}", status["reward_mean"]),
         ("held-out {:.1%}", status["eval_last"]),
@@ -162,8 +172,10 @@ def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
     body.add_row("reward", Text(reward, style="bold"), Text(reward_history, style="cyan"))
     held_out = f"{status['eval_first']:.1%}" if status["eval_first"] is not None else "-"
     body.add_row("held-out", held_out, "before training")
-    facts = status_line({**status, "reward_mean": None, "eval_last": None, "eta_seconds": None}).partition("  ")[2]
-    rows: list[Any] = [head, body, Text(facts or "waiting for the first step", style="dim")]
+    elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
+    facts = status_line({**status, **elsewhere}).partition("  ")[2]
+    warning = [Text(status["warning"], style="bold red")] if status["warning"] else []
+    rows: list[Any] = [*warning, head, body, Text(facts or "waiting for the first step", style="dim")]
     for name, one in status["actors"].items():
         line = Table.grid(padding=(0, 2))
         slots = ProgressBar(total=max(1, one["concurrency"]), completed=one["running"], width=_BAR_WIDTH // 2)

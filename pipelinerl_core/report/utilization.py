@@ -1,7 +1,8 @@
 """How busy trainer and actors were, computed from the commits.
 
-The span is the wall clock between the commits of the first and the last trained step. The start of the processes,
-before the span, is not part of the steady state.
+The span is the wall clock between the commits of the first and the last trained step, without the time in which the
+whole run was down: from the last commit before a kill to the first commit after the resume. The start of the
+processes and the first evaluation, before the span, are not part of the steady state either.
 """
 
 import itertools
@@ -21,12 +22,40 @@ class ActorUse:
     """Completion tokens sampled."""
 
 
-def span(commits: Sequence[Commit]) -> tuple[float, float] | None:
-    """(start, end) in Unix seconds of the trained steps, by step; None for fewer than two."""
-    trained = [commit for commit in commits if commit.step > 0]
-    if len(trained) < 2 or trained[-1].committed_at <= trained[0].committed_at:
-        return None
-    return trained[0].committed_at, trained[-1].committed_at
+def stretches(commits: Sequence[Commit]) -> list[list[Commit]]:
+    """The trained commits by step, split where the whole run was down."""
+    parts: list[list[Commit]] = []
+    for commit in commits:
+        if commit.step > 0 and parts and not _was_down(parts[-1][-1], commit):
+            parts[-1].append(commit)
+        elif commit.step > 0:
+            parts.append([commit])
+    return parts
+
+
+def span_seconds(commits: Sequence[Commit]) -> float | None:
+    """Seconds of the span; None for fewer than two trained steps in a stretch."""
+    return sum(part[-1].committed_at - part[0].committed_at for part in _measurable(commits)) or None
+
+
+def down_seconds(commits: Sequence[Commit]) -> float:
+    """Seconds from the last commit before to the first commit after each time in which the whole run was down."""
+    parts = stretches(commits)
+    return sum(after[0].committed_at - before[-1].committed_at for before, after in itertools.pairwise(parts))
+
+
+def _was_down(before: Commit, after: Commit) -> bool:
+    """Whether trainer and all actors were started again between two commits."""
+    continued = before.actors.keys() & after.actors.keys()
+    return (
+        before.epoch != after.epoch
+        and bool(before.actors)
+        and not any(after.actors[key].at > before.actors[key].at for key in continued)
+    )
+
+
+def _measurable(commits: Sequence[Commit]) -> list[list[Commit]]:
+    return [part for part in stretches(commits) if part[-1].committed_at > part[0].committed_at]
 
 
 def wait_seconds(commit: Commit, previous: Commit | None) -> float:
@@ -39,16 +68,15 @@ def wait_seconds(commit: Commit, previous: Commit | None) -> float:
 
 def trainer_idle_fraction(commits: Sequence[Commit]) -> float | None:
     """Time waiting for a reservation over the span; None for fewer than two trained steps."""
-    bounds = span(commits)
-    if bounds is None:
+    seconds = span_seconds(commits)
+    if seconds is None:
         return None
-    start, end = bounds
-    trained = [commit for commit in commits if commit.step > 0]
     waited = sum(
-        max(0.0, min(wait_seconds(commit, previous), commit.reserved_at - start))
-        for previous, commit in itertools.pairwise(trained)
+        max(0.0, min(wait_seconds(commit, previous), commit.reserved_at - part[0].committed_at))
+        for part in _measurable(commits)
+        for previous, commit in itertools.pairwise(part)
     )
-    return waited / (end - start)
+    return waited / seconds
 
 
 def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
@@ -58,23 +86,23 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
     all its epochs (a restarted actor counts from 0 again, so that its absence counts as idle). A pair of samples that
     begins before the span counts with its share inside the span.
     """
-    bounds = span(commits)
-    if bounds is None:
-        return None
-    start, used, capacity, tokens, newest = bounds[0], 0.0, 0.0, 0.0, bounds[0]
-    for series in _series(commits).values():
-        for before, after in itertools.pairwise(series):
-            seconds = after.at - before.at
-            inside = after.at - max(before.at, start)
-            if seconds <= 0 or inside <= 0:
-                continue
-            capacity += inside * after.concurrency
-            used += (after.running_seconds - before.running_seconds) * inside / seconds
-            tokens += (after.num_tokens - before.num_tokens) * inside / seconds
-            newest = max(newest, after.at)
+    used = capacity = tokens = seconds = 0.0
+    for part in _measurable(commits):
+        newest = start = part[0].committed_at
+        for series in _series(part).values():
+            for before, after in itertools.pairwise(series):
+                passed = after.at - before.at
+                inside = after.at - max(before.at, start)
+                if passed <= 0 or inside <= 0:
+                    continue
+                capacity += inside * after.concurrency
+                used += (after.running_seconds - before.running_seconds) * inside / passed
+                tokens += (after.num_tokens - before.num_tokens) * inside / passed
+                newest = max(newest, after.at)
+        seconds += newest - start
     if capacity <= 0:
         return None
-    return ActorUse(idle_fraction=1 - used / capacity, tokens_per_second=tokens / (newest - start))
+    return ActorUse(idle_fraction=1 - used / capacity, tokens_per_second=tokens / seconds)
 
 
 def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
@@ -82,13 +110,14 @@ def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
 
     engine, window and stale_wait are shares of the trainer's time, actors is a share of the time of all engines.
     """
-    bounds = span(commits)
-    trained = [commit for commit in commits if commit.step > 0]
-    if bounds is None or not trained[-1].waits:
+    seconds, parts = span_seconds(commits), _measurable(commits)
+    if seconds is None or not parts[-1][-1].waits:
         return None
-    first, last, seconds = trained[0].waits, trained[-1].waits, bounds[1] - bounds[0]
-    num_actors = max(1, len({key.rpartition("/")[0] for commit in trained for key in commit.actors}))
-    shares = {cause: max(0.0, total - first.get(cause, 0.0)) / seconds for cause, total in last.items()}
+    num_actors = max(1, len({key.rpartition("/")[0] for part in parts for one in part for key in one.actors}))
+    shares = dict.fromkeys(parts[-1][-1].waits, 0.0)
+    for first, last in ((part[0].waits, part[-1].waits) for part in parts):
+        for cause in shares:
+            shares[cause] += max(0.0, last.get(cause, 0.0) - first.get(cause, 0.0)) / seconds
     return {**shares, "actors": shares.get("actors", 0.0) / num_actors}
 
 

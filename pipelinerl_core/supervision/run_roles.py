@@ -27,6 +27,8 @@ _HUB_FENCED_SECONDS = 10.0
 """Within this time, a hub that another start has fenced detects the fence and ends."""
 TRAINER_STABLE_SECONDS = 1800.0
 """A trainer that has run for this long is stable (see `stable_seconds`)."""
+TRAINER_STOP_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL of the trainer, which cannot end in the middle of a long step."""
 HUB_STOP_SECONDS = 3.0
 """Between SIGTERM and SIGKILL of the hub, which stops last; short, so that the whole stop takes less than 10 s."""
 
@@ -66,7 +68,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
             ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
             is_done=_is_done(run, role, stop),
             is_replaced=_is_replaced(run, role, name, stop),
-            stop_seconds=HUB_STOP_SECONDS if role == "hub" else STOP_SECONDS,
+            stop_seconds={"hub": HUB_STOP_SECONDS, "trainer": TRAINER_STOP_SECONDS}.get(role, STOP_SECONDS),
             stable_seconds=stable_seconds(run.config, role),
         )
     finally:

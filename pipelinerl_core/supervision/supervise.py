@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 """Between two checks of the child."""
-STOP_SECONDS = 8.0
+STOP_SECONDS = 6.0
 """Between SIGTERM and SIGKILL: time for a role to seal its segments and to flush."""
 READY_SECONDS = 120.0
 """Deadline for a started role to become ready."""

@@ -84,12 +84,16 @@ _MAX_REASON_CHARS = 200
 def tracking_uri(configured: str, root: str) -> str | None:
     """The tracking URI for a value of tracking.mlflow_uri; None for `none`.
 
-    Empty: mlflow.db under the root, or in the working directory if the root is not a local directory.
+    Empty: mlflow.db under the root; for a remote root in $XDG_DATA_HOME/pipelinerl (~/.local/share/pipelinerl), which
+    this function creates.
     """
     if configured:
         return None if configured == "none" else configured
     path = root.removeprefix("file://")
-    directory = Path.cwd() if "://" in path else Path(path).absolute()
+    directory = Path(path).absolute()
+    if "://" in path:
+        directory = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "pipelinerl"
+        directory.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{directory / 'mlflow.db'}"
 
 

@@ -60,6 +60,8 @@ class Shape:
     group_size: int = 4
     concurrency: int = 16
     max_lag: int = 3
+    reward: float | None = None
+    """Of all rollouts; None: rewards that rise."""
 
 
 def decode(token_id: int) -> str:
@@ -255,7 +257,7 @@ def _rows(rng: np.random.Generator, shape: Shape, step: int) -> list[TrainingRow
             group_id=(step - 1) * shape.groups_per_step + index // shape.group_size,
             rollout_index=index % shape.group_size,
             spans=[(version, int(cuts[i]), int(cuts[i + 1])) for i, version in enumerate(versions)],
-            reward=reward,
+            reward=reward if shape.reward is None else shape.reward,
             actor=f"actor-{index % shape.num_actors}",
             prompt=prompt,
             completion=completion,
@@ -310,6 +312,7 @@ def _trained(commit: Commit, rows: list[TrainingRow], shape: Shape, totals: dict
             "actors": {f"{actor}/1": sample for actor in actors},
             "metrics": {
                 "reward/mean": float(rewards.mean()),
+                "reward/std": float(rewards.std()),
                 "importance/ess": 0.97 - 0.01 * (step % 4),
                 "lag/mean": 1.5,
                 "time/reserve_wait_seconds": 0.2,

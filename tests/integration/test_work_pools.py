@@ -118,6 +118,13 @@ def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepa
     job = Job(prefect, root)
     await_(lambda: committed_steps(job.url) >= 3, "three steps", 400)
     await_(lambda: {job.state_of(name) for name in MEMBERS} == {"RUNNING"}, "all members", 120)
+    run_id = Path(job.url).name
+    assert prefect.run(job.id)["name"] == run_id
+    for name in MEMBERS:
+        member = job.newest(name)
+        assert member["name"] == f"{run_id}-{name}"
+        assert prefect.ask(f"/task_runs/{member['parent_task_run_id']}")["flow_run_id"] == job.id
+    assert all(f"pipelinerl.run:{run_id}" in run["tags"] for run in prefect.runs())
     assert check_no_torch(prefect) >= 5, "train, actors and both hosts of the trainer"
     assert "preflight" in {task["name"] for task in prefect.ask("/task_runs/filter", {})}, "nobody else has checked"
 

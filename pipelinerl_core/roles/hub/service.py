@@ -232,7 +232,7 @@ class Hub:
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
         if result.stop_leases:
-            logger.info("%s must stop leases %s", actor, list(result.stop_leases))
+            logger.info("%s must stop %d leases, first %s", actor, len(result.stop_leases), result.stop_leases[0])
         return SyncReply(
             re=request.id,
             boot_id=self.boot_id,

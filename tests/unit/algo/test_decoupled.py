@@ -159,7 +159,7 @@ def test_lags_of_another_shape_or_type_are_refused(lags):
     [
         ("loss.ratio_max=0.5", "loss.ratio_max=0.5: input should be greater than or equal to 1"),
         ("loss.clip_low=0", "loss.clip_low=0: input should be greater than 0"),
-        ("loss.ratio_min=0.5", "loss.ratio_min: no such key"),
+        ("loss.ratio_min=0.5", "loss.ratio_min needs loss.kind=icepop"),
     ],
 )
 def test_a_wrong_option_is_one_line(override, message):

@@ -45,7 +45,12 @@ def test_config_json_is_one_document_with_the_override():
 def test_config_keys_lists_every_setting_with_its_meaning():
     listed = {entry["key"]: entry for entry in json.loads(pipelinerl("config", "--keys", "--json").stdout)}
     assert listed["schedule.max_lag"]["default"] == "4"
-    assert all(entry["meaning"] for entry in listed.values() if not entry["key"].endswith(".kind"))
+    assert all(entry["meaning"] for entry in listed.values())
+    assert all(entry["values"] for entry in listed.values() if entry["key"].endswith(".kind"))
+    assert listed["prompts.kind"]["values"] == ["sums", "reasoning_gym", "file", "huggingface"]
+    text = pipelinerl("config", "--keys").stdout
+    assert text.index("# with prompts.kind=file or huggingface:") < text.index("prompts.path = (required)")
+    assert text.index("prompts.answer_column =") < text.index("# with prompts.kind=huggingface:")
 
 
 def test_an_unknown_key_names_the_nearest_one():

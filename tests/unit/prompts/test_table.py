@@ -168,6 +168,12 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("bad.jsonl", '{"prompt": \n', {}, "cannot be read as jsonl"),
         ("bad.parquet", "not parquet", {}, "cannot be read as parquet"),
         ("rows.jsonl", '{"promt": "1", "answer": 1}\n', {}, r"prompt_column=prompt: no such column.*mean promt\?"),
+        (
+            "rows.jsonl",
+            '{"question": "1", "solution": 1}\n',
+            {},
+            r"prompt_column=prompt: no such column in .*rows.jsonl \(question, solution\). Set prompts.prompt_col",
+        ),
         ("rows.jsonl", '{"prompt": "1", "reply": 1}\n', {}, r"answer_column=answer: no such column.*prompt, reply"),
         ("rows.jsonl", '{"prompt": "1", "answer": {"a": 1}}\n', {}, "must be text or numbers"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n{"prompt": "2"}\n', {}, "row 1 of .* has no value"),

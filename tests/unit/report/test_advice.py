@@ -83,7 +83,7 @@ def test_a_slow_trainer_needs_fewer_actors():
     # 60 % of the slots stood empty: 2 * 0.4 = 0.8 actors do the work; a trainer 1 / 0.4 times as fast would use both.
     text = text_of(evidence(0.02, 0.60))
     assert "a faster trainer does, up to 2.5 times as fast. placement.actors=1 (now 2) is enough." in text
-    assert "engines paused 10.0 ms a token to keep its pace" in text_of(evidence(0.02, 0.01, 0.010))
+    assert "the engines paused 10.0 ms after each decode step" in text_of(evidence(0.02, 0.01, 0.010))
 
 
 def test_turns_are_by_design_and_their_price_is_named():

@@ -19,6 +19,7 @@ from pipelinerl_core.run.records import (
     eval_key,
 )
 from pipelinerl_core.testing.synthetic_run import (
+    TRAINER_EPOCH,
     Shape,
     make_commit,
     make_rollout,
@@ -27,7 +28,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from tests.builders import run_record
+from tests.builders import put_epoch, run_record
 
 REQUIRED = {
     "run_id",
@@ -142,6 +143,68 @@ def test_a_restarted_actor_was_idle_while_it_was_away():
         commit_at(3, 120, actors={"a/2": sample(120, running_seconds=40)}),
     ]
     assert utilization.actor_use(commits).idle_fraction == pytest.approx(1 - 40 / 130)
+
+
+def killed_run():
+    """Steps 1 to 3, killed; 1,000 s later resumed with a new trainer and a new actor, steps 4 and 5."""
+    before = [
+        commit_at(step, 10 * step, wait=1.0, actors={"a/1": sample(10 * step, running_seconds=100 * step)})
+        for step in (1, 2, 3)
+    ]
+    after = [
+        commit_at(
+            step, 1000 + 10 * step, wait=500.0 if step == 4 else 2.0,
+            actors={
+                "a/1": sample(30, running_seconds=300),  # restored from the last commit
+                "a/5": sample(1000 + 10 * step, running_seconds=100 * (step - 3)),
+            },
+        ).model_copy(update={"epoch": 9})
+        for step in (4, 5)
+    ]  # fmt: skip
+    waits = [{"engine": float(one.step)} for one in [*before, *after]]
+    return [one.model_copy(update={"waits": wait}) for one, wait in zip([*before, *after], waits, strict=True)]
+
+
+def test_the_time_in_which_the_whole_run_was_down_belongs_to_no_side():
+    # Commits at 17, 27, 37 and 1047, 1057: 20 s and 10 s. Waits 1 + 1 and 2 s. All slots were full.
+    commits = killed_run()
+    assert [[one.step for one in part] for part in utilization.stretches(commits)] == [[1, 2, 3], [4, 5]]
+    assert utilization.span_seconds(commits) == 30
+    assert utilization.down_seconds(commits) == 1010
+    assert utilization.trainer_idle_fraction(commits) == pytest.approx(4 / 30)
+    assert utilization.actor_use(commits).idle_fraction == pytest.approx(0.0)
+    assert utilization.wait_shares(commits)["engine"] == pytest.approx((2 + 1) / 30)
+
+
+def test_a_restart_of_the_trainer_alone_is_not_a_time_in_which_the_run_was_down():
+    commits = killed_run()
+    actors = {"a/1": sample(1040, running_seconds=400)}
+    commits[3] = commits[3].model_copy(update={"actors": actors})
+    assert len(utilization.stretches(commits)) == 1
+
+
+def test_the_seconds_of_a_run_are_those_of_start_evaluation_down_and_training(store):
+    put_record(store, RUN_KEY, run_record(run_id="r", created_at=0.0))
+    for commit in [commit_at(0, 2), *killed_run()]:
+        put_record(store, commit_key(commit.step, commit.epoch), commit)
+    evaluation = {"version": 0, "num_prompts": 1, "accuracy": 0.5, "mean_tokens": 1.0, "errors": 0, "seconds": 4.0}
+    put_record(store, eval_key(0), EvalRecord.model_validate(evaluation))
+    put_epoch(store, TRAINER_EPOCH)
+    put_epoch(store, 9, adopted_through=3)
+    report = build_report(store)
+    # Commit 0 at 9 s; the evaluation of 4 s can block only the second until step 1 was reserved.
+    assert report["seconds"] == {"start": 9.0, "evaluation": 1.0, "down": 1010.0, "training": 1057 - 9 - 1 - 1010}
+
+
+def test_evaluation_lasts_until_the_first_actor_starts(store):
+    put_record(store, RUN_KEY, run_record(run_id="r", created_at=1000.0))
+    put_epoch(store, TRAINER_EPOCH)
+    for commit in (commit_at(0, 1003), commit_at(1, 1100, actors={"a/1065": sample(1100, running_seconds=1)})):
+        put_record(store, commit_key(commit.step, commit.epoch), commit)
+    evaluation = {"version": 0, "num_prompts": 1, "accuracy": 0.5, "mean_tokens": 1.0, "errors": 0, "seconds": 4.0}
+    put_record(store, eval_key(0), EvalRecord.model_validate(evaluation))
+    # Commit 0 at 1010, the actor's epoch is its start in Unix seconds; step 1 is committed at 1107.
+    assert build_report(store)["seconds"] == {"start": 10.0, "evaluation": 55.0, "down": 0.0, "training": 42.0}
 
 
 @pytest.fixture

@@ -7,7 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from pipelinerl.flows.cli.training import summary
+from pipelinerl_core.config import stored_config
+from pipelinerl_core.prompts import build_source
 from pipelinerl_core.report import charts, figures
+from pipelinerl_core.report.facts import collect
 from pipelinerl_core.report.html import duration, render_report, write_report
 from pipelinerl_core.run.records import (
     REPORT_HTML_KEY,
@@ -167,3 +171,80 @@ def test_thinning_keeps_the_longest_pause():
     thinned = figures._worst(points)
     assert len(thinned) <= 400
     assert (1234.0, 99.0) in thinned
+
+
+def test_a_run_of_equal_rewards_begins_with_that_and_shows_a_completion_beside_its_reference():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=4, reward=0.0))
+    report = write_report(store, decode=decode)
+    assert report["advice"].startswith(
+        "All rewards were equal (0.000): nothing was learned. reward.kind=sums: 1 if the text"
+    )
+    assert (
+        report["equal_reward_example"]["reference"]
+        == build_source(stored_config(run.config)).prompt(12).task["answer"]
+    )
+    page = store.get(REPORT_HTML_KEY).decode()
+    assert page.index("nothing was learned") < page.index(">reference<") < page.index('class="tiles"')
+    lines = summary(report, "report.html")
+    assert lines[1] == "  All rewards were equal (0.000): nothing was learned."
+    assert lines[2].startswith("    reward.kind=sums: 1 if the text")
+    assert [line.split()[0] for line in lines[3:6]] == ["prompt", "completion", "reference"]
+    bottleneck = next(line for line in lines if line.startswith("  bottleneck"))
+    assert "equal" not in bottleneck
+
+
+def test_a_report_without_the_prompts_shows_the_completion_without_a_reference():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=2, reward=1.0))
+    config = {**run.config, "prompts": {"kind": "file", "path": "/nowhere.jsonl"}}
+    put_record(store, RUN_KEY, run.model_copy(update={"config": config}))
+    example = write_report(store, decode=decode)["equal_reward_example"]
+    assert example["prompt"].endswith("=")
+    assert example["reference"] == ""
+
+
+def test_different_rewards_in_one_step_are_not_equal_rewards():
+    store = MemoryStore()
+    write_run(store)
+    report = write_report(store, decode=decode)
+    assert (report["equal_reward"], report["equal_reward_example"]) == (None, None)
+
+
+def test_the_reward_curve_has_a_gap_where_the_run_was_down():
+    store = MemoryStore()
+    write_run(store, Shape(steps=6))
+    facts = collect(store)
+    assert figures.reward_over_time(facts).count('class="line train"') == 1
+    for step in (4, 5, 6):
+        commit = facts.commits[step]
+        later = {name: getattr(commit, name) + 500 for name in ("reserved_at", "computed_at", "committed_at")}
+        actors = {"actor-0/9": commit.actors["actor-0/1"]}
+        facts.commits[step] = commit.model_copy(update={**later, "epoch": 8, "actors": actors})
+    assert figures.reward_over_time(facts).count('class="line train"') == 2
+    assert figures.reward_over_samples(facts).count('class="line train"') == 1
+
+
+def test_without_a_reported_swap_the_tile_does_not_show_a_median():
+    store = MemoryStore()
+    write_run(store, Shape(steps=1))
+    page = render_report(store, decode=decode)
+    assert "no swap was reported before the last step" in page
+    assert "median of 0 swaps" not in page
+
+
+def test_summary_and_report_contain_the_command_that_opens_mlflow():
+    store = MemoryStore()
+    run = write_run(store, Shape(steps=2))
+    for uri, shown in (
+        ("sqlite:////my runs/mlflow.db", "mlflow ui --backend-store-uri 'sqlite:////my runs/mlflow.db'"),
+        ("https://user:secret@mlflow.example", "mlflow.example"),
+    ):
+        put_record(store, RUN_KEY, run.model_copy(update={"mlflow_uri": uri, "mlflow_run_id": "ab12"}))
+        report = write_report(store, decode=decode)
+        assert shown in report["mlflow"]
+        assert any(line.startswith("  MLflow  ") and line.endswith(report["mlflow"]) for line in summary(report, "r"))
+        page = store.get(REPORT_HTML_KEY).decode()
+        assert "ab12" in page
+        assert "secret" not in page
+        assert re.search(r"<span>MLflow <b>(mlflow ui|http)", page)

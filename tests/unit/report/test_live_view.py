@@ -1,11 +1,15 @@
 """Status and live view: what they say, and where they write it."""
 
 import io
+import os
+import socket
 
+import psutil
 import pytest
 from rich.console import Console
 
 from pipelinerl_core.report import live_view
+from pipelinerl_core.report.document import build_report
 from pipelinerl_core.report.live_view import LiveView, format_status, run_status, sparkline, status_line, status_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import HUB_KEY
@@ -57,6 +61,21 @@ def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):
     assert status["hub"]["silent_seconds"] == 60
     assert set(status["actors"]) == {"actor-0/1", "actor-1/1"}, "from the last commit"
     assert set(status["length_bias"]["classes"]) == {"generated", "trained"}
+
+
+def test_a_hub_whose_process_on_this_host_has_ended_is_stopped_at_once(follower):
+    alive = {"pid": os.getpid(), "process_started_at": psutil.Process().create_time()}
+    for process, state in ((alive, "running"), ({**alive, "process_started_at": 1.0}, "stopped")):
+        record = hub_record(beat=START, live=LIVE, host=socket.gethostname(), **process)
+        assert status_of(follower, record, now=START + 1)["state"] == state
+
+
+def test_a_finished_run_has_the_totals_of_its_last_commit_and_no_slots(store):
+    write_run(store, Shape(steps=4))
+    put_record(store, HUB_KEY, hub(beat=live_view.time.time()))
+    status = run_status(store)
+    assert status["actors"] == {}
+    assert status["ledger"] == build_report(store)["ledger"]
 
 
 def test_a_complete_run_is_finished_and_its_status_reads_well(store):
@@ -112,3 +131,22 @@ def test_it_writes_to_stderr_only(follower, capsys):
 def test_sparkline_grows_with_the_value():
     assert sparkline([0.0, 0.5, 1.0], marks=" -#") == " -#"
     assert sparkline([0.0, 4.0], marks=" #") == " #", "rewards above 1 are scaled to the largest"
+
+
+def test_equal_rewards_are_reported_first_after_three_steps():
+    store = MemoryStore()
+    write_run(store, Shape(steps=4, reward=0.0))
+    follower = RunFollower(store)
+    follower.refresh()
+    assert status_line(status_of(follower, None)).startswith(
+        "all rewards were equal (0.000): nothing was learned;  step 4/4"
+    )
+    del follower.commits[4]
+    assert status_of(follower, None)["warning"] == "all rewards of 3 steps are equal (0.000): nothing is learned"
+    del follower.commits[3]
+    assert status_of(follower, None)["warning"] is None
+    out = io.StringIO()
+    follower.refresh()
+    with LiveView(Console(file=out, force_terminal=True, width=120), 4) as view:
+        view.update(None, follower)
+    assert out.getvalue().index("nothing was learned") < out.getvalue().index("step 4/4")

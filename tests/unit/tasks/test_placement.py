@@ -318,3 +318,14 @@ def test_a_fenced_trainer_comes_back_if_the_newest_hub_is_of_its_own_start(monke
         else:
             with pytest.raises(Fenced, match="another process has taken over"):
                 run_roles.trainer_is_replaced(run, threading.Event())
+
+
+def test_the_flow_run_gets_the_name_and_the_tag_of_its_run(server, monkeypatch):
+    own, updates = uuid.uuid4(), []
+    server.update_flow_run = lambda run_id, **fields: updates.append((run_id, fields))
+    monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=["team", "pipelinerl.run:one"]))
+    placement.name_flow_run("one")
+    assert updates == [(own, {"name": "one", "tags": ["team", "pipelinerl.run:one"]})]
+    monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=[]))
+    placement.name_flow_run("two")
+    assert updates[1] == (own, {"name": "two", "tags": ["pipelinerl.run:two"]})

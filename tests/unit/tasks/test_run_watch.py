@@ -87,3 +87,13 @@ def test_a_store_that_does_not_answer_ends_nothing(watch, clock):
     store = MagicMock(get=MagicMock(side_effect=StoreError("503")))
     watch._run = SimpleNamespace(store=store, config=watch._run.config)
     look(watch, clock, STALL_SECONDS + 1)
+
+
+def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_path, clock, caplog):
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=3, reward=0.0))
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock())
+    look(watch, clock, 60.0)
+    warnings = [record.getMessage() for record in caplog.records if "all rewards" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "all rewards of 3 steps are equal (0.000): nothing is learned. reward.kind=sums: 1 if" in warnings[0]
+    assert ', reference "' in warnings[0]

@@ -192,6 +192,15 @@ def test_the_default_is_a_database_under_a_local_root():
     assert run_page("sqlite:////data/runs/mlflow.db", "x") is None
 
 
+def test_the_default_for_a_remote_root_is_a_database_in_the_users_data_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert tracking_uri("", "s3://bucket/runs") == f"sqlite:///{tmp_path}/data/pipelinerl/mlflow.db"
+    assert (tmp_path / "data" / "pipelinerl").is_dir()
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tracking_uri("", "s3://bucket/runs") == f"sqlite:///{tmp_path}/.local/share/pipelinerl/mlflow.db"
+
+
 def test_tables_are_shown_by_mlflow_and_a_newer_one_takes_the_place_of_an_older_one(uri, monkeypatch, tmp_path):
     monkeypatch.setattr(tracking, "_CLOSE_RETRY_SECONDS", 0.05)
     tracker = MlflowTracker(uri, "e", "table")

@@ -1,0 +1,78 @@
+"""Detects a run whose rewards are all equal, which trains nothing, and shows a completion beside its reference."""
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipelinerl_core.config import stored_config
+from pipelinerl_core.config.verifier import verifier_name
+from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.report.facts import read_batch
+from pipelinerl_core.report.samples import Decode, plain_text
+from pipelinerl_core.rewards import verifiers
+from pipelinerl_core.run.records import Commit
+
+WARN_STEPS = 3
+"""Steps of a running run after which equal rewards are reported; fewer can be chance."""
+_EQUAL = 1e-9
+_MAX_CHARS = 300
+
+
+def equal_reward(commits: Iterable[Commit], min_steps: int = 1) -> float | None:
+    """The reward of all trained rollouts if these rewards are equal, else None; also None for fewer steps."""
+    metrics = [commit.metrics for commit in commits if commit.step > 0]
+    means = [one["reward/mean"] for one in metrics if "reward/mean" in one]
+    stds = [one["reward/std"] for one in metrics if "reward/std" in one]
+    if len(stds) < max(min_steps, len(metrics)) or max(stds) > _EQUAL or max(means) - min(means) > _EQUAL:
+        return None
+    return means[0]
+
+
+def headline(reward: float, steps: int, *, is_over: bool) -> str:
+    """The sentence that comes first in the live view, the summary and the report."""
+    if is_over:
+        return f"all rewards were equal ({reward:.3f}): nothing was learned"
+    return f"all rewards of {steps} steps are equal ({reward:.3f}): nothing is learned"
+
+
+def comparison_text(config: Mapping[str, Any]) -> str:
+    """What the verifier of a stored configuration compares; empty if the configuration is unreadable."""
+    try:
+        name = verifier_name(stored_config(config))
+    except PipelineRLError:
+        return ""
+    document = inspect.getdoc(getattr(verifiers, name, None)) or ""
+    meaning = " ".join(document.partition(">>>")[0].split())
+    return f"reward.kind={name}" + (f": {meaning}" if meaning else " scores the completions.")
+
+
+def example_of(
+    store: ObjectStore, commit: Commit | None, config: Mapping[str, Any], decode: Decode | None
+) -> dict[str, str] | None:
+    """{"prompt", "completion", "reference"} of the first scored rollout of a step; None without a readable batch.
+
+    reference: the answer of the prompt's row; empty if the prompts cannot be read.
+    """
+    try:
+        rows = read_batch(store, commit) if commit else []
+    except PipelineRLError:  # deleted by gc, or damaged
+        return None
+    row = next((row for row in rows if row.reward is not None), None)
+    if row is None:
+        return None
+    prompt, reference = plain_text(row.prompt_token_ids, decode), ""
+    try:
+        source_prompt = build_source(stored_config(config)).prompt(row.group_id)
+        prompt, reference = source_prompt.text, str(source_prompt.task.get("answer", ""))
+    except (PipelineRLError, ImportError, OSError):
+        pass  # the report is written on a host without the prompts
+    texts = {"prompt": prompt, "completion": plain_text(row.completion_token_ids, decode), "reference": reference}
+    return {name: text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..." for name, text in texts.items()}
+
+
+def example_text(example: Mapping[str, str] | None) -> str:
+    """An example as one line; empty without an example."""
+    return ", ".join(f"{name} {json.dumps(text, ensure_ascii=False)}" for name, text in (example or {}).items())
