@@ -106,6 +106,8 @@ def _run(
             _say_ended("terminated")
             say_how_to_continue()
             raise SystemExit(EXIT_TERMINATED) from None
+        except ConfigError:  # another start would be refused too
+            raise
         except Exception:
             say_how_to_continue()
             raise
