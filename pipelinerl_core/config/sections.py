@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from pipelinerl_core.config.dtype import Dtype
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.rules import first_problem
 from pipelinerl_core.config.section import Section
@@ -19,8 +20,10 @@ class ModelConfig(Section):
     path: str = "builtin:sums"
     """Directory of a Hugging Face model and tokenizer, or builtin:sums, a small model that `pipelinerl prepare`
     builds; builtin:sums?seed=1 has other initial weights."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the weights in engine and trainer; both compute the logits in float32. Set bfloat16 on GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Data type of the weights in engine and trainer; both compute the logits in float32. auto: bfloat16 if the GPU
+    or CPU of this host has units for it, else float32; chosen when the configuration is read, and stored with the
+    run. Set bfloat16 on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the learner and of the embedded engine; auto: a GPU if engine.kind=vllm and the host has one, else
     the CPU. vLLM uses the device that it was built for."""
@@ -35,6 +38,13 @@ class SumsPrompts(Section):
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make
     the long tail of the rollout lengths."""
+
+
+class LargestNumberPrompts(Section):
+    """Prompts such as "Pick the largest number: 46, 56, 59", with three numbers from 10 to 99: the task of the preset
+    smollm2."""
+
+    kind: Literal["largest_number"] = "largest_number"
 
 
 class ReasoningGymPrompts(Section):
@@ -73,15 +83,19 @@ class HuggingFacePrompts(Section):
 
 
 PromptsConfig = Annotated[
-    SumsPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts, Field(discriminator="kind")
+    SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts,
+    Field(discriminator="kind"),
 ]
 
 
 class RewardConfig(Section):
     """How completions are scored: in child processes, with hard limits."""
 
-    kind: Literal["auto", "exact_match", "sums", "reasoning_gym"] = "auto"
-    """Verifier that scores completions; auto: the verifier of prompts.kind (exact_match for files and data sets)."""
+    kind: Literal["auto", "exact_match", "last_number", "sums", "reasoning_gym"] = "auto"
+    """Verifier that scores completions. exact_match: the whole answer, or the answer in a box or after ####, equals
+    the reference; last_number: the last number of the completion equals the last number of the reference; sums,
+    reasoning_gym: for the prompts of these kinds; auto: the verifier of prompts.kind (exact_match for files and data
+    sets)."""
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)
@@ -373,6 +387,12 @@ class RunConfig(Section):
     def stays_on_cpu(self) -> bool:
         """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
         return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")
+
+    @property
+    def dtype(self) -> Dtype:
+        """model.dtype; `build_config` has replaced auto."""
+        assert self.model.dtype != "auto"
+        return self.model.dtype
 
     @property
     def arithmetic(self) -> dict[str, str | int]:

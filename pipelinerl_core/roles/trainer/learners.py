@@ -172,7 +172,7 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object
     path = resolve_model_path(config.model.path)
     if path is None:
         raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
-    model = load_model(Path(path), config.model.dtype, device, config.learner.attention)
+    model = load_model(Path(path), config.dtype, device, config.learner.attention)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)

@@ -89,6 +89,35 @@ def test_values_and_gradients_are_those_of_padded_attention(name, heads, lengths
     torch.testing.assert_close(found, outcome(PACKED_ATTENTION, lengths, heads, scaling=0.3), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_plain_attention_has_the_values_and_gradients_of_torchs_kernel(scaling):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, heads, 7, 8, generator=generator, requires_grad=True) for heads in (6, 3, 3)]
+    torchs = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=scaling, enable_gqa=True)
+    plain = attention.plain_attention(*inputs, scaling)
+    torch.testing.assert_close(plain, torchs)
+    wanted = torch.autograd.grad(torchs.square().sum(), inputs)
+    torch.testing.assert_close(torch.autograd.grad(plain.square().sum(), inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "is_plain"),
+    [(torch.bfloat16, 9, True), (torch.bfloat16, 513, False), (torch.float32, 9, False)],
+)
+def test_short_sequences_in_bfloat16_on_a_cpu_take_plain_attention(monkeypatch, dtype, length, is_plain):
+    calls = []
+    plain = attention.plain_attention
+    monkeypatch.setattr(attention, "plain_attention", lambda *inputs: calls.append(1) or plain(*inputs))
+    layout = layout_of((length, 3))
+    query, key, value = (torch.randn(1, heads, length + 3, 8, dtype=dtype) for heads in (4, 2, 2))
+    packed, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout)
+    assert bool(calls) is is_plain
+    alone = torch.nn.functional.scaled_dot_product_attention(
+        *(heads[..., :length, :] for heads in (query, key, value)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(packed[:, :length], alone.transpose(1, 2), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("window", [1, 7, 200])
 def test_a_sliding_window_counts_the_token_itself(window):
