@@ -68,17 +68,22 @@ def check_context(config: RunConfig, directory: Path) -> None:
         )
 
 
-def check_all(config: RunConfig, root: str) -> None:
-    """All checks of a configuration, cheap checks first; builds a missing built-in model."""
+def check_all(config: RunConfig, root: str) -> list[str]:
+    """All checks of a configuration, cheap checks first; builds a missing built-in model.
+
+    Returns lines of text about the prompts: their number, the held-out share, their lengths.
+    """
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
     check_engine(config)
     check_learner(config)
     check_mlflow(config.tracking.chosen_uri)
-    check_prompts(config)
+    is_model_there = resolve_model_path(config.model.path) is not None
+    facts = check_prompts(config)
     check_model(config)
     check_space(config, root)
+    return facts if is_model_there else check_prompts(config)  # again: prompts are measured with the tokenizer
 
 
 def check_root(root: str) -> None:
@@ -145,9 +150,10 @@ def prepare_model(path: str) -> None:
         raise ConfigError(f"model.path={path}: the build failed (exit code {ended.returncode}, see the lines above)")
 
 
-def check_prompts(config: RunConfig) -> None:
-    """The prompt source opens and returns a prompt; checked in a child process, because data set libraries are
-    heavy."""
+def check_prompts(config: RunConfig) -> list[str]:
+    """The prompt source opens and returns a prompt, and the model's tokenizer, if the model is on this host, encodes
+    the prompts; checked in a child process, because the libraries are heavy. Returns lines of text about the
+    prompts."""
     command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.prompts.check"])
     try:
         ended = subprocess.run(
@@ -164,6 +170,8 @@ def check_prompts(config: RunConfig) -> None:
     if ended.returncode != 0:
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
         raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
+    facts: list[str] = json.loads(ended.stdout.splitlines()[-1])
+    return facts
 
 
 def check_http(setting: str, url: str) -> None:

@@ -70,7 +70,7 @@ def build_codec(config: RunConfig) -> TextCodec:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
 
     def encode(prompt: Prompt) -> Int32Array:
-        return encode_prompt(prompt, tokenizer, config.model.chat_template)
+        return encode_prompt(prompt, tokenizer, config.model.chat_template, config.prompts.system)
 
     def decode(token_ids: Int32Array) -> str:
         return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
