@@ -421,7 +421,8 @@ class RunConfig(Section):
         """Settings on which the trainer's rounding depends: with equal settings, one machine repeats steps bit by
         bit."""
         learner, trainer = self.learner, self.trainer
-        is_padded = learner.attention == "padded" or (learner.attention == "auto" and self.stays_on_cpu)
+        is_auto = learner.attention == "auto" and self.stays_on_cpu and self.model.dtype == "float32"
+        is_padded = learner.attention == "padded" or is_auto
         # Stored runs from before learner.attention were padded and have no such entry; the comparison must hold.
         attention = {} if is_padded else {"attention": learner.attention}
         return {

@@ -4,8 +4,10 @@ All other layers treat every packed token alike. Attention has three kinds:
 
     padded   scatter queries, keys and values into one padded row per sequence, run torch's causal kernel, gather the
              results. Padding is right of the real tokens, so causal attention already excludes padding.
-             Any device and type; cost S * L^2. For bfloat16 on a CPU, up to _PLAIN_LENGTH tokens, matrix products and
-             a softmax replace torch's kernel, whose backward pass is slow there.
+             Any device and type; cost S * L^2.
+    float32  padded attention with queries, keys and values in float32, for models in bfloat16 on a CPU. The backward
+             pass of torch's kernel is 4 times slower there in bfloat16 (32 sequences of 41 tokens, 9 heads, one
+             core: 56 ms against 13 ms).
     varlen   torch's flash attention, with the first token of each sequence as an argument. GPU, bfloat16 or float16.
     flex     torch's flex attention, compiled, with a mask of the blocks of the pack. GPU, any type.
 
@@ -37,12 +39,9 @@ with suppress(ImportError):  # the GPU benchmark also runs with older versions o
 
     varlen_attn = varlen.varlen_attn
 
-# Longest sequence for which plain attention in bfloat16 is faster on a CPU than torch's kernel: 5 times forward and
-# backward at 41 tokens, 1.4 times at 512, slower at 1024, where plain attention also needs much memory.
-_PLAIN_LENGTH = 512
-
 # Names for `set_attn_implementation`. No mask function is registered under them, so transformers builds no mask.
 PACKED_ATTENTION = "pipelinerl_packed"
+FLOAT32_ATTENTION = "pipelinerl_float32"
 VARLEN_ATTENTION = "pipelinerl_varlen"
 FLEX_ATTENTION = "pipelinerl_flex"
 
@@ -88,41 +87,33 @@ def packed_attention(
             "learner.attention=padded supports full attention only. Lower rollouts.max_tokens, or take a model with "
             "full attention"
         )
-    query, key, value = (_pad_heads(heads, layout) for heads in (query_BHTD, key_BHTD, value_BHTD))
-    if is_plain_faster(query_BHTD, layout.longest) and not dropout:
-        attended_SHLD = plain_attention(query, key, value, scaling)
-    else:
-        attended_SHLD = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            scale=scaling,
-            dropout_p=dropout,
-            enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
-        )
+    attended_SHLD = scaled_dot_product_attention(
+        _pad_heads(query_BHTD, layout),
+        _pad_heads(key_BHTD, layout),
+        _pad_heads(value_BHTD, layout),
+        is_causal=True,
+        scale=scaling,
+        dropout_p=dropout,
+        enable_gqa=key_BHTD.shape[1] != query_BHTD.shape[1],
+    )
     num_heads, num_tokens = query_BHTD.shape[1:3]
     attended = attended_SHLD.transpose(1, 2).reshape(layout.num_sequences * layout.longest, -1)
     packed_TF: Tensor = _Unpad.apply(attended, layout.slots_T)  # type: ignore[no-untyped-call]
     return packed_TF.view(1, num_tokens, num_heads, -1), None
 
 
-def is_plain_faster(query: Tensor, longest: int) -> bool:
-    """Whether `plain_attention` is faster than torch's kernel: short sequences in bfloat16 on a CPU."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and longest <= _PLAIN_LENGTH
-
-
-def plain_attention(query_SHLD: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
-    """[S, H, L, D] causal attention by two matrix products and a softmax; key and value are [S, K, L, D], K divides
-    H. The H / K query heads of one key head form one matrix."""
-    num_rows, num_heads, length, size = query_SHLD.shape
-    num_kv = key.shape[1]
-    scaled = query_SHLD * (size**-0.5 if scaling is None else scaling)
-    scores = scaled.reshape(num_rows, num_kv, -1, size) @ key.transpose(-1, -2)
-    hidden_LL = scores.new_full((length, length), -torch.inf).triu(1)
-    weights = (scores.view(num_rows, num_heads, length, length) + hidden_LL).softmax(-1)
-    attended = weights.view(num_rows, num_kv, -1, length) @ value
-    return attended.view(num_rows, num_heads, length, size)
+def float32_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BHTD: Tensor,
+    value_BHTD: Tensor,
+    attention_mask: None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`packed_attention` computed in float32; the result has the type of the queries."""
+    exact = (query_BHTD.float(), key_BHTD.float(), value_BHTD.float())
+    attended, _ = packed_attention(module, *exact, attention_mask, **options)
+    return attended.to(query_BHTD.dtype), None
 
 
 def _pad_heads(packed_BHTD: Tensor, layout: PackLayout) -> Tensor:
@@ -211,6 +202,7 @@ def _needed(layout: PackLayout | None) -> PackLayout:
 
 ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
     PACKED_ATTENTION: packed_attention,
+    FLOAT32_ATTENTION: float32_attention,
     VARLEN_ATTENTION: varlen_attention,
     FLEX_ATTENTION: flex_packed_attention,
 }

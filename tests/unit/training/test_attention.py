@@ -20,7 +20,13 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training import attention, attention_choice
-from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
+from pipelinerl_core.training.attention import (
+    ATTENTION_FUNCTIONS,
+    FLEX_ATTENTION,
+    FLOAT32_ATTENTION,
+    PACKED_ATTENTION,
+    VARLEN_ATTENTION,
+)
 from pipelinerl_core.training.attention_choice import Heads, choose_attention, missing_for
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
@@ -87,35 +93,6 @@ def outcome(name, lengths, heads, **options):
 def test_values_and_gradients_are_those_of_padded_attention(name, heads, lengths):
     found = outcome(name, lengths, heads, scaling=0.3)
     torch.testing.assert_close(found, outcome(PACKED_ATTENTION, lengths, heads, scaling=0.3), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("scaling", [None, 0.3])
-def test_plain_attention_has_the_values_and_gradients_of_torchs_kernel(scaling):
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(2, heads, 7, 8, generator=generator, requires_grad=True) for heads in (6, 3, 3)]
-    torchs = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, scale=scaling, enable_gqa=True)
-    plain = attention.plain_attention(*inputs, scaling)
-    torch.testing.assert_close(plain, torchs)
-    wanted = torch.autograd.grad(torchs.square().sum(), inputs)
-    torch.testing.assert_close(torch.autograd.grad(plain.square().sum(), inputs), wanted)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "length", "is_plain"),
-    [(torch.bfloat16, 9, True), (torch.bfloat16, 513, False), (torch.float32, 9, False)],
-)
-def test_short_sequences_in_bfloat16_on_a_cpu_take_plain_attention(monkeypatch, dtype, length, is_plain):
-    calls = []
-    plain = attention.plain_attention
-    monkeypatch.setattr(attention, "plain_attention", lambda *inputs: calls.append(1) or plain(*inputs))
-    layout = layout_of((length, 3))
-    query, key, value = (torch.randn(1, heads, length + 3, 8, dtype=dtype) for heads in (4, 2, 2))
-    packed, _ = attention.packed_attention(torch.nn.Module(), query, key, value, None, layout=layout)
-    assert bool(calls) is is_plain
-    alone = torch.nn.functional.scaled_dot_product_attention(
-        *(heads[..., :length, :] for heads in (query, key, value)), is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(packed[:, :length], alone.transpose(1, 2), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -240,7 +217,7 @@ def test_without_a_kernel_or_a_compiler_auto_is_padded_and_says_nothing(monkeypa
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert "has no varlen_attn" in missing_for("varlen", heads_on(GPU))
     assert choose_attention("auto", heads_on(GPU)) == PACKED_ATTENTION
-    assert choose_attention("auto", heads_on(torch.device("cpu"))) == PACKED_ATTENTION
+    assert choose_attention("auto", heads_on(torch.device("cpu"), torch.float32)) == PACKED_ATTENTION
     assert not caplog.records
 
 
@@ -263,6 +240,18 @@ def test_the_trial_finds_what_computes_something_else(monkeypatch, kind, dtype):
         problem = attention_choice.trial(kind, heads)
         assert says in problem
         assert "\n" not in problem
+
+
+def test_a_model_in_bfloat16_on_a_cpu_attends_in_float32_unless_told_otherwise():
+    assert prepare_model(tiny_model().bfloat16()).config._attn_implementation == FLOAT32_ATTENTION
+    assert prepare_model(tiny_model().bfloat16(), "padded").config._attn_implementation == PACKED_ATTENTION
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, num, 12, 8, generator=generator).bfloat16() for num in (4, 2, 2)]
+    layout = layout_of((9, 3))
+    found, _ = ATTENTION_FUNCTIONS[FLOAT32_ATTENTION](torch.nn.Module(), *inputs, None, layout=layout)
+    exact = [tensor.float() for tensor in inputs]
+    expected, _ = ATTENTION_FUNCTIONS[PACKED_ATTENTION](torch.nn.Module(), *exact, None, layout=layout)
+    assert torch.equal(found, expected.bfloat16())
 
 
 def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
