@@ -18,8 +18,9 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums, a small model that `pipelinerl prepare`
-    builds; builtin:sums?seed=1 has other initial weights."""
+    """Directory of a Hugging Face model and tokenizer; or the model's name on the hub, org/name or org/name@revision,
+    to download the model and record its commit; or builtin:sums, a small model that `pipelinerl prepare` builds
+    (builtin:sums?seed=1 has other initial weights), or builtin:smollm2, the chat model of `make demo`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Data type of the weights in engine and trainer; both compute the logits in float32. auto: bfloat16 if the GPU
     or CPU of this host has units for it, else float32; chosen when the configuration is read, and stored with the

@@ -1,7 +1,7 @@
 """Check the prompts of the configuration on stdin.
 
-If the prompts can be used, the last line on stdout is a JSON list of lines of text about the prompts. Otherwise the
-exit code is 2, and stderr has one line.
+If the prompts can be used, stdout has lines of text about the prompts. Otherwise the exit code is 2, and stderr has
+one line.
 """
 
 import json
@@ -85,7 +85,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 2
-    sys.stdout.write(f"{json.dumps(lines)}\n")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 

@@ -7,7 +7,6 @@ import pyarrow.json
 import pyarrow.parquet
 
 from pipelinerl_core.config.sections import FilePrompts, RunConfig
-from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.table import Rows, TableSource
 
@@ -19,10 +18,10 @@ def build(config: RunConfig) -> TableSource:
     """The source of a configuration; raises ConfigError if the file or a column is missing or unusable."""
     section = config.prompts
     assert isinstance(section, FilePrompts)
-    name, env = Path(section.path).name, verifier_name(config)
+    name = Path(section.path).name
 
     def rows(key: str, path: str) -> Rows:
-        return Rows(_read(Path(path).expanduser(), f"{key}={path}"), section, path, name, env)
+        return Rows(_read(Path(path).expanduser(), f"{key}={path}"), config, path, name)
 
     training = rows("prompts.path", section.path)
     held_out = rows("prompts.held_out_path", section.held_out_path) if section.held_out_path else None

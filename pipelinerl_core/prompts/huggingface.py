@@ -8,7 +8,6 @@ import datasets
 import pyarrow as pa
 
 from pipelinerl_core.config.sections import HuggingFacePrompts, RunConfig
-from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.table import Rows, TableSource
 
@@ -18,10 +17,10 @@ def build(config: RunConfig) -> TableSource:
     section = config.prompts
     assert isinstance(section, HuggingFacePrompts)
     directory = Path(section.path).expanduser()
-    name, env = directory.name if directory.is_dir() else section.path, verifier_name(config)
+    name = directory.name if directory.is_dir() else section.path
 
     def rows(key: str, split: str) -> Rows:
-        return Rows(_table(section, key, split), section, f"{section.path}, split {split}", name, env)
+        return Rows(_table(section, key, split), config, f"{section.path}, split {split}", name)
 
     training = rows("prompts.split", section.split)
     held_out = rows("prompts.held_out_split", section.held_out_split) if section.held_out_split else None

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelinerl_core.config.sections import RowPrompts
+from pipelinerl_core.config.sections import RowPrompts, RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.split import held_out_ids, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
@@ -21,12 +22,16 @@ from pipelinerl_core.types import Prompt
 class Rows:
     """The prompts of a table, by row number."""
 
-    def __init__(self, table: pa.Table, section: RowPrompts, origin: str, name: str, env: str) -> None:
-        """origin: the file or data set, for messages. Raises ConfigError if a column is missing or unusable."""
+    def __init__(self, table: pa.Table, config: RunConfig, origin: str, name: str) -> None:
+        """origin: the file or data set, for messages; name: of the source. Raises ConfigError if a column is missing
+        or unusable."""
+        section = config.prompts
+        assert isinstance(section, RowPrompts)
         self._table = table
-        self._texts = _texts(table, section, origin)
-        self._answers = text_column(table, section.answer_column, "prompts.answer_column", origin)
-        self._name, self._env = name, env
+        columns = _with_fields(table)
+        self._texts = _texts(columns, section, origin)
+        self._answers = text_column(columns, section.answer_column, "prompts.answer_column", origin)
+        self._name, self._env = name, verifier_name(config)
         self.ids = [prompt_id(name, text.as_py()) for text in self._texts]
 
     def first_rows(self) -> dict[str, int]:
@@ -111,9 +116,9 @@ class TableSource:
 
 
 def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.ChunkedArray:
-    """A column of text or numbers, as text; raises ConfigError if the column is missing, has another type, or has
-    nulls.
+    """A column of text, numbers, or lists of one message of the user, as text.
 
+    Raises ConfigError if the column is missing, has another type or has nulls, or a list has other messages.
     `key` is the configuration key that names the column, `origin` the file or data set, for the message.
     """
     if column not in table.column_names:
@@ -121,6 +126,8 @@ def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.Chunk
         nearest = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{key}={column}: no such column in {origin} ({', '.join(table.column_names)}){nearest}")
     values = table[column]
+    if _holds_messages(values.type):
+        values = _contents(values, f"{key}={column}", origin)
     try:
         texts = pc.cast(values, pa.large_string())
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
@@ -131,6 +138,38 @@ def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.Chunk
         row = pc.index(pc.is_null(texts), True).as_py()
         raise ConfigError(f"{key}={column}: row {row} of {origin} has no value. Remove such rows")
     return texts
+
+
+def _with_fields(table: pa.Table) -> pa.Table:
+    """The table, and the fields of its struct columns as further columns: `column.field`."""
+    flat = table
+    while any(pa.types.is_struct(kind) for kind in flat.schema.types):
+        flat = flat.flatten()
+    for name in set(flat.column_names) - set(table.column_names):
+        table = table.append_column(name, flat[name])
+    return table
+
+
+def _holds_messages(kind: pa.DataType) -> bool:
+    """Whether the values are lists of chat messages, {role, content}."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return (
+        is_list
+        and pa.types.is_struct(kind.value_type)
+        and {"role", "content"} <= {one.name for one in kind.value_type}
+    )
+
+
+def _contents(lists: pa.ChunkedArray, setting: str, origin: str) -> pa.ChunkedArray:
+    """The text of lists of one message of the user. Raises ConfigError for any other list."""
+    for row, messages in enumerate(lists.to_pylist()):
+        roles = [message["role"] for message in messages or ()]
+        if roles != ["user"]:
+            raise ConfigError(
+                f"{setting}: row {row} of {origin} has messages of {roles}, but must have one message of the user. "
+                "Choose a column of text, and set prompts.system for a message of the system"
+            )
+    return pc.struct_field(pc.list_flatten(lists), "content")
 
 
 def _texts(table: pa.Table, section: RowPrompts, origin: str) -> pa.ChunkedArray:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
@@ -29,6 +30,8 @@ PROMPTS_SECONDS = 120.0
 """Limit of the prompts check, which may read a data set over the network."""
 PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
+DOWNLOAD_SECONDS = 7200.0
+"""Limit of the download of a model."""
 _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
@@ -92,14 +95,18 @@ def check_root(root: str) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """The model is a directory with a config.json; a missing built-in model is built."""
+    """The model is a directory with a config.json; a missing built-in model is built, a model of the hub
+    downloaded."""
     path = config.model.path
+    if is_hub_model(path):
+        download(path)
     directory = resolve_model_path(path)
     if directory is None and builtin_recipe(path) is not None:
         prepare_model(path)
     elif directory is None:
         raise ConfigError(
-            f"model.path={path}: no such directory. Set it to a downloaded Hugging Face model, or builtin:sums"
+            f"model.path={path}: no such directory. Set the directory or the hub name (org/name) of a Hugging Face "
+            "model, or builtin:sums"
         )
     elif not (directory / "config.json").is_file():
         raise ConfigError(
@@ -150,6 +157,26 @@ def prepare_model(path: str) -> None:
         raise ConfigError(f"model.path={path}: the build failed (exit code {ended.returncode}, see the lines above)")
 
 
+def download(path: str) -> None:
+    """Download a model of the hub unless the local cache has the model; progress goes to stderr.
+
+    In a child process, which Ctrl-C and the deadline can end at any moment.
+    """
+    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.config.hub_models", path])
+    environment = role_environment(1, "")
+    try:
+        ended = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DOWNLOAD_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"model.path={path}: not downloaded within {DOWNLOAD_SECONDS:.0f} s. Call again to continue the download"
+        ) from None
+    if ended.returncode != 0:
+        lines = ended.stdout.splitlines()
+        raise ConfigError(lines[-1] if lines else f"model.path={path}: the download ended ({ended.returncode})")
+
+
 def check_prompts(config: RunConfig) -> list[str]:
     """The prompt source opens and returns a prompt, and the model's tokenizer, if the model is on this host, encodes
     the prompts; checked in a child process, because the libraries are heavy. Returns lines of text about the
@@ -170,8 +197,7 @@ def check_prompts(config: RunConfig) -> list[str]:
     if ended.returncode != 0:
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
         raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
-    facts: list[str] = json.loads(ended.stdout.splitlines()[-1])
-    return facts
+    return ended.stdout.splitlines()
 
 
 def check_http(setting: str, url: str) -> None:

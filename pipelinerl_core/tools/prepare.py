@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipelinerl_core.config.hub_models import download_model, is_hub_model
 from pipelinerl_core.config.model_path import (
     PackagedModel,
     Recipe,
@@ -31,10 +32,13 @@ LOCK_POLL_SECONDS = 0.2
 
 
 def prepare(path: str, report: Callable[[str], None]) -> Path:
-    """The directory of the model that `path` names; a missing built-in model is built first.
+    """The directory of the model that `path` names; a missing built-in model is built, a model of the hub downloaded.
 
-    Raises ConfigError if `path` is neither a directory nor a built-in model, or if the model's package is missing.
+    Raises ConfigError if `path` is neither a directory nor a built-in model, if the model's package is missing, or
+    if the download fails.
     """
+    if is_hub_model(path):
+        return download_model(path)
     directory = resolve_model_path(path)
     if directory is not None:
         return directory

@@ -16,6 +16,11 @@ from pipelinerl_core.prompts.split import is_held_out, prompt_id
 
 ROWS = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(400)]
 
+MESSAGES = (
+    '{"prompt": [{"role": "user", "content": "1"}], "answer": 1}\n'
+    '{"prompt": [{"role": "system", "content": "2"}, {"role": "user", "content": "3"}], "answer": 1}\n'
+)
+
 
 def write_jsonl(path, rows=ROWS):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -96,6 +101,21 @@ def test_a_template_is_filled_with_columns_and_the_task_has_the_whole_row(tmp_pa
     json.dumps(prompt.task, allow_nan=False)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_message_of_the_user_and_a_field_of_a_struct_are_columns(tmp_path, suffix):
+    rows = [
+        {"prompt": [{"content": f"{number}?", "role": "user"}], "reward": {"style": "rule", "truth": {"is": number}}}
+        for number in range(5)
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if suffix == "parquet":
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    prompt = source(path, answer_column="reward.truth.is", template="Q: {prompt}").prompt(0)
+    assert prompt.text == f"Q: {prompt.task['answer']}?"
+    assert {name: prompt.task[name] for name in ("prompt", "reward")} in rows
+
+
 def test_values_without_json_form_are_text_or_null_in_the_task(tmp_path):
     values = {"price": Decimal("1.50"), "image": b"\x00\xff", "score": math.nan}
     table = pa.Table.from_pylist([{"prompt": str(number), "answer": "1", **values} for number in range(3)])
@@ -153,7 +173,8 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n{"prompt": "2"}\n', {}, "row 1 of .* has no value"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n', {}, "at least two different"),
         ("rows.jsonl", '{"prompt": [{"role": "user"}], "answer": 1}\n', {}, r"list<.*struct<role.*must be text"),
-        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column.*mean q\?"),
+        ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['system', 'user'\], but must have one message"),
+        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column in "),
         (
             "rows.jsonl",
             '{"q": "1", "answer": 1}\n',
