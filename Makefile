@@ -15,6 +15,7 @@ ENGINE ?= embedded
 LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
 DEEPSPEED := $(VENV)/.installed-deepspeed
+DEMO := $(VENV)/.installed-demo
 # Groups of tests side by side (GROUPS in tests/conftest.py); WORKERS= runs all tests one after the other.
 WORKERS ?= -n 2 --dist loadscope --no-loadscope-reorder
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -24,14 +25,14 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow chaos check bench bench-gpu bench-peers format images
+.PHONY: help install quickstart demo test test-slow chaos check bench bench-gpu bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
 ifeq ($(ENGINE),vllm)
 install: $(VLLM)
-quickstart: override ARGS += engine.kind=vllm
+quickstart demo: override ARGS += engine.kind=vllm
 endif
 
 ifeq ($(LEARNER),deepspeed)
@@ -53,12 +54,19 @@ $(DEEPSPEED): $(STAMP) requirements-deepspeed.lock
 	$(PIP) --no-build-isolation -r requirements-deepspeed.lock
 	@touch $@
 
+$(DEMO): $(STAMP) requirements-demo.lock
+	$(PIP) -r requirements-demo.lock
+	@touch $@
+
 $(DEV): $(STAMP) requirements-dev.lock
 	$(PIP) -r requirements-dev.lock
 	@touch $@
 
 quickstart: install ## train the quickstart model and print where its report is
 	$(BIN)/pipelinerl train quickstart $(ARGS)
+
+demo: install $(DEMO) ## train SmolLM2, a chat model of 135 M parameters (docs/demo.md)
+	$(BIN)/pipelinerl train smollm2 $(ARGS)
 
 test: install $(DEV) ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not gpu" $(ARGS)

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from pipelinerl_core.config.dropped import DROPPED, without_dropped
+from pipelinerl_core.config.dtype import choose_dtype
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
 
@@ -84,9 +85,13 @@ def resume_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConf
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:
-    """Validate a nested mapping; raises ConfigError with one line."""
+    """Validate a nested mapping and choose the data type for model.dtype=auto; raises ConfigError with one line."""
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
+        if config.model.dtype != "auto":
+            return config
+        chosen = {**values, "model": {**values["model"], "dtype": choose_dtype(config)}}
+        return RunConfig.model_validate(chosen)  # again, because rules between sections read model.dtype
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(detail, values) for detail in error.errors())) from None
 

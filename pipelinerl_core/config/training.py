@@ -47,8 +47,9 @@ class LearnerConfig(Section):
     steps. Set for long sequences."""
     attention: Literal["auto", "padded", "varlen", "flex"] = "auto"
     """Attention over packed sequences. padded: one row per sequence, padded to the longest of the pack; varlen:
-    torch's flash attention (GPU, bfloat16); flex: torch's flex attention (GPU); auto: padded on a CPU, on a GPU
-    varlen for bfloat16 and flex for float32, padded if neither works. Change only to compare kernels."""
+    torch's flash attention (GPU, bfloat16); flex: torch's flex attention (GPU); auto: padded on a CPU, computed in
+    float32 also if the model has bfloat16 weights; on a GPU varlen for bfloat16 and flex for float32, padded if
+    neither works. Change only to compare kernels."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters, which are trained instead of the weights; 0: train all weights. Set (8 to 64) to save
     optimizer memory."""

@@ -6,6 +6,7 @@ from pipelinerl_core.errors import ConfigError
 
 AUTOMATIC = {
     "sums": "sums",
+    "largest_number": "last_number",
     "reasoning_gym": "reasoning_gym",
     "file": "exact_match",
     "huggingface": "exact_match",

@@ -17,6 +17,12 @@ def _sums(config: RunConfig) -> PromptSource:
     return sums.build(config)
 
 
+def _largest_number(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import largest_number
+
+    return largest_number.build(config)
+
+
 def _reasoning_gym(config: RunConfig) -> PromptSource:
     from pipelinerl_core.prompts import gym
 
@@ -36,7 +42,13 @@ def _huggingface(config: RunConfig) -> PromptSource:
 
 
 SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
-    {"sums": _sums, "reasoning_gym": _reasoning_gym, "file": _file, "huggingface": _huggingface}
+    {
+        "sums": _sums,
+        "largest_number": _largest_number,
+        "reasoning_gym": _reasoning_gym,
+        "file": _file,
+        "huggingface": _huggingface,
+    }
 )
 
 

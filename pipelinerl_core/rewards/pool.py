@@ -21,6 +21,7 @@ VERIFIERS = MappingProxyType(
     {
         "sums": ("pipelinerl_core.rewards.verifiers:sums", 2 * GIBIBYTE),
         "exact_match": ("pipelinerl_core.rewards.verifiers:exact_match", 2 * GIBIBYTE),
+        "last_number": ("pipelinerl_core.rewards.verifiers:last_number", 2 * GIBIBYTE),
         "reasoning_gym": ("pipelinerl_core.rewards.gym:reasoning_gym", 4 * GIBIBYTE),
     }
 )

@@ -6,6 +6,7 @@ invalid completion. If scoring must evaluate text, the verifier returns an Evalu
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation]
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+# A sign counts unless the sign joins two words or numbers, as in "10-20".
+_NUMBER = re.compile(r"(?:(?<!\w)[-\u2212])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
 
 def sums(text: str, task: Mapping[str, Any]) -> float:
@@ -48,6 +51,31 @@ def exact_match(text: str, task: Mapping[str, Any]) -> float:
     1.0
     """
     return float(_normalised(_final_answer(text)) == _normalised(_final_answer(task["answer"])))
+
+
+def last_number(text: str, task: Mapping[str, Any]) -> float:
+    """1 if the last number of the text equals the last number of the reference.
+
+    Numbers may have a sign, decimals and thousands separators: -1,234.50 equals -1234.5.
+
+    >>> last_number("The largest number is 59.", {"answer": "59"}), last_number("59, not 56", {"answer": "59"})
+    (1.0, 0.0)
+    """
+    expected = _last_number(task["answer"])
+    if expected is None:
+        raise ValueError(f"the reference {task['answer'][:60]!r} has no number")
+    return float(_last_number(text) == expected)
+
+
+def _last_number(text: str) -> tuple[bool, str, str] | None:
+    """(is negative, digits, decimals) of the last number, without zeros that have no value; None without a number."""
+    found = deque(_NUMBER.finditer(text), maxlen=1)
+    if not found:
+        return None
+    number = found[0][0]
+    digits, _, decimals = number.lstrip("-\u2212").replace(",", "").partition(".")
+    digits, decimals = digits.lstrip("0"), decimals.rstrip("0")
+    return not number[0].isdigit() and bool(digits or decimals), digits, decimals
 
 
 def _final_answer(text: str) -> str:

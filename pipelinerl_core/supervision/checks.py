@@ -17,7 +17,7 @@ from safetensors import safe_open
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.hub_models import is_hub_model
-from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
+from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.storage.object_store import check_writable, open_store
@@ -144,6 +144,9 @@ def _vocabulary(directory: Path | None) -> int | None:
 
 def prepare_model(path: str) -> None:
     """Build a built-in model unless the model is cached; progress goes to stderr."""
+    recipe = builtin_recipe(path)
+    if isinstance(recipe, PackagedModel):
+        packaged_file(recipe)
     command = ending_with_parent(module_command("pipelinerl_core.tools.prepare", {"model": path}))
     try:
         with own_temporary(role_environment(1, "")) as own:

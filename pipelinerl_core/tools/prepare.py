@@ -1,4 +1,4 @@
-"""`pipelinerl prepare`: build the built-in model of a configuration into the cache, without network access.
+"""`pipelinerl prepare`: build or convert the built-in model of a configuration, into the cache and without network.
 
 Run: python -m pipelinerl_core.tools.prepare --model builtin:sums [--json]
 """
@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipelinerl_core.config.hub_models import download_model, is_hub_model
-from pipelinerl_core.config.model_path import SumsModel, builtin_recipe, model_directory, resolve_model_path
+from pipelinerl_core.config.model_path import (
+    PackagedModel,
+    Recipe,
+    builtin_recipe,
+    model_directory,
+    packaged_file,
+    resolve_model_path,
+)
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.prompts.sums import demonstrations
 
@@ -27,7 +34,8 @@ LOCK_POLL_SECONDS = 0.2
 def prepare(path: str, report: Callable[[str], None]) -> Path:
     """The directory of the model that `path` names; a missing built-in model is built, a model of the hub downloaded.
 
-    Raises ConfigError if `path` is neither a directory nor a built-in model, or if the download fails.
+    Raises ConfigError if `path` is neither a directory nor a built-in model, if the model's package is missing, or
+    if the download fails.
     """
     if is_hub_model(path):
         return download_model(path)
@@ -40,11 +48,13 @@ def prepare(path: str, report: Callable[[str], None]) -> Path:
     return build(recipe, report)
 
 
-def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
+def build(recipe: Recipe, report: Callable[[str], None]) -> Path:
     """Build a model into the cache unless the cache has it; of several processes, one builds and the others wait."""
     directory = model_directory(recipe)
     if directory.is_dir():
         return directory
+    if isinstance(recipe, PackagedModel):
+        packaged_file(recipe)  # raises before anything is written
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _locked(directory.with_suffix(".lock"), report):
         if directory.is_dir():  # another process has built the model meanwhile
@@ -52,10 +62,16 @@ def build(recipe: SumsModel, report: Callable[[str], None]) -> Path:
         partial = directory.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir()
-        report(f"building {directory}")
-        from pipelinerl_core.training.warm_start import build_model  # noqa: PLC0415  (torch takes long to import)
+        if isinstance(recipe, PackagedModel):
+            report(f"converting {recipe.file} (15 to 30 s) into {directory}")
+            from pipelinerl_core.tools.convert_gguf import convert_gguf  # noqa: PLC0415  (torch takes long to import)
 
-        build_model(recipe, demonstrations(recipe), partial, report)
+            convert_gguf(packaged_file(recipe), recipe.dtype, partial)
+        else:
+            report(f"building {directory}")
+            from pipelinerl_core.training.warm_start import build_model  # noqa: PLC0415  (as above)
+
+            build_model(recipe, demonstrations(recipe), partial, report)
         (partial / "recipe.json").write_text(recipe.model_dump_json(indent=2) + "\n", encoding="ascii")
         partial.rename(directory)
     return directory

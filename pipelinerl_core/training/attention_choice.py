@@ -10,7 +10,13 @@ from torch.utils._triton import has_triton
 from pipelinerl_core.algo.packed import PackLayout, layout_of
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.training import attention
-from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
+from pipelinerl_core.training.attention import (
+    ATTENTION_FUNCTIONS,
+    FLEX_ATTENTION,
+    FLOAT32_ATTENTION,
+    PACKED_ATTENTION,
+    VARLEN_ATTENTION,
+)
 
 AttentionKind = Literal["auto", "padded", "varlen", "flex"]
 """Values of `learner.attention`."""
@@ -42,8 +48,10 @@ def choose_attention(kind: AttentionKind, heads: Heads) -> str:
 
     Raises ConfigError if the configured kind does not work; "auto" then logs a warning and tries the next kind.
     """
-    if kind == "padded" or (kind == "auto" and heads.device.type != "cuda"):
+    if kind == "padded":
         return PACKED_ATTENTION
+    if kind == "auto" and heads.device.type != "cuda":
+        return FLOAT32_ATTENTION if heads.dtype == torch.bfloat16 else PACKED_ATTENTION
     if kind != "auto":
         problem = missing_for(kind, heads) or trial(kind, heads)
         if problem is not None:

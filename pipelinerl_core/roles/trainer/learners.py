@@ -170,7 +170,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
 def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
     """The model, the reference model (None without KL term), and with weights.content=adapters their note."""
     path = require_model(config.model.path)
-    model = load_model(Path(path), config.model.dtype, device, config.learner.attention)
+    model = load_model(Path(path), config.dtype, device, config.learner.attention)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)

@@ -331,7 +331,7 @@ def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -
     """Apply the parity gate to rollouts sampled with the learner's weights. Raises ParityError beyond the bound."""
     trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
     rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
-    report = logprob_parity(rollout_logprobs, trainer_logprobs, config.model.dtype)
+    report = logprob_parity(rollout_logprobs, trainer_logprobs, config.dtype)
     logger.info("parity gate: %s", report)
     return report.check()
 

