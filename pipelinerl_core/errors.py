@@ -14,6 +14,7 @@ PipelineRLError
  +-- EngineError            the engine cannot generate
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
+ |    +-- FunctionRaised    the code of the verifier raised an exception
  +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
  +-- RankLost               a rank of the trainer has ended; the step was not committed
@@ -89,6 +90,10 @@ class BroadcastError(PipelineRLError):
 
 class RewardError(PipelineRLError):
     """A verifier failed to give a reward."""
+
+
+class FunctionRaised(RewardError):
+    """The code of a verifier raised an exception, possibly because of one text."""
 
 
 class ParityError(PipelineRLError):

@@ -24,6 +24,7 @@ from pipelinerl_core.types import (
     Float32Array,
     Prompt,
     Rollout,
+    Score,
     SwapReport,
     TrainingRow,
     WeightManifest,
@@ -223,8 +224,11 @@ class PromptSource(Protocol):
 class Scorer(Protocol):
     """Scores completions in child processes with hard limits."""
 
-    async def score(self, prompt: Prompt, text: str) -> float:
-        """The reward. Raises RewardError with one line that says why there is none."""
+    async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
+        """The reward. Raises RewardError with one line that says why there is none.
+
+        text: the decoded completion. completion: its tokens, for a user's reward function.
+        """
         ...
 
     async def close(self) -> None:

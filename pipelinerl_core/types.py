@@ -3,8 +3,10 @@
 Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +64,19 @@ class Origin(NamedTuple):
     actor: str
     epoch: Count
     num_tokens: Count
+
+
+class Score(float):
+    """A reward, and the components that it is the weighted sum of."""
+
+    components: Mapping[str, float]
+    """Component -> value, without its weight; empty if the verifier returned one number."""
+
+    def __new__(cls, reward: float, components: Mapping[str, float] = MappingProxyType({})) -> "Score":
+        """A float with components."""
+        score = super().__new__(cls, reward)
+        score.components = components
+        return score
 
 
 class PreviousHolder(NamedTuple):

@@ -8,6 +8,6 @@ from pipelinerl_core.supervision.checks import check_all
 
 
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
-def preflight(config: RunConfig, root: str) -> None:
+def preflight(config: RunConfig, root: str, *, is_new: bool = True) -> None:
     """Raise ConfigError, one line, if a run with this configuration cannot work."""
-    check_all(config, root)
+    check_all(config, root, is_new=is_new)

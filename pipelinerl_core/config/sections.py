@@ -82,6 +82,12 @@ class RewardConfig(Section):
 
     kind: Literal["auto", "exact_match", "sums", "reasoning_gym"] = "auto"
     """Verifier that scores completions; auto: the verifier of prompts.kind (exact_match for files and data sets)."""
+    function: str = ""
+    """Your own reward function instead of a verifier: FILE.py:FUNCTION, or package.module:FUNCTION (docs/rewards.md).
+    The run stores a copy of the file."""
+    weights: dict[str, float] = Field({})
+    """reward.function: weight of each named component that the function returns; 1 for a component without an entry.
+    Example: reward.weights.correct=2."""
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)

@@ -9,7 +9,7 @@ import pyarrow.parquet
 from pipelinerl_core.config.sections import FilePrompts, RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.prompts.table import TableSource, text_column
+from pipelinerl_core.prompts.table import TableSource, answer_column, text_column
 
 BLOCK_BYTES = 1 << 26
 """Block size of the JSON parser, and so the longest line."""
@@ -21,8 +21,9 @@ def build(config: RunConfig) -> TableSource:
     assert isinstance(section, FilePrompts)
     table = _read(Path(section.path).expanduser(), section.path)
     prompts = text_column(table, section.prompt_column, "prompts.prompt_column", section.path)
-    answers = text_column(table, section.answer_column, "prompts.answer_column", section.path)
-    return TableSource(Path(section.path).name, verifier_name(config), prompts, answers, config.seed)
+    answers = answer_column(table, config, section.answer_column, section.path)
+    columns = table if config.reward.function else None
+    return TableSource(Path(section.path).name, verifier_name(config), prompts, answers, config.seed, columns)
 
 
 def _read(path: Path, given: str) -> pa.Table:

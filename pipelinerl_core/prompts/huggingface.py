@@ -8,7 +8,7 @@ import datasets
 from pipelinerl_core.config.sections import HuggingFacePrompts, RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.prompts.table import TableSource, text_column
+from pipelinerl_core.prompts.table import TableSource, answer_column, text_column
 
 
 def build(config: RunConfig) -> TableSource:
@@ -26,10 +26,11 @@ def build(config: RunConfig) -> TableSource:
             "Set prompts.path to a directory, or to a data set on a hub that this host can reach"
         ) from None
     prompts = text_column(table, section.prompt_column, "prompts.prompt_column", section.path)
-    answers = text_column(table, section.answer_column, "prompts.answer_column", section.path)
+    answers = answer_column(table, config, section.answer_column, section.path)
+    columns = table if config.reward.function else None
     directory = Path(section.path).expanduser()
     name = directory.name if directory.is_dir() else section.path
-    return TableSource(name, verifier_name(config), prompts, answers, config.seed)
+    return TableSource(name, verifier_name(config), prompts, answers, config.seed, columns)
 
 
 def _load(section: HuggingFacePrompts) -> Any:

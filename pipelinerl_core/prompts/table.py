@@ -1,27 +1,44 @@
 """Prompts from the rows of an Arrow table, for files and data sets."""
 
 import difflib
+import json
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelinerl_core.config.sections import FilePrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.split import TABLE_SHARE, is_held_out, prompt_id, repeated, stable_seed
 from pipelinerl_core.types import Prompt
+
+DEFAULT_ANSWER_COLUMN = FilePrompts.model_fields["answer_column"].default
 
 
 class TableSource:
     """Endless passes over the training rows, each pass in another order."""
 
-    def __init__(self, name: str, env: str, prompts: pa.ChunkedArray, answers: pa.ChunkedArray, seed: int) -> None:
-        """`prompts` and `answers` are string columns of equal length without nulls; see `text_column`."""
+    def __init__(
+        self,
+        name: str,
+        env: str,
+        prompts: pa.ChunkedArray,
+        answers: pa.ChunkedArray | None,
+        seed: int,
+        columns: pa.Table | None = None,
+    ) -> None:
+        """`prompts` and `answers` are string columns of equal length without nulls; see `text_column`.
+
+        columns: all columns, for a user's reward function; `answers` is then optional.
+        """
         self.name = name
         self._env = env
         self._prompts = prompts
         self._answers = answers
+        self._columns = columns
         self._seed = seed
         self._training, self._held_out = _split(name, prompts)
         self._order = lru_cache(maxsize=2)(self._pass_order)
@@ -46,8 +63,26 @@ class TableSource:
             source=self.name,
             env=self._env,
             text=text,
-            task={"answer": self._answers[row].as_py()},
+            task=self._task(row),
         )
+
+    def _task(self, row: int) -> dict[str, Any]:
+        columns = {} if self._columns is None else _json_row(self._columns, row)
+        return columns if self._answers is None else {**columns, "answer": self._answers[row].as_py()}
+
+
+def _json_row(table: pa.Table, row: int) -> dict[str, Any]:
+    """The values of a row that JSON can hold; dates and decimals as text, numbers that are not finite as None."""
+    names = [field.name for field in table.schema if not pa.types.is_binary(field.type)]
+    values = table.select(names).slice(row, 1).to_pylist()[0]
+    return dict(json.loads(json.dumps(values, default=str), parse_constant=lambda constant: None))
+
+
+def answer_column(table: pa.Table, config: RunConfig, column: str, origin: str) -> pa.ChunkedArray | None:
+    """The column of reference answers as text; None if reward.function is set and the default column is missing."""
+    if config.reward.function and column == DEFAULT_ANSWER_COLUMN and column not in table.column_names:
+        return None
+    return text_column(table, column, "prompts.answer_column", origin)
 
 
 def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.ChunkedArray:

@@ -1,6 +1,7 @@
 """Checks of configuration and host before a run starts. Each check raises ConfigError: what, why, what to set."""
 
 import json
+import logging
 import shutil
 import socket
 import subprocess
@@ -24,9 +25,13 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent, module
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
 
+logger = logging.getLogger(__name__)
+
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
 """Limit of the prompts check, which may read a data set over the network."""
+REWARD_SECONDS = 60.0
+"""Limit of the start of a scoring process with a user's reward function, which may import large libraries."""
 PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
 _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
@@ -68,8 +73,11 @@ def check_context(config: RunConfig, directory: Path) -> None:
         )
 
 
-def check_all(config: RunConfig, root: str) -> None:
-    """All checks of a configuration, cheap checks first; builds a missing built-in model."""
+def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> None:
+    """All checks of a configuration, cheap checks first; builds a missing built-in model.
+
+    is_new: the run does not exist yet. A run that exists uses its stored copy of the reward function.
+    """
     check_root(root)
     check_hub_address(config)
     own_cores(config, "trainer")
@@ -77,6 +85,8 @@ def check_all(config: RunConfig, root: str) -> None:
     check_learner(config)
     check_mlflow(config.tracking.chosen_uri)
     check_prompts(config)
+    if is_new:
+        check_reward(config)
     check_model(config)
     check_space(config, root)
 
@@ -145,22 +155,42 @@ def prepare_model(path: str) -> None:
 def check_prompts(config: RunConfig) -> None:
     """The prompt source opens and returns a prompt; checked in a child process, because data set libraries are
     heavy."""
-    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.prompts.check"])
+    _check_in_child("prompts", "pipelinerl_core.prompts.check", config, PROMPTS_SECONDS)
+
+
+def check_reward(config: RunConfig) -> None:
+    """A user's reward function loads and scores two completions of the first prompt, in a scoring process.
+
+    If the function raises an exception, one line of warning names file and line: the completions are no real ones.
+    """
+    if not config.reward.function:
+        return
+    seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
+    for line in _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", config, seconds):
+        logger.warning("%s", line)
+
+
+def _check_in_child(subject: str, module: str, config: RunConfig, seconds: float) -> list[str]:
+    """Run a module that checks the configuration on its stdin. Returns the lines of its stdout.
+
+    Raises ConfigError with the last line of its stderr if its exit code is not 0.
+    """
     try:
         ended = subprocess.run(
-            command,
+            ending_with_parent([sys.executable, "-m", module]),
             input=json.dumps(config.model_dump(mode="json")),
             env=role_environment(1, ""),
             capture_output=True,
             text=True,
-            timeout=PROMPTS_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"prompts: the source returned no prompt within {PROMPTS_SECONDS:.0f} s") from None
+        raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
     if ended.returncode != 0:
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
+        raise ConfigError(lines[-1] if lines else f"{subject}: the check ended with code {ended.returncode}")
+    return ended.stdout.splitlines()
 
 
 def check_http(setting: str, url: str) -> None:

@@ -25,7 +25,7 @@ class Scorer:
         self.failing = failing
         self.scored = []
 
-    async def score(self, prompt, text):
+    async def score(self, prompt, text, completion=None):
         self.scored.append(text)
         if len(self.scored) in self.failing:
             raise RewardError("killed")

@@ -1,0 +1,124 @@
+"""A user's reward function: checked before a run, called in scoring processes, stored with the run."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.run.reward_code import local_code
+from pipelinerl_core.supervision.checks import check_reward
+from pipelinerl_core.types import Completion, FinishReason, Prompt
+
+pytestmark = pytest.mark.slow
+
+CODE = """
+import json
+
+def score(text, prompt, answer, token_ids, finish_reason, **row):
+    correct = float(json.loads(text)["answer"] == answer)  # raises for other texts
+    return {"correct": correct, "tokens": len(token_ids), "stopped": finish_reason == "stop",
+            "easy": row["level"] == 1}
+
+def parts(text): return {"correct": 1}
+def none(text): pass
+def words(text): return text
+def unknown(text, answr): return 1.0
+def dial(text):
+    import socket
+    socket.create_connection(("127.0.0.1", 9), timeout=1)
+def secret(text):
+    import os
+    return float("PIPELINERL_TOKEN" in os.environ)
+def read(text, path): return len(open(path).read())
+def slow(text):
+    while True: pass
+"""
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": number % 2} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def configure(function, *overrides):
+        data = ("prompts.kind=file", "prompts.path=rows.jsonl", "reward.timeout_seconds=2")
+        return load_config("quickstart", [*data, f"reward.function={function}", *overrides])
+
+    return configure
+
+
+def scores(config, *texts, task=None):
+    prompt = Prompt(prompt_id="0", source="s", env=config.reward.function, text="1+1=",
+                    task=task or {"answer": "2", "level": 1})  # fmt: skip
+    completion = Completion(
+        token_ids=np.array([5, 6, 7]), rollout_logprobs=np.zeros(3), weight_spans=(), finish_reason=FinishReason.STOP
+    )
+
+    async def main():
+        scorer = build_scorer(config, code=local_code(config))
+        try:
+            async with asyncio.timeout(60):
+                calls = (scorer.score(prompt, text, completion) for text in texts)
+                return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(main())
+
+
+def test_rewards_components_and_exceptions_come_from_a_sealed_process(configured):
+    config = configured("mine.py:score", "reward.weights.tokens=0.1", "reward.weights.easy=0")
+    right, wrong = scores(config, '{"answer": "2"}', "no JSON")
+    assert right == pytest.approx(1.0 + 0.3 + 1.0)
+    assert right.components == {"correct": 1.0, "tokens": 3.0, "stopped": 1.0, "easy": 1.0}
+    assert isinstance(wrong, RewardError)
+    assert str(wrong).startswith("verifier mine.py:score: JSONDecodeError: ")
+    assert str(wrong).endswith("(mine.py:5)")
+
+
+def test_a_function_reaches_neither_network_nor_files_nor_the_token(configured, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_TOKEN", "hidden")
+    assert scores(configured("mine.py:secret"), "") == [0.0]
+    for function, task in (("mine.py:dial", None), ("mine.py:read", {"path": str(tmp_path / "mine.py")})):
+        (refused,) = scores(configured(function), "", task=task)
+        assert "PermissionError" in str(refused)
+
+
+def test_a_function_over_its_deadline_gives_reward_0(configured):
+    assert scores(configured("mine.py:slow"), "") == [0.0]
+
+
+def test_a_sound_function_passes_the_check_and_what_it_raises_is_a_warning(configured, caplog):
+    check_reward(configured("mine.py:score"))
+    other, empty = caplog.messages
+    assert "with the completion '' raised JSONDecodeError: " in empty
+    assert "(mine.py:5)" in other
+    assert "(mine.py:5)" in empty
+    check_reward(configured("mine.py:secret"))
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mine.py:none", "none returned None"),
+        ("mine.py:words", "words returned str '.*', not a number"),
+        ("mine.py:unknown", "has the parameter answr, .* Available: answer, finish_reason, level, prompt, text, tok"),
+        ("mine.py:missing", "no function missing there"),
+        ("nofile.py:score", "no such file in"),
+        ("no_module:score", "no module named no_module. Install the module on every host"),
+        ("mine.py:parts", r"reward\.weights\.corect: parts returned no such component"),
+    ],
+)
+def test_an_unusable_function_is_refused_in_one_line(configured, function, message):
+    overrides = ["reward.weights.corect=1"] if function == "mine.py:parts" else []
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_reward(configured(function, *overrides))
+    assert str(refused.value).startswith(f"reward.function={function}: ")
+    assert "\n" not in str(refused.value)
