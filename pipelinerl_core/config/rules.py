@@ -193,8 +193,11 @@ def _reward_problem(config: "RunConfig") -> str | None:
     reward = config.reward
     location, _, name = reward.function.rpartition(":")
     if not reward.function:
-        if reward.weights:
-            return "reward.weights weights the components of reward.function, which is empty. Set reward.function too"
+        if reward.weights or reward.network or reward.environment:
+            return (
+                "reward.weights, reward.network and reward.environment are for reward.function, which is empty. "
+                "Set reward.function too"
+            )
         return None
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
         return (
@@ -205,6 +208,10 @@ def _reward_problem(config: "RunConfig") -> str | None:
         return f"reward.function and reward.kind={reward.kind} both choose the verifier. Remove one of them"
     if not all(math.isfinite(weight) for weight in reward.weights.values()):
         return f"reward.weights={reward.weights}: a weight is not finite. Set finite weights"
+    if hidden := [one for one in reward.environment if not one.isidentifier() or one.startswith("PIPELINERL_")]:
+        return (
+            f"reward.environment names {hidden[0]!r}, which a reward function cannot get. Name variables of your own"
+        )
     return None
 
 

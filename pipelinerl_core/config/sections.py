@@ -88,6 +88,12 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field({})
     """reward.function: weight of each named component that the function returns; 1 for a component without an entry.
     Example: reward.weights.correct=2."""
+    network: bool = False
+    """reward.function may open network connections, for example to a judge. Raise reward.workers too, because each
+    scoring process waits for one answer at a time."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that reward.function may read, for example ["JUDGE_KEY"]; set the variables on
+    every host that runs actors. Values are not stored."""
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)

@@ -67,6 +67,10 @@ class ChildSpec:
     """The verifier is a user's function, which gets the prompt's text and the completion's tokens too."""
     is_sealed: bool = True
     """Drop access to files, network and processes before the first scoring, as far as the kernel allows."""
+    network: bool = False
+    """A sealed process may open connections."""
+    environment: tuple[str, ...] = ()
+    """Further variables of the actor's environment that the child gets."""
     forks: bool = False
     """The verifier may return Evaluations, which run in forks of the child."""
 
@@ -167,9 +171,10 @@ class ScoringChild:
             *("--verifier", spec.function),
             *("--timeout-seconds", str(spec.timeout_seconds), "--memory-bytes", str(spec.memory_bytes)),
             *("--parent", str(os.getpid()), *(["--seal"] * spec.is_sealed), *(["--forks"] * spec.forks)),
+            *(["--network"] * spec.network),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=_environment(spec.environment),
         )
 
     async def _serve(self, process: asyncio.subprocess.Process) -> bool:
@@ -323,11 +328,11 @@ class ScoringChild:
             self._fail(identity, reason)
 
 
-def _environment() -> dict[str, str]:
-    """The child's environment: the actor's module path and the variables in PASSED_ON and SINGLE_THREADED."""
+def _environment(further: tuple[str, ...]) -> dict[str, str]:
+    """The child's environment: the actor's module path and the variables in PASSED_ON, `further`, SINGLE_THREADED."""
     modules = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    return {"PYTHONPATH": modules, **passed_on, **SINGLE_THREADED}
+    passed_on = {name: os.environ[name] for name in (*further, *PASSED_ON) if name in os.environ}
+    return {**passed_on, "PYTHONPATH": modules, **SINGLE_THREADED}
 
 
 def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:

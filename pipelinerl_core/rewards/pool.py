@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from types import MappingProxyType
@@ -63,7 +64,12 @@ def build_scorer(
 
 def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
     reward = config.reward
-    function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=False)
+    if missing := [variable for variable in reward.environment if variable not in os.environ]:
+        raise ConfigError(
+            f"reward.environment={', '.join(reward.environment)}: {missing[0]} is not set in the environment of this "
+            "process. Set the variable on every host that scores, or remove the name"
+        )
+    function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
     spec = ChildSpec(
         name=name,
         function="pipelinerl_core.rewards.function:RewardFunction",
@@ -71,6 +77,8 @@ def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
         memory_bytes=FUNCTION_BYTES,
         prepare=asdict(function),
         is_users=True,
+        network=reward.network,
+        environment=reward.environment,
         is_sealed=reward.isolation == "auto",
     )
     if spec.is_sealed:

@@ -51,7 +51,7 @@ def main() -> None:
     )
     evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
     if arguments.seal:
-        isolation.seal(isolation.Policy(forks=arguments.forks))
+        isolation.seal(isolation.Policy(forks=arguments.forks, network=arguments.network))
     forked.write_all(replies, b'{"ready":true}\n')
     if arguments.forks:
         evaluator.start_next()
@@ -70,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--seal", action="store_true", help="drop all permissions that a verifier does not need")
     parser.add_argument("--forks", action="store_true", help="the verifier evaluates")
+    parser.add_argument("--network", action="store_true", help="the verifier opens connections")
     return parser.parse_args()
 
 

@@ -34,13 +34,20 @@ async def check(config: RunConfig, prompt: Prompt) -> list[str]:
             except FunctionRaised as error:
                 warnings.append(
                     f"{subject}: a trial call with the completion {text[:40]!r} raised {_reason(error)}. Rollouts "
-                    "with such errors have no reward and are not trained"
+                    f"with such errors have no reward and are not trained{_hint(config, error)}"
                 )
             except RewardError as error:
                 raise ConfigError(f"{subject}: {_reason(error)}") from None
     finally:
         await scorer.close()
     return warnings
+
+
+def _hint(config: RunConfig, error: RewardError) -> str:
+    """The key that allows what the isolation has refused."""
+    if "PermissionError" in str(error) and not config.reward.network:
+        return ". If the function needs the network, set reward.network=true"
+    return ". If the function needs a variable, name it in reward.environment" if "KeyError" in str(error) else ""
 
 
 def _reason(error: RewardError) -> str:

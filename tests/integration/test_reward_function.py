@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, RewardError
+from pipelinerl_core.rewards import isolation
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.run.reward_code import local_code
 from pipelinerl_core.supervision.checks import check_reward
@@ -122,3 +126,90 @@ def test_an_unusable_function_is_refused_in_one_line(configured, function, messa
         check_reward(configured(function, *overrides))
     assert str(refused.value).startswith(f"reward.function={function}: ")
     assert "\n" not in str(refused.value)
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Grades the reply "two" with 7 if the request has the key."""
+
+    def do_POST(self):
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert question["model"] == "judge-1"
+        is_known = self.headers["Authorization"] == "Bearer key"
+        content = "The grade is 7." if is_known and "Reply: two" in question["messages"][0]["content"] else "None."
+        body = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (tmp_path / "judge.py").write_text(page.split("```python\n# judge.py\n")[1].split("```")[0])
+    monkeypatch.setenv("JUDGE_MODEL", "judge-1")
+    monkeypatch.setenv("JUDGE_KEY", "key")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+JUDGED = ("reward.network=true", 'reward.environment=["JUDGE_URL", "JUDGE_MODEL", "JUDGE_KEY"]')
+
+
+def test_the_judge_of_the_documentation_scores_over_the_network(configured, judge, monkeypatch):
+    assert scores(configured("judge.py:score", *JUDGED), "two", "three") == [0.7, 0.0]
+    (refused,) = scores(configured("judge.py:score", JUDGED[1]), "two")
+    assert "Operation not permitted" in str(refused)
+    (refused,) = scores(configured("judge.py:score", JUDGED[0]), "two")
+    assert "KeyError: 'JUDGE_MODEL' (judge.py:" in str(refused)
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY is not set in the environment"):
+        check_reward(configured("judge.py:score", *JUDGED))
+
+
+NETWORKED = """
+import asyncio, os, socket, threading
+
+async def dials(text, port):
+    reader, writer = await asyncio.open_connection("localhost", port)  # looks the name up on a thread
+    writer.write(b"GET / HTTP/1.0\\r\\n\\r\\n")
+    answer = await reader.readline()
+    writer.close()
+    return b"HTTP" in answer
+
+def attempt(call):
+    try:
+        call()
+    except OSError:
+        return 0
+    return 1
+
+def escapes(text, path):
+    return {
+        "read": attempt(lambda: open(path)),
+        "write": attempt(lambda: open(path, "w")),
+        "unix": attempt(lambda: socket.socket(socket.AF_UNIX)),
+        "listen": attempt(lambda: socket.create_server(("127.0.0.1", 0))),
+        "fork": attempt(os.fork),
+        "run": attempt(lambda: os.execv("/bin/true", ["true"])),
+        "kill": attempt(lambda: os.kill(os.getppid(), 0)),
+    }
+"""
+
+
+@pytest.mark.skipif(bool(isolation.missing()), reason=f"this host has no {' and no '.join(isolation.missing())}")
+def test_network_opens_connections_and_nothing_else(configured, judge, tmp_path):
+    (tmp_path / "networked.py").write_text(NETWORKED)
+    config = configured("networked.py:dials", "reward.network=true")
+    assert scores(config, "", task={"port": judge.server_port}) == [1.0]
+    config = configured("networked.py:escapes", "reward.network=true")
+    (score,) = scores(config, "", task={"path": str(tmp_path / "mine.py")})
+    assert score.components == dict.fromkeys(("read", "write", "unix", "listen", "fork", "run", "kill"), 0.0)

@@ -69,6 +69,8 @@ def test_a_missing_file_is_a_configuration_error(tmp_path):
         (["reward.function=mine.txt:a-b"], "names no function"),
         (["reward.function=mine.py:score", "reward.kind=sums"], "both choose the verifier"),
         (["reward.weights.correct=1"], "reward.function, which is empty"),
+        (["reward.network=true"], "reward.function, which is empty"),
+        (["reward.function=mine.py:score", 'reward.environment=["PIPELINERL_TOKEN"]'], "cannot get"),
         (["reward.function=mine.py:score", "reward.weights.correct=nan"], "not finite"),
     ],
 )
