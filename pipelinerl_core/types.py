@@ -3,10 +3,8 @@
 Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,13 +64,20 @@ class Origin(NamedTuple):
     num_tokens: Count
 
 
+class RewardComponent(NamedTuple):
+    """A named part of a reward, without its weight."""
+
+    name: str
+    value: float
+
+
 class Score(float):
-    """A reward, and the components that it is the weighted sum of."""
+    """A reward, and its components: the reward is their weighted sum."""
 
-    components: Mapping[str, float]
-    """Component -> value, without its weight; empty if the verifier returned one number."""
+    components: tuple[RewardComponent, ...]
+    """Empty if the verifier returned one number."""
 
-    def __new__(cls, reward: float, components: Mapping[str, float] = MappingProxyType({})) -> "Score":
+    def __new__(cls, reward: float, components: tuple[RewardComponent, ...] = ()) -> "Score":
         """A float with components."""
         score = super().__new__(cls, reward)
         score.components = components
@@ -231,6 +236,8 @@ class Rollout:
     """Unix seconds when the reward was known."""
     origins: tuple[Origin, ...] = ()
     """Actor epochs that sampled the first tokens, in order; `actor` sampled the rest."""
+    reward_components: tuple[RewardComponent, ...] = ()
+    """Components of the reward, in the verifier's order; empty if the verifier returned one number."""
     turn_spans: tuple[TurnSpan, ...] = ()
     """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
 
@@ -270,6 +277,8 @@ class PartialRow:
     """None until the rollout is scored."""
     origins: tuple[Origin, ...] = ()
     """Actor epochs that sampled the first tokens of the completion, other than the epoch that writes the row."""
+    reward_components: tuple[RewardComponent, ...] = ()
+    """Components of the reward, once known."""
 
     @property
     def end(self) -> int:

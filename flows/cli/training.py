@@ -33,6 +33,9 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}")
     if report["reward_first"] is not None and report["reward_last"] is not None:
         lines.append(f"  training reward    {report['reward_first']:.3f} -> {report['reward_last']:.3f}")
+    for name, mean in report["reward_components"].items():
+        if mean["first"] is not None and mean["last"] is not None:
+            lines.append(f"    {name:<17}{mean['first']:.3f} -> {mean['last']:.3f}")
     if report["lag"]["mean"] is not None:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
     if report["swap_pause_seconds"]["p50"] is not None:

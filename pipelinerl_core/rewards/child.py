@@ -15,7 +15,7 @@ from typing import Any
 from pipelinerl_core.errors import FunctionRaised, RewardError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
-from pipelinerl_core.types import Score
+from pipelinerl_core.types import RewardComponent, Score
 
 logger = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ def _result(answer: dict[str, Any]) -> Score | str:
             if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
                 return Score(reward)
             if others.keys() == {"components"} and _are_finite(others["components"]):
-                return Score(reward, others["components"])
+                return Score(reward, tuple(RewardComponent(*one) for one in others["components"].items()))
         case {"id": int(), "error": str() as text, **others} if len(text) <= REPLY_BYTES:
             if not others or others == {"raised": True}:
                 return _printable(text)

@@ -16,11 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipelinerl_core.ranges import MAX_REWARD
+from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_REWARD
 from pipelinerl_core.rewards.verifiers import Components, Invalid
 
-MAX_COMPONENTS = 16
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,40}")
 _TAKEN_NAMES = ("mean", "std")
 """Metrics reward/mean and reward/std describe the reward itself."""
 
@@ -89,7 +87,7 @@ class RewardFunction:
         if not 0 < len(result) <= MAX_COMPONENTS:
             raise Invalid(f"{self._name} returned {len(result)} components; return 1 to {MAX_COMPONENTS}")
         for name in result:
-            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN_NAMES:
+            if not isinstance(name, str) or not re.fullmatch(COMPONENT_NAME, name) or name in _TAKEN_NAMES:
                 raise Invalid(
                     f"{self._name} returned a component named {str(name)[:50]!r}. Name components with up to 40 "
                     f"letters, digits, '_', '.' or '-', other than {' and '.join(_TAKEN_NAMES)}"

@@ -147,6 +147,7 @@ class GroupRunner:
             finished_at=finished_at,
             scored_at=time.time(),
             origins=origins,
+            reward_components=progress.reward_components if reward is not None else (),
         )
 
     async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:

@@ -80,7 +80,7 @@ def test_rewards_components_and_exceptions_come_from_a_sealed_process(configured
     config = configured("mine.py:score", "reward.weights.tokens=0.1", "reward.weights.easy=0")
     right, wrong = scores(config, '{"answer": "2"}', "no JSON")
     assert right == pytest.approx(1.0 + 0.3 + 1.0)
-    assert right.components == {"correct": 1.0, "tokens": 3.0, "stopped": 1.0, "easy": 1.0}
+    assert dict(right.components) == {"correct": 1.0, "tokens": 3.0, "stopped": 1.0, "easy": 1.0}
     assert isinstance(wrong, RewardError)
     assert str(wrong).startswith("verifier mine.py:score: JSONDecodeError: ")
     assert str(wrong).endswith("(mine.py:5)")
@@ -212,4 +212,4 @@ def test_network_opens_connections_and_nothing_else(configured, judge, tmp_path)
     assert scores(config, "", task={"port": judge.server_port}) == [1.0]
     config = configured("networked.py:escapes", "reward.network=true")
     (score,) = scores(config, "", task={"path": str(tmp_path / "mine.py")})
-    assert score.components == dict.fromkeys(("read", "write", "unix", "listen", "fork", "run", "kill"), 0.0)
+    assert dict(score.components) == dict.fromkeys(("read", "write", "unix", "listen", "fork", "run", "kill"), 0.0)
