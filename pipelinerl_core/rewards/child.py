@@ -38,6 +38,9 @@ READ_BYTES = 1 << 16
 REPLY_BYTES = 2048
 """Maximum length of a child's line."""
 
+SECRET_LETTERS = 8
+"""Least length of a variable's value that is removed from errors; shorter values would match by chance."""
+
 PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
 """Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
 hashes. A verifier processes a model's text and must not get tokens or credentials."""
@@ -191,7 +194,7 @@ class ScoringChild:
         except ValueError:  # the line exceeds the reader's limit
             return False
         if ready != READY:
-            self._start_error = _start_error(ready)
+            self._start_error = self._without_secrets(_start_error(ready))
             return False
         self._input = process.stdin
         self._outbox = [request.line for request in self._pending.values()]
@@ -253,7 +256,14 @@ class ScoringChild:
                 future.set_result(result)
             else:
                 failure = FunctionRaised if answer.get("raised") else RewardError
-                future.set_exception(failure(f"verifier {self._spec.name}: {result}"))
+                future.set_exception(failure(f"verifier {self._spec.name}: {self._without_secrets(result)}"))
+
+    def _without_secrets(self, text: str) -> str:
+        """The text of an error without the values of the environment variables that only this verifier gets."""
+        for name in self._spec.environment:
+            if len(value := os.environ.get(name, "")) >= SECRET_LETTERS:
+                text = text.replace(value, f"${name}")
+        return text
 
     def _note_lost(self, cause: str) -> None:
         """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""

@@ -164,12 +164,16 @@ def judge(tmp_path, monkeypatch):
 JUDGED = ("reward.network=true", 'reward.environment=["JUDGE_URL", "JUDGE_MODEL", "JUDGE_KEY"]')
 
 
-def test_the_judge_of_the_documentation_scores_over_the_network(configured, judge, monkeypatch):
+def test_the_judge_of_the_documentation_scores_over_the_network(configured, judge, tmp_path, monkeypatch):
     assert scores(configured("judge.py:score", *JUDGED), "two", "three") == [0.7, 0.0]
     (refused,) = scores(configured("judge.py:score", JUDGED[1]), "two")
     assert "Operation not permitted" in str(refused)
     (refused,) = scores(configured("judge.py:score", JUDGED[0]), "two")
     assert "KeyError: 'JUDGE_MODEL' (judge.py:" in str(refused)
+    monkeypatch.setenv("JUDGE_KEY", "a-long-secret-key")
+    (tmp_path / "tells.py").write_text("import os\ndef score(): raise ValueError(os.environ['JUDGE_KEY'])\n")
+    (refused,) = scores(configured("tells.py:score", *JUDGED), "")
+    assert str(refused) == "verifier tells.py:score: ValueError: $JUDGE_KEY (tells.py:2)"
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(ConfigError, match="JUDGE_KEY is not set in the environment"):
         check_reward(configured("judge.py:score", *JUDGED))
