@@ -19,6 +19,7 @@ from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.hub_models import pinned
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.jobs import Job, new_job, resume_job
@@ -131,6 +132,7 @@ def open_at(
     count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
     if not is_checked:
         preflight(config, url.rpartition("/")[0], is_new=run is None)
+    config = config if run else pinned(config)
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
@@ -142,7 +144,7 @@ def open_at(
 
 def show_supervision() -> None:
     """Let INFO lines of the supervision reach the flow run in the UI; the root logger's level would drop them."""
-    for name in ("flows", "tasks"):
+    for name in ("pipelinerl.flows", "pipelinerl.tasks"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

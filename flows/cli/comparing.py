@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pipelinerl.flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer, say
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
@@ -35,7 +35,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
     """Check the first run and run the flow, which checks every other run at its start; returns comparison.json."""
-    check_all(plan.runs[0].config, root_url(root))
+    for line in check_all(plan.runs[0].config, root_url(root)):
+        say(line)
     from pipelinerl.flows.cli.launch import run_comparison
 
     return run_comparison(plan, root)

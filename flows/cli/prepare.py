@@ -1,4 +1,4 @@
-"""`pipelinerl prepare`: builds a built-in model."""
+"""`pipelinerl prepare`: builds a built-in model, or downloads a model of the hub."""
 
 from typing import Annotated
 
@@ -9,7 +9,11 @@ from pipelinerl.flows.cli.child import run_module
 
 
 def prepare(
-    model: Annotated[str, typer.Option(help="The built-in model to build.")] = "builtin:sums", as_json: Json = False
+    model: Annotated[str, typer.Option(help="A built-in model, or org/name on the hub.")] = "builtin:sums",
+    as_json: Json = False,
 ) -> None:
-    """Build a built-in model before the first `train`; takes about a minute, needs no network, and is cached."""
+    """Build a built-in model before the first `train`; takes about a minute, needs no network, and is cached.
+
+    A model of the Hugging Face hub, `--model org/name@revision`, is downloaded into the cache of this host.
+    """
     run_module("tools.prepare", {"model": model}, ["--json"] if as_json else [])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pipelinerl.flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer, say
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.records import REPORT_HTML_KEY
@@ -12,7 +12,8 @@ from pipelinerl_core.supervision.checks import check_all
 
 def carry_out(job: Job, *, as_json: bool) -> None:
     """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
-    check_all(job.config, root_url(job.root), is_new=job.run is None)
+    for line in check_all(job.config, root_url(job.root), is_new=job.run is None):
+        say(line)
     from pipelinerl.flows.cli.launch import run_training
 
     report = run_training(job)

@@ -78,8 +78,15 @@ def build_config(values: dict[str, Any]) -> RunConfig:
 
 
 def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run.json, also of an earlier version: dropped keys are ignored."""
-    return build_config(without_dropped(values))
+    """The configuration of a run.json, also of an earlier version.
+
+    Dropped keys are ignored. Runs from before prompts.held_out_share held out a twentieth of every table.
+    """
+    kept = without_dropped(values)
+    prompts = kept.get("prompts", {})
+    if prompts.get("kind") in ("file", "huggingface"):
+        kept["prompts"] = {"held_out_share": 0.05, **prompts}
+    return build_config(kept)
 
 
 def _read(source: str) -> dict[str, Any]:

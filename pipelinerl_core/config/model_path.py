@@ -11,6 +11,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
+from pipelinerl_core.config.hub_models import cached_model, download_model, is_hub_model
 from pipelinerl_core.config.section import Section
 from pipelinerl_core.config.sections import SumsPrompts
 from pipelinerl_core.errors import ConfigError
@@ -99,8 +100,23 @@ def seeded_path(path: str, seed: int) -> str:
 def resolve_model_path(path: str) -> Path | None:
     """The directory of the model and its tokenizer, or None if the directory does not exist (yet).
 
-    Raises ConfigError for an unknown `builtin:` name.
+    A model of the hub is looked up in the local cache. Raises ConfigError for an unknown `builtin:` name.
     """
     recipe = builtin_recipe(path)
+    if recipe is None and is_hub_model(path):
+        return cached_model(path)
     directory = Path(path).expanduser() if recipe is None else model_directory(recipe)
     return directory if directory.is_dir() else None
+
+
+def require_model(path: str) -> Path:
+    """The directory of the model and its tokenizer; a model of the hub that this host lacks is downloaded.
+
+    Raises ConfigError if the directory does not exist or the download fails.
+    """
+    directory = resolve_model_path(path)
+    if directory is None and is_hub_model(path):
+        return download_model(path)
+    if directory is None:
+        raise ConfigError(f"model.path={path}: not built yet. Run `pipelinerl prepare`")
+    return directory

@@ -47,7 +47,8 @@ def explain_schedule(config: "RunConfig") -> list[str]:
 def first_problem(config: "RunConfig") -> str | None:
     """The message (what, why, what to set) of the first broken rule; None if the configuration breaks no rule."""
     return (
-        _window_problem(config)
+        _prompts_problem(config)
+        or _window_problem(config)
         or _schedule_problem(config)
         or _placement_problem(config)
         or _engine_problem(config)
@@ -57,6 +58,16 @@ def first_problem(config: "RunConfig") -> str | None:
         or _weights_problem(config)
         or _arithmetic_problem(config)
     )
+
+
+def _prompts_problem(config: "RunConfig") -> str | None:
+    system = config.prompts.system
+    if system not in ("default", "none") and not config.model.chat_template:
+        return (
+            f"prompts.system={system[:40]!r} is a message of a chat template, but model.chat_template=false. "
+            "Set model.chat_template=true, or write the text into prompts.template"
+        )
+    return None
 
 
 def _engine_problem(config: "RunConfig") -> str | None:

@@ -17,8 +17,9 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = "builtin:sums"
-    """Directory of a Hugging Face model and tokenizer, or builtin:sums, a small model that `pipelinerl prepare`
-    builds; builtin:sums?seed=1 has other initial weights."""
+    """Directory of a Hugging Face model and tokenizer; or the model's name on the hub, org/name or org/name@revision,
+    to download the model and record its commit; or builtin:sums, a small model that `pipelinerl prepare` builds;
+    builtin:sums?seed=1 has other initial weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights in engine and trainer; both compute the logits in float32. Set bfloat16 on GPUs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -28,7 +29,15 @@ class ModelConfig(Section):
     """Wrap each prompt as a user message with the tokenizer's chat template. Set for instruction-tuned models."""
 
 
-class SumsPrompts(Section):
+class PromptsSection(Section):
+    """The keys that every kind of prompts has."""
+
+    system: str = Field("default", min_length=1)
+    """System message before each prompt, with model.chat_template. default: whatever the chat template inserts by
+    itself; none: no system turn, also where the chat template would insert one; any other text: the message."""
+
+
+class SumsPrompts(PromptsSection):
     """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
     kind: Literal["sums"] = "sums"
@@ -37,7 +46,7 @@ class SumsPrompts(Section):
     the long tail of the rollout lengths."""
 
 
-class ReasoningGymPrompts(Section):
+class ReasoningGymPrompts(PromptsSection):
     """Procedural tasks of the reasoning-gym library, scored by its own verifiers."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -45,10 +54,9 @@ class ReasoningGymPrompts(Section):
     """Names of reasoning-gym tasks (see `reasoning_gym.factory`), drawn uniformly."""
 
 
-class FilePrompts(Section):
-    """Rows of a JSON Lines or Parquet file."""
+class RowPrompts(PromptsSection):
+    """The keys of prompts that are rows of a table."""
 
-    kind: Literal["file"] = "file"
     path: str
     """kind=file: a .jsonl or .parquet file; kind=huggingface: name on the hub, a directory written by `save_to_disk`,
     or a directory of data files."""
@@ -56,20 +64,35 @@ class FilePrompts(Section):
     """Column with the text shown to the model."""
     answer_column: str = "answer"
     """Column with the right answer."""
+    template: str = ""
+    """Text shown to the model, with columns of the row in braces, for example "{question}\\nAnswer with a number."
+    Write {{ and }} for braces. Empty: the text of prompt_column."""
+    held_out_share: float = Field(0, ge=0, lt=1)
+    """Share of the different prompts that is held out from training, at least one prompt; not used with a held-out
+    set of one's own. 0: a twentieth, but at least 16 prompts, or a fifth of fewer than 80."""
 
 
-class HuggingFacePrompts(Section):
+class FilePrompts(RowPrompts):
+    """Rows of a JSON Lines or Parquet file."""
+
+    kind: Literal["file"] = "file"
+    held_out_path: str = ""
+    """kind=file: a .jsonl or .parquet file with held-out prompts of one's own, with the same columns; empty:
+    held_out_share of the rows of `path` is held out."""
+
+
+class HuggingFacePrompts(RowPrompts):
     """A data set of the Hugging Face hub by name, or a local one by path."""
 
     kind: Literal["huggingface"] = "huggingface"
-    path: str
-    """Name on the hub, or a directory written by `save_to_disk`, or a directory of data files."""
     split: str = "train"
     """Split of the data set to train on."""
-    prompt_column: str = "prompt"
-    """Column with the text shown to the model."""
-    answer_column: str = "answer"
-    """Column with the right answer."""
+    config_name: str = ""
+    """kind=huggingface: configuration of the data set, for example main of openai/gsm8k; empty: its only or default
+    configuration."""
+    held_out_split: str = ""
+    """kind=huggingface: split with held-out prompts, for example test; empty: held_out_share of the rows of `split`
+    is held out."""
 
 
 PromptsConfig = Annotated[

@@ -1,23 +1,91 @@
-"""Check the prompt source of the configuration on stdin: exit code 2 and one line on stderr if it cannot be used."""
+"""Check the prompts of the configuration on stdin.
+
+If the prompts can be used, stdout has lines of text about the prompts. Otherwise the exit code is 2, and stderr has
+one line.
+"""
 
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
-from pipelinerl_core.config import build_config
+import numpy as np
+
+from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.prompts import build_source
+from pipelinerl_core.interfaces import PromptSource
+from pipelinerl_core.prompts import build_source, encode_prompt
+from pipelinerl_core.prompts.table import TableSource
+
+MAX_MEASURED = 2000
+"""Training prompts whose tokens are counted; the first of the run."""
+GENERATED_MEASURED = 100
+"""The same for generated prompts, which take up to 10 ms each."""
+
+
+def check(config: RunConfig) -> list[str]:
+    """Lines of text about the prompts. Raises ConfigError if the prompts cannot be used as configured.
+
+    Lengths are included if the model is on this host; the sums of the built-in model always fit.
+    """
+    source = build_source(config)
+    source.prompt(0)
+    source.held_out(min(1, config.eval.num_prompts))
+    lines = source.summary() if isinstance(source, TableSource) else []
+    directory = resolve_model_path(config.model.path)
+    if directory is None or (config.prompts.kind == "sums" and not config.model.chat_template):
+        return lines
+    return [*lines, lengths_line(config, source, load_tokenizer(directory))]
+
+
+def lengths_line(config: RunConfig, source: PromptSource, tokenizer: Any) -> str:
+    """Median, 95th percentile and largest number of tokens. Raises ConfigError if no prompt can be used."""
+    count = min(source.num_training, MAX_MEASURED) if isinstance(source, TableSource) else GENERATED_MEASURED
+    prompts = (source.prompt(index) for index in range(count))
+    lengths = [
+        len(encode_prompt(prompt, tokenizer, config.model.chat_template, config.prompts.system)) for prompt in prompts
+    ]
+    limit = config.rollouts.max_prompt_tokens
+    num_long = sum(length > limit for length in lengths)
+    figures = (
+        f"median {np.median(lengths):.0f}, 95th percentile {np.percentile(lengths, 95):.0f}, longest {max(lengths)}"
+    )
+    if num_long == count:
+        raise ConfigError(
+            f"rollouts.max_prompt_tokens={limit}: all of the first {count:,} prompts are longer ({figures} tokens). "
+            f"Set rollouts.max_prompt_tokens to {max(lengths)}"
+        )
+    line = f"tokens of the first {count:,} prompts: {figures}"
+    if num_long:
+        line += (
+            f"; {num_long:,} are longer than rollouts.max_prompt_tokens={limit}, fail and are not trained on. "
+            f"rollouts.max_prompt_tokens={max(lengths)} admits all"
+        )
+    return line
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model, without importing torch where the model has a tokenizer.json."""
+    import transformers  # noqa: PLC0415  (takes seconds)
+
+    is_fast = (directory / "tokenizer.json").is_file()
+    kind = transformers.PreTrainedTokenizerFast if is_fast else transformers.AutoTokenizer
+    try:
+        return kind.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  (the library raises any error for a damaged file)
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"model.path={directory}: the tokenizer cannot be loaded: {reason}") from None
 
 
 def main() -> int:
     """Returns the exit code."""
     try:
-        config = build_config(json.load(sys.stdin))
-        source = build_source(config)
-        source.prompt(0)
-        source.held_out(min(1, config.eval.num_prompts))
+        lines = check(build_config(json.load(sys.stdin)))
     except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 2
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     return 0
 
 

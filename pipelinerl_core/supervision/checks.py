@@ -1,7 +1,6 @@
 """Checks of configuration and host before a run starts. Each check raises ConfigError: what, why, what to set."""
 
 import json
-import logging
 import shutil
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from safetensors import safe_open
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.model_path import builtin_recipe, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
@@ -25,8 +25,6 @@ from pipelinerl_core.supervision.role_commands import ending_with_parent, module
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
 
-logger = logging.getLogger(__name__)
-
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
 """Limit of the prompts check, which may read a data set over the network."""
@@ -34,6 +32,8 @@ REWARD_SECONDS = 60.0
 """Limit of the start of a scoring process with a user's reward function, which may import large libraries."""
 PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
+DOWNLOAD_SECONDS = 7200.0
+"""Limit of the download of a model."""
 _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
@@ -73,10 +73,11 @@ def check_context(config: RunConfig, directory: Path) -> None:
         )
 
 
-def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> None:
+def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> list[str]:
     """All checks of a configuration, cheap checks first; builds a missing built-in model.
 
-    is_new: the run does not exist yet. A run that exists uses its stored copy of the reward function.
+    is_new: the run does not exist yet. A run that exists uses its stored copy of the reward function. Returns lines
+    of text: number, held-out share and lengths of the prompts, and warnings about the reward function.
     """
     check_root(root)
     check_hub_address(config)
@@ -84,11 +85,13 @@ def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> None:
     check_engine(config)
     check_learner(config)
     check_mlflow(config.tracking.chosen_uri)
-    check_prompts(config)
-    if is_new:
-        check_reward(config)
+    is_model_there = resolve_model_path(config.model.path) is not None
+    facts = check_prompts(config)
+    warnings = check_reward(config) if is_new else []
     check_model(config)
     check_space(config, root)
+    # Again without a model so far: prompts are measured with the tokenizer.
+    return [*(facts if is_model_there else check_prompts(config)), *warnings]
 
 
 def check_root(root: str) -> None:
@@ -97,14 +100,18 @@ def check_root(root: str) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """The model is a directory with a config.json; a missing built-in model is built."""
+    """The model is a directory with a config.json; a missing built-in model is built, a model of the hub
+    downloaded."""
     path = config.model.path
+    if is_hub_model(path):
+        download(path)
     directory = resolve_model_path(path)
     if directory is None and builtin_recipe(path) is not None:
         prepare_model(path)
     elif directory is None:
         raise ConfigError(
-            f"model.path={path}: no such directory. Set it to a downloaded Hugging Face model, or builtin:sums"
+            f"model.path={path}: no such directory. Set the directory or the hub name (org/name) of a Hugging Face "
+            "model, or builtin:sums"
         )
     elif not (directory / "config.json").is_file():
         raise ConfigError(
@@ -152,22 +159,43 @@ def prepare_model(path: str) -> None:
         raise ConfigError(f"model.path={path}: the build failed (exit code {ended.returncode}, see the lines above)")
 
 
-def check_prompts(config: RunConfig) -> None:
-    """The prompt source opens and returns a prompt; checked in a child process, because data set libraries are
-    heavy."""
-    _check_in_child("prompts", "pipelinerl_core.prompts.check", config, PROMPTS_SECONDS)
+def download(path: str) -> None:
+    """Download a model of the hub unless the local cache has the model; progress goes to stderr.
+
+    In a child process, which Ctrl-C and the deadline can end at any moment.
+    """
+    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.config.hub_models", path])
+    environment = role_environment(1, "")
+    try:
+        ended = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=DOWNLOAD_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"model.path={path}: not downloaded within {DOWNLOAD_SECONDS:.0f} s. Call again to continue the download"
+        ) from None
+    if ended.returncode != 0:
+        lines = ended.stdout.splitlines()
+        raise ConfigError(lines[-1] if lines else f"model.path={path}: the download ended ({ended.returncode})")
 
 
-def check_reward(config: RunConfig) -> None:
+def check_prompts(config: RunConfig) -> list[str]:
+    """The prompt source opens and returns a prompt, and the model's tokenizer, if the model is on this host, encodes
+    the prompts; checked in a child process, because the libraries are heavy. Returns lines of text about the
+    prompts."""
+    return _check_in_child("prompts", "pipelinerl_core.prompts.check", config, PROMPTS_SECONDS)
+
+
+def check_reward(config: RunConfig) -> list[str]:
     """A user's reward function loads and scores two completions of the first prompt, in a scoring process.
 
-    If the function raises an exception, one line of warning names file and line: the completions are no real ones.
+    Returns warnings: one line with file and line for each exception of the function, because the completions are no
+    real ones.
     """
     if not config.reward.function:
-        return
+        return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
-    for line in _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", config, seconds):
-        logger.warning("%s", line)
+    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", config, seconds)
 
 
 def _check_in_child(subject: str, module: str, config: RunConfig, seconds: float) -> list[str]:

@@ -36,7 +36,7 @@ class DatasetNote:
 
 def run_datasets(config: RunConfig) -> list[DatasetNote]:
     """The dataset of the training prompts, and of the held-out prompts if the run evaluates."""
-    prompts = config.prompts.model_dump(mode="json")
+    prompts = config.prompts.model_dump(mode="json", exclude={"system"})  # the same problems with another message
     kind = config.prompts.kind
     path = str(prompts.get("path", ""))
     name = Path(path).stem if path else kind
@@ -44,6 +44,8 @@ def run_datasets(config: RunConfig) -> list[DatasetNote]:
     source = {"uri": path, **prompts} if kind == "file" else prompts
     columns = (prompts.get("prompt_column", "prompt"), prompts.get("answer_column", "answer"))
     content = _content(Path(path)) if path else __version__
+    own = str(prompts.get("held_out_path", ""))
+    held_out_content = content + _content(Path(own)) if own else content
     train = DatasetNote(
         name=name,
         digest=_digest([prompts, content]),
@@ -56,12 +58,12 @@ def run_datasets(config: RunConfig) -> list[DatasetNote]:
         return [train]
     held_out = DatasetNote(
         name=f"{name}-held-out",
-        digest=_digest([prompts, content, config.eval.num_prompts]),
+        digest=_digest([prompts, held_out_content, config.eval.num_prompts]),
         context="eval",
         source_type=source_type,
         source=source,
         columns=columns,
-        num_prompts=config.eval.num_prompts,
+        num_prompts=None if path else config.eval.num_prompts,  # a table may have fewer
     )
     return [train, held_out]
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipelinerl_core.config.hub_models import download_model, is_hub_model
 from pipelinerl_core.config.model_path import SumsModel, builtin_recipe, model_directory, resolve_model_path
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError
 from pipelinerl_core.prompts.sums import demonstrations
@@ -24,10 +25,12 @@ LOCK_POLL_SECONDS = 0.2
 
 
 def prepare(path: str, report: Callable[[str], None]) -> Path:
-    """The directory of the model that `path` names; a missing built-in model is built first.
+    """The directory of the model that `path` names; a missing built-in model is built, a model of the hub downloaded.
 
-    Raises ConfigError if `path` is neither a directory nor a built-in model.
+    Raises ConfigError if `path` is neither a directory nor a built-in model, or if the download fails.
     """
+    if is_hub_model(path):
+        return download_model(path)
     directory = resolve_model_path(path)
     if directory is not None:
         return directory

@@ -75,6 +75,17 @@ def saved(tmp_path_factory):
     datasets.DatasetDict({"train": rows, "test": rows.select(range(10))}).save_to_disk(str(directory / "dict"))
     (directory / "files").mkdir()
     rows.to_parquet(str(directory / "files" / "train.parquet"))
+    for name, start in (("main", 0), ("socratic", 1000)):
+        for split, size in (("train", 40), ("test", 10)):
+            (directory / "named" / name).mkdir(parents=True, exist_ok=True)
+            part = [{"question": f"q{start + number}", "answer": number} for number in range(size)]
+            datasets.Dataset.from_list(part).to_parquet(str(directory / "named" / name / f"{split}.parquet"))
+    configurations = "".join(
+        f"- config_name: {name}\n  data_files:\n  - {{split: train, path: {name}/train.parquet}}\n"
+        f"  - {{split: test, path: {name}/test.parquet}}\n"
+        for name in ("main", "socratic")
+    )
+    (directory / "named" / "README.md").write_text(f"---\nconfigs:\n{configurations}---\n")
     return directory
 
 
@@ -100,9 +111,24 @@ def test_a_split_is_read_by_name(saved):
     assert len({source.prompt(index).text for index in range(50)} | {p.text for p in source.held_out(10)}) == 10
 
 
+def test_a_configuration_and_a_held_out_split_are_read_by_name(saved, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    source = hugging_face(saved / "named", config_name="socratic", held_out_split="test")
+    assert source.summary() == [
+        "30 different prompts to train on (30 rows), 10 held out (25.0%)",
+        "10 training rows are also held-out prompts and are left out of training; the first is 'q1000'",
+    ]
+    assert [prompt.text for prompt in source.held_out(1000)] == [f"q{1000 + number}" for number in range(10)]
+    assert {source.prompt(index).text for index in range(30)} == {f"q{1010 + number}" for number in range(30)}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("named", {}, "prompts.config_name=: .* has the configurations main, socratic. Set prompts.config_name"),
+        ("named", {"config_name": "mein"}, "prompts.config_name=mein: .* has the configurations main, socratic"),
+        ("named", {"config_name": "main", "held_out_split": "tst"}, "prompts.held_out_split=tst: .* train, test"),
+        ("dict", {"config_name": "main"}, "prompts.config_name=main: .* has no configurations"),
         ("dict", {"split": "validation"}, "has the splits train, test"),
         ("plain", {"prompt_column": "questions"}, r"no such column.*mean question\?"),
         ("nowhere/nothing", {}, "the data set cannot be loaded"),

@@ -98,14 +98,12 @@ def test_a_function_over_its_deadline_gives_reward_0(configured):
     assert scores(configured("mine.py:slow"), "") == [0.0]
 
 
-def test_a_sound_function_passes_the_check_and_what_it_raises_is_a_warning(configured, caplog):
-    check_reward(configured("mine.py:score"))
-    other, empty = caplog.messages
+def test_a_sound_function_passes_the_check_and_what_it_raises_is_a_warning(configured):
+    other, empty = check_reward(configured("mine.py:score"))
     assert "with the completion '' raised JSONDecodeError: " in empty
     assert "(mine.py:5)" in other
     assert "(mine.py:5)" in empty
-    check_reward(configured("mine.py:secret"))
-    assert len(caplog.messages) == 2
+    assert check_reward(configured("mine.py:secret")) == []
 
 
 @pytest.mark.parametrize(

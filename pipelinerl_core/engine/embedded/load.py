@@ -42,6 +42,7 @@ def load_engine(
 
 
 def _eos_of(model: Any) -> list[int]:
-    """End tokens of the generation configuration; transformers fills a missing value from config.json."""
+    """End tokens of the generation configuration, else of config.json."""
     eos = model.generation_config.eos_token_id
+    eos = getattr(model.config, "eos_token_id", None) if eos is None else eos
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -86,5 +86,6 @@ def _eos_of(directory: Path, model: dict[str, Any]) -> list[int]:
     try:
         eos = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
     except OSError:
-        eos = model.get("eos_token_id")
+        eos = None
+    eos = model.get("eos_token_id") if eos is None else eos
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

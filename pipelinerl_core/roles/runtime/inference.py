@@ -9,12 +9,11 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.config.model_path import require_model
 from pipelinerl_core.emulation.accelerators import emulated_clock
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.engine.load import EngineStart, start_engine
-from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
 from pipelinerl_core.roles.runtime.device import model_device
@@ -29,10 +28,7 @@ HEARTBEAT_SECONDS = 1.0
 
 def model_directory(config: RunConfig) -> Path:
     """Directory of the starting model. Raises ConfigError if the directory does not exist."""
-    path = resolve_model_path(config.model.path)
-    if path is None:
-        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
-    return Path(path)
+    return require_model(config.model.path)
 
 
 def base_weights(config: RunConfig) -> BaseWeights | None:
@@ -70,7 +66,7 @@ def build_codec(config: RunConfig) -> TextCodec:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
 
     def encode(prompt: Prompt) -> Int32Array:
-        return encode_prompt(prompt, tokenizer, config.model.chat_template)
+        return encode_prompt(prompt, tokenizer, config.model.chat_template, config.prompts.system)
 
     def decode(token_ids: Int32Array) -> str:
         return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.model_path import resolve_model_path
+from pipelinerl_core.config.model_path import require_model
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
@@ -169,9 +169,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
 
 def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
     """The model, the reference model (None without KL term), and with weights.content=adapters their note."""
-    path = resolve_model_path(config.model.path)
-    if path is None:
-        raise ConfigError(f"model.path={config.model.path}: not built yet. Run `pipelinerl prepare`")
+    path = require_model(config.model.path)
     model = load_model(Path(path), config.model.dtype, device, config.learner.attention)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:

@@ -58,6 +58,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("trainer.steps=0", "greater than or equal to 1"),
         ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
         ("engine.tensor_parallel=2", "Set engine.kind=vllm"),
+        ("prompts.system=Count.", "prompts.system='Count.' is a message of a chat template"),
         ("learner.zero_stage=2", "Set learner.kind=deepspeed"),
         ("learner.offload=optimizer", "Set learner.kind=deepspeed"),
         ("learner.lora_alpha=16", "Set learner.lora_rank too"),

@@ -1,5 +1,7 @@
 """Prompts become token ids."""
 
+import string
+
 import numpy as np
 import pytest
 
@@ -38,3 +40,77 @@ def test_a_missing_template_a_foreign_letter_and_an_empty_prompt_are_one_line_ea
         encode_prompt(prompt("What"), tokenizer, chat_template=False)
     with pytest.raises(ConfigError, match="has no tokens"):
         encode_prompt(prompt(""), tokenizer, chat_template=False)
+
+
+CHATML_TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_DEFAULT = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}"
+    "{% endif %}"
+)
+DATED = (  # begins with the bos token; an empty system message still has a date
+    "{{ '<s>' }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "{{ '<|head|>system<|/head|>\n\nToday: 26 Jul 2024\n\n' + system + '<|eot|>' }}"
+    "{% for message in messages %}{{ '<|head|>' + message['role'] + '<|/head|>\n\n' }}"
+    "{{ message['content'] + '<|eot|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+INSIDE_USER = (  # writes a system message into the first turn of the user
+    "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>' + messages[0]['content'] + '<</SYS>>' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "{% for message in messages %}{{ '<s>[INST] ' + system + message['content'] + ' [/INST]' }}{% endfor %}"
+)
+DEFAULT_INSIDE_USER = INSIDE_USER.replace("set system = ''", "set system = '<<SYS>>Be kind.<</SYS>>'")
+REFUSES = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<s>{{ messages[0]['content'] }}|"
+)
+DROPS = "{% for message in messages if message['role'] != 'system' %}{{ message['content'] + '|' }}{% endfor %}"
+CHATML_USER = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+
+
+def rendered(template, system, bos="<s>"):
+    tokenizer = build_tokenizer(string.printable)
+    tokenizer.chat_template, tokenizer.bos_token = template, bos
+    ids = encode_prompt(prompt("Hi there"), tokenizer, chat_template=True, system=system)
+    return tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "bos", "expected"),
+    [
+        (CHATML_DEFAULT + CHATML_TURNS, "<|im_start|>", CHATML_USER),
+        (CHATML_DEFAULT + CHATML_TURNS, None, CHATML_USER),
+        (CHATML_TURNS, None, CHATML_USER),
+        (DATED, "<s>", "<s><|head|>user<|/head|>\n\nHi there<|eot|><|head|>assistant<|/head|>\n\n"),
+        (INSIDE_USER, "<s>", "<s>[INST] Hi there [/INST]"),
+        (REFUSES, "<s>", "<s>Hi there|"),
+    ],
+)
+def test_system_none_leaves_the_turn_of_the_user_alone(template, bos, expected):
+    assert rendered(template, "none", bos) == expected
+
+
+def test_system_default_is_what_the_template_inserts_and_a_text_replaces_it():
+    template = CHATML_DEFAULT + CHATML_TURNS
+    assert rendered(template, "default") == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML_USER
+    )
+    assert rendered(template, "Count.") == "<|im_start|>system\nCount.<|im_end|>\n" + CHATML_USER
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (REFUSES, "Count.", r"prompts\.system='Count\.': .* refuses a system message \(System role not supported\)"),
+        (DROPS, "Count.", r"prompts\.system='Count\.': .* leaves a system message out\. Set prompts\.system=none"),
+        (DEFAULT_INSIDE_USER, "none", r"prompts\.system=none: .* cannot be told from the prompt"),
+    ],
+)
+def test_a_template_that_does_not_support_the_system_setting_is_one_line(template, system, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        rendered(template, system)
+    assert "\n" not in str(caught.value)

@@ -1,17 +1,25 @@
 """Files and data sets: passes, the split, and one line for every mistake."""
 
 import json
+import math
+from decimal import Decimal
+from unittest.mock import ANY
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from pipelinerl_core.config import build_config
+from pipelinerl_core.config import build_config, stored_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.prompts.split import is_held_out
+from pipelinerl_core.prompts.split import is_held_out, prompt_id
 
 ROWS = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(400)]
+
+MESSAGES = (
+    '{"prompt": [{"role": "user", "content": "1"}], "answer": 1}\n'
+    '{"prompt": [{"role": "system", "content": "2"}, {"role": "user", "content": "3"}], "answer": 1}\n'
+)
 
 
 def write_jsonl(path, rows=ROWS):
@@ -33,16 +41,87 @@ def test_a_pass_holds_every_training_row_once_and_the_next_pass_another_order(tm
     assert first != second
 
 
-def test_held_out_rows_are_those_whose_hash_says_so_for_every_seed(tmp_path):
+def test_the_held_out_rows_are_those_with_the_smallest_hashes_for_every_seed(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl")
-    count = len({prompt.text for prompt in source(path).held_out(400)})
-    assert 8 <= count <= 36  # 5 % of 400 is 20, standard deviation 4.4
-    held_out = source(path).held_out(count)
-    assert all(is_held_out(prompt.prompt_id, 0.05) for prompt in held_out)
-    assert source(path, seed=4).held_out(count) == held_out
+    held_out = source(path).held_out(400)
+    assert 16 <= len(held_out) <= 36  # 5 % of 400 is 20, standard deviation 4.4
+    assert source(path, seed=4).held_out(400) == held_out
     training = {source(path, seed=4).prompt(index).prompt_id for index in range(2 * len(ROWS))}
-    assert len(training) == len(ROWS) - count
-    assert not training & {prompt.prompt_id for prompt in held_out}
+    assert len(training) == len(ROWS) - len(held_out)
+    assert max(prompt.prompt_id for prompt in held_out) < min(training)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(2, 1), (9, 2), (50, 10), (80, 16), (200, 16)])
+def test_a_small_table_holds_out_sixteen_prompts_or_a_fifth(tmp_path, size, expected):
+    assert len(source(write_jsonl(tmp_path / "rows.jsonl", ROWS[:size])).held_out(400)) == expected
+
+
+def test_a_share_holds_out_the_prompts_whose_hash_is_below_and_at_least_one(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    for share in (0.05, 0.5):
+        chosen = {prompt.prompt_id for prompt in source(path, held_out_share=share).held_out(400)}
+        ids = {prompt_id("rows.jsonl", row["prompt"]) for row in ROWS}
+        assert chosen == {identity for identity in ids if is_held_out(identity, share)}
+    assert len(source(path, held_out_share=1e-9).held_out(400)) == 1
+
+
+def test_a_stored_run_from_before_the_share_keeps_its_held_out_prompts(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS[:50])
+    values = build_config({"prompts": {"kind": "file", "path": str(path)}}).model_dump(mode="json")
+    assert stored_config(values).prompts.held_out_share == 0
+    del values["prompts"]["held_out_share"]
+    assert stored_config(values).prompts.held_out_share == 0.05
+    held_out = build_source(stored_config(values)).held_out(400)
+    assert 0 < len(held_out) < 10
+    assert all(is_held_out(prompt.prompt_id, 0.05) for prompt in held_out)
+
+
+def test_a_held_out_file_is_evaluated_and_its_prompts_are_not_trained_on(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:20], {"prompt": "what is  30 + 1?", "answer": 31}])
+    own = write_jsonl(tmp_path / "own.jsonl", [*ROWS[10:12], *ROWS[30:40], ROWS[30]])
+    rows = source(path, held_out_path=str(own))
+    assert [prompt.text for prompt in rows.held_out(400)] == [row["prompt"] for row in (*ROWS[10:12], *ROWS[30:40])]
+    assert len({rows.prompt(index).text for index in range(19)} - {row["prompt"] for row in ROWS[10:12]}) == 19
+    assert rows.summary() == [
+        "19 different prompts to train on (19 rows), 12 held out (38.7%)",
+        "2 training rows are also held-out prompts and are left out of training; the first is 'What is 10 + 1?'",
+        "1 training prompts equal a held-out prompt but for case and spaces; the first is 'what is  30 + 1?'",
+    ]
+
+
+def test_a_template_is_filled_with_columns_and_the_task_has_the_whole_row(tmp_path):
+    extra = {"date": "2026-01-02", "tags": ["a", "b"], "meta": {"level": 3.5}, "none": None}
+    rows = [{"question": f"{number}?", "answer": number, "unit {x}": "km", **extra} for number in range(5)]
+    template = "{question}\\boxed{{}} in {answer}\n"
+    prompt = source(write_jsonl(tmp_path / "rows.jsonl", rows), template=template).prompt(0)
+    number = prompt.task["answer"]
+    assert prompt.text == f"{number}?\\boxed{{}} in {number}\n"
+    assert prompt.task == {"question": f"{number}?", "unit {x}": "km", "answer": number, **extra, "date": ANY}
+    assert prompt.task["date"].startswith("2026-01-02")
+    json.dumps(prompt.task, allow_nan=False)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_message_of_the_user_and_a_field_of_a_struct_are_columns(tmp_path, suffix):
+    rows = [
+        {"prompt": [{"content": f"{number}?", "role": "user"}], "reward": {"style": "rule", "truth": {"is": number}}}
+        for number in range(5)
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if suffix == "parquet":
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    prompt = source(path, answer_column="reward.truth.is", template="Q: {prompt}").prompt(0)
+    assert prompt.text == f"Q: {prompt.task['answer']}?"
+    assert {name: prompt.task[name] for name in ("prompt", "reward")} in rows
+
+
+def test_values_without_json_form_are_text_or_null_in_the_task(tmp_path):
+    values = {"price": Decimal("1.50"), "image": b"\x00\xff", "score": math.nan}
+    table = pa.Table.from_pylist([{"prompt": str(number), "answer": "1", **values} for number in range(3)])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    task = source(tmp_path / "rows.parquet").prompt(0).task
+    assert task == {"prompt": ANY, "answer": "1", "price": "1.50", "image": None, "score": None}
 
 
 def test_the_same_position_gives_the_same_prompt_and_another_seed_another_order(tmp_path):
@@ -55,16 +134,15 @@ def test_the_same_position_gives_the_same_prompt_and_another_seed_another_order(
 def test_answers_are_text_and_the_verifier_is_exact_match(tmp_path):
     prompt = source(write_jsonl(tmp_path / "rows.jsonl")).prompt(3)
     number = int(prompt.text.split()[2])
-    assert prompt.task == {"answer": str(number + 1)}
+    assert prompt.task == {"prompt": prompt.text, "answer": str(number + 1)}
     assert prompt.env == "exact_match"
     assert prompt.source == "rows.jsonl"
 
 
-def test_more_held_out_prompts_than_there_are_begin_again(tmp_path):
+def test_each_held_out_prompt_is_given_once(tmp_path):
     rows = source(write_jsonl(tmp_path / "rows.jsonl", ROWS[:3]))
     assert len({rows.prompt(index).text for index in range(9)}) == 2
-    assert len({prompt.text for prompt in rows.held_out(5)}) == 1
-    assert len(rows.held_out(5)) == 5
+    assert len(rows.held_out(5)) == 1
     assert rows.held_out(0) == []
 
 
@@ -94,6 +172,28 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("rows.jsonl", '{"prompt": "1", "answer": {"a": 1}}\n', {}, "must be text or numbers"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n{"prompt": "2"}\n', {}, "row 1 of .* has no value"),
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n', {}, "at least two different"),
+        ("rows.jsonl", '{"prompt": [{"role": "user"}], "answer": 1}\n', {}, r"list<.*struct<role.*must be text"),
+        ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['system', 'user'\], but must have one message"),
+        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column in "),
+        (
+            "rows.jsonl",
+            '{"q": "1", "answer": 1}\n',
+            {"template": "{q!r}"},
+            r"template: braces hold 'q' with a format",
+        ),
+        (
+            "rows.jsonl",
+            '{"q": "1", "answer": 1}\n',
+            {"template": "{}"},
+            "template: braces hold '' with a format or no",
+        ),
+        (
+            "rows.jsonl",
+            '{"q": "1", "answer": 1}\n',
+            {"template": "{q"},
+            "template: expected '}' before end of string",
+        ),
+        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "Count."}, "template: names no column"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, name, content, options, message):
@@ -131,8 +231,22 @@ def test_a_reward_function_gets_all_columns_and_needs_no_answer(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     rows = with_function(tmp_path / "rows.parquet")
     both = {prompt.text: prompt.task for prompt in [rows.prompt(0), *rows.held_out(1)]}
-    assert both["a"] == {"prompt": "a", "level": 3, "tags": ["x"], "chance": None, "day": "1970-01-01"}
-    assert both["b"] == {"prompt": "b", "level": None, "tags": [], "chance": 0.5, "day": "1970-01-02"}
+    assert both["a"] == {
+        "prompt": "a",
+        "level": 3,
+        "tags": ["x"],
+        "chance": None,
+        "picture": None,
+        "day": "1970-01-01",
+    }
+    assert both["b"] == {
+        "prompt": "b",
+        "level": None,
+        "tags": [],
+        "chance": 0.5,
+        "picture": None,
+        "day": "1970-01-02",
+    }
     assert rows.prompt(0).env == "mine.py:score"
     with pytest.raises(ConfigError, match=r"prompts\.answer_column=solution: no such column"):
         with_function(tmp_path / "rows.parquet", answer_column="solution")

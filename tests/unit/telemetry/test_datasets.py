@@ -32,3 +32,20 @@ def test_a_file_has_a_digest_of_its_bytes(tmp_path):
     assert train.columns == ("prompt", "answer")
     path.write_text(json.dumps({"prompt": "1+1=", "answer": "3"}))
     assert digests(*overrides)[0] != train.digest
+
+
+def test_a_held_out_file_is_part_of_the_digest_of_the_held_out_prompts(tmp_path):
+    for name in ("problems", "own"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    overrides = (
+        "prompts.kind=file", f"prompts.path={tmp_path / 'problems.jsonl'}",
+        f"prompts.held_out_path={tmp_path / 'own.jsonl'}", "model.path=/m",
+    )  # fmt: skip
+    before = digests(*overrides)
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3"}))
+    assert digests(*overrides)[0] == before[0]
+    assert digests(*overrides)[1] != before[1]
+
+
+def test_a_system_message_does_not_change_the_digest():
+    assert digests("prompts.system=none") == digests()

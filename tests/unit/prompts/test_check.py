@@ -1,0 +1,70 @@
+"""The check of the prompts before a run starts: counts, lengths, and one line for every mistake."""
+
+import json
+import string
+
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.prompts.check import check
+from pipelinerl_core.training.warm_start import build_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path):
+    build_tokenizer(string.printable).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def lines(tmp_path, path_of_model, lengths, **sections):
+    path = tmp_path / "rows.jsonl"
+    rows = ({"prompt": f"{number:03}".ljust(length, "."), "answer": 1} for number, length in enumerate(lengths))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"model": {"path": str(path_of_model)}, "prompts": {"kind": "file", "path": str(path)}}
+    return check(
+        build_config({**values, **{name: {**values.get(name, {}), **own} for name, own in sections.items()}})
+    )
+
+
+def test_the_prompts_are_counted_and_measured(tmp_path, model):
+    counted, measured = lines(tmp_path, model, [10] * 50)
+    assert counted == "40 different prompts to train on (40 rows), 10 held out (20.0%)"
+    assert measured == "tokens of the first 40 prompts: median 10, 95th percentile 10, longest 10"
+
+
+def test_prompts_beyond_the_limit_are_counted_and_the_limit_that_admits_all_is_named(tmp_path, model):
+    measured = lines(tmp_path, model, [10, 90] * 25, rollouts={"max_prompt_tokens": 64})[-1]
+    num_long = int(measured.partition("longest 90; ")[2].split()[0])
+    assert 15 <= num_long <= 25
+    assert measured.endswith(
+        "max_prompt_tokens=64, fail and are not trained on. rollouts.max_prompt_tokens=90 admits all"
+    )
+
+
+def test_without_the_model_only_the_rows_are_counted(tmp_path):
+    assert len(lines(tmp_path, tmp_path / "none", [10] * 50)) == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"rollouts": {"max_prompt_tokens": 8}},
+            r"max_prompt_tokens=8: all of .* are longer .*max_prompt_tokens to 10",
+        ),
+        ({"model": {"chat_template": True}}, "the tokenizer of model.path has no chat template"),
+        ({"prompts": {"template": "{prompt} \N{SNOWMAN}"}}, "the tokenizer of model.path cannot encode"),
+    ],
+)
+def test_prompts_that_the_model_cannot_take_are_one_line(tmp_path, model, sections, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        lines(tmp_path, model, [10] * 50, **sections)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path, model):
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model.path=.*: the tokenizer cannot be loaded") as caught:
+        lines(tmp_path, model, [10] * 50)
+    assert "\n" not in str(caught.value)
