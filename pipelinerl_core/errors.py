@@ -2,6 +2,7 @@
 
 PipelineRLError
  +-- ConfigError            wrong configuration or input: one line, exit code 2
+ |    +-- ParityError       engine and trainer disagree on the log-probabilities of the same tokens
  +-- StoreError             the object store refused or lost something
  |    +-- MissingObject     an object that a manifest or commit names does not exist
  |    +-- BrokenRecord      a record of a run is broken, or of another format version
@@ -15,7 +16,6 @@ PipelineRLError
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (data, counted; never a crash of its own)
  |    +-- FunctionRaised    the code of the verifier raised an exception
- +-- ParityError            engine and trainer disagree on the log-probabilities of the same tokens
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
  +-- RankLost               a rank of the trainer has ended; the step was not committed
  +-- Fenced                 a newer epoch of this role has started
@@ -34,6 +34,10 @@ class PipelineRLError(Exception):
 
 class ConfigError(PipelineRLError):
     """A wrong configuration or input; the command line prints it as one line and exits with 2."""
+
+
+class ParityError(ConfigError):
+    """Engine and trainer disagree on the log-probabilities of the same tokens; another start would find the same."""
 
 
 class StoreError(PipelineRLError):
@@ -94,10 +98,6 @@ class RewardError(PipelineRLError):
 
 class FunctionRaised(RewardError):
     """The code of a verifier raised an exception, possibly because of one text."""
-
-
-class ParityError(PipelineRLError):
-    """Engine and trainer disagree on the log-probabilities of the same tokens."""
 
 
 class TrainingDiverged(PipelineRLError):

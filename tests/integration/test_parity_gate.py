@@ -77,7 +77,7 @@ def test_the_gate_prints_both_figures_and_refuses_a_perturbed_head(prepared_mode
 
 
 VLLM_MARKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see tests/contract
-# Half of each bound: what was measured is below a fifth of it.
+# Far below the bounds of a real model: the measured figures of this small model are below a fifth of these.
 EXPECTED = {"float32": (5e-5, 5e-3), "bfloat16": (0.01, 0.25)}
 
 

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, ParityError, PipelineRLError
 from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
 from pipelinerl_core.run.context import RunContext, open_run
@@ -31,7 +31,7 @@ Arguments = Mapping[str, Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 RUN: Arguments = {"--run": {"required": True}}
-_EXIT_CODES = {ConfigError: EXIT_CONFIG, Fenced: EXIT_FENCED}
+_EXIT_CODES = {ConfigError: EXIT_CONFIG, ParityError: EXIT_CONFIG, Fenced: EXIT_FENCED}
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
 _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1

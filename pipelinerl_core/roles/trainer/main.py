@@ -332,10 +332,7 @@ def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -
     trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
     rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
     report = logprob_parity(rollout_logprobs, trainer_logprobs, config.model.dtype)
-    logger.info(
-        "parity gate: %d tokens, mean |difference| %.2g (at most %g), max %.2g (at most %g)",
-        report.num_tokens, report.mean, report.bound_mean, report.max, report.bound_max,
-    )  # fmt: skip
+    logger.info("parity gate: %s", report)
     return report.check()
 
 

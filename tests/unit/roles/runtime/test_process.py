@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pipelinerl_core.errors import ConfigError, Fenced, StoreError
+from pipelinerl_core.errors import ConfigError, Fenced, ParityError, StoreError
 from pipelinerl_core.roles.runtime.process import RUN, exit_codes, run_main
 
 
@@ -63,6 +63,7 @@ def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_n
     [
         (None, 0, ""),
         (ConfigError("model.path: no such directory"), 2, "model.path: no such directory\n"),
+        (ParityError("parity gate: mean 0.3"), 2, "parity gate: mean 0.3\n"),
         (Fenced("epoch 4 was taken over"), 3, "Fenced: epoch 4 was taken over\n"),
         (StoreError("disk"), 1, "StoreError: disk\n"),
         (StoreError("\x1b[2J of a\npeer"), 1, "StoreError: \\x1b[2J of a\\npeer\n"),
