@@ -34,6 +34,7 @@ from pipelinerl_core.run.locate import (
 )
 from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.run.reward_code import warn_of_changed_code
 from pipelinerl_core.run.start_count import count_start
 
 logger = logging.getLogger(__name__)
@@ -131,11 +132,12 @@ def open_at(
     refuse_if_live(url)
     count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
     if not is_checked:
-        preflight(config, url.rpartition("/")[0])
+        preflight(config, url.rpartition("/")[0], is_new=run is None)
     config = config if run else pinned(config)
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
+    warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
     remember_latest(url)
     return replace(run, token=hub_token(run)), tracker

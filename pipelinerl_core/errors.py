@@ -15,6 +15,7 @@ PipelineRLError
  +-- EngineError            the engine cannot generate
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (counted as data; does not end a role)
+ |    +-- FunctionRaised    the code of the verifier raised an exception
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
  +-- RankLost               a rank of the trainer has ended; the step was not committed
  +-- Fenced                 a newer epoch of this role has started
@@ -93,6 +94,10 @@ class BroadcastError(PipelineRLError):
 
 class RewardError(PipelineRLError):
     """A verifier failed to give a reward."""
+
+
+class FunctionRaised(RewardError):
+    """The code of a verifier raised an exception, possibly because of one text."""
 
 
 class TrainingDiverged(PipelineRLError):

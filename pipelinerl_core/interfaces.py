@@ -24,6 +24,7 @@ from pipelinerl_core.types import (
     Float32Array,
     Prompt,
     Rollout,
+    Score,
     SwapReport,
     TrainingRow,
     WeightManifest,
@@ -200,8 +201,11 @@ class PromptSource(Protocol):
 class Scorer(Protocol):
     """Scores completions in child processes with hard limits."""
 
-    async def score(self, prompt: Prompt, text: str) -> float:
-        """The reward. Raises RewardError with a one-line reason if the text cannot be scored."""
+    async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
+        """The reward. Raises RewardError with a one-line reason if the text cannot be scored.
+
+        text: the decoded completion. completion: its tokens, for a user's reward function.
+        """
 
     async def close(self) -> None:
         """End the child processes."""

@@ -26,6 +26,10 @@ MAX_NUMBER = 1e18
 """A thousand such numbers are finite, and so are their squares."""
 MAX_REWARD = 1e9
 """float32; differences, means and squares of the rewards of a group are finite in float32."""
+MAX_COMPONENTS = 16
+"""Named components of a reward; each is a metric of its own."""
+COMPONENT_NAME = r"[A-Za-z0-9_.-]{1,40}"
+"""A part of the metric reward/<name>."""
 MAX_LOGPROB = 1e6
 """float32; sums over the tokens of a step are finite in float32. A log-probability is above 0 by rounding only."""
 

@@ -64,6 +64,26 @@ class Origin(NamedTuple):
     num_tokens: Count
 
 
+class RewardComponent(NamedTuple):
+    """A named part of a reward, without its weight."""
+
+    name: str
+    value: float
+
+
+class Score(float):
+    """A reward, and its components: the reward is their weighted sum."""
+
+    components: tuple[RewardComponent, ...]
+    """Empty if the verifier returned one number."""
+
+    def __new__(cls, reward: float, components: tuple[RewardComponent, ...] = ()) -> "Score":
+        """A float with components."""
+        score = super().__new__(cls, reward)
+        score.components = components
+        return score
+
+
 class PreviousHolder(NamedTuple):
     """An actor that held the lease of a group before; its log of open groups may hold tokens of the group."""
 
@@ -216,6 +236,8 @@ class Rollout:
     """Unix seconds when the reward was known."""
     origins: tuple[Origin, ...] = ()
     """Actor epochs that sampled the first tokens, in order; `actor` sampled the rest."""
+    reward_components: tuple[RewardComponent, ...] = ()
+    """Components of the reward, in the verifier's order; empty if the verifier returned one number."""
     turn_spans: tuple[TurnSpan, ...] = ()
     """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
 
@@ -255,6 +277,8 @@ class PartialRow:
     """None until the rollout is scored."""
     origins: tuple[Origin, ...] = ()
     """Actor epochs that sampled the first tokens of the completion, other than the epoch that writes the row."""
+    reward_components: tuple[RewardComponent, ...] = ()
+    """Components of the reward, once known."""
 
     @property
     def end(self) -> int:

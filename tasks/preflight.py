@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 @task(name="preflight", task_run_name="preflight", persist_result=False, cache_policy=NO_CACHE)
-def preflight(config: RunConfig, root: str) -> None:
+def preflight(config: RunConfig, root: str, *, is_new: bool = True) -> None:
     """Raise ConfigError, one line, if a run with this configuration cannot work."""
-    for line in check_all(config, root):
+    for line in check_all(config, root, is_new=is_new):
         logger.info("%s", line)

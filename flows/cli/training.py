@@ -12,7 +12,7 @@ from pipelinerl_core.supervision.checks import check_all
 
 def carry_out(job: Job, *, as_json: bool) -> None:
     """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
-    for line in check_all(job.config, root_url(job.root)):
+    for line in check_all(job.config, root_url(job.root), is_new=job.run is None):
         say(line)
     from pipelinerl.flows.cli.launch import run_training
 
@@ -32,6 +32,17 @@ def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
     return [f"  {first}.", f"    {comparison}", *(f"    {name:<10}  {text!r}" for name, text in example.items())]
 
 
+def _rewards(report: Mapping[str, Any]) -> list[str]:
+    """The mean training reward before and after, and the mean of each component of a reward function."""
+    ends = {"  training reward": {"first": report["reward_first"], "last": report["reward_last"]}}
+    ends |= {f"    {name}": mean for name, mean in report["reward_components"].items()}
+    return [
+        f"{name:<20} {mean['first']:.3f} -> {mean['last']:.3f}"
+        for name, mean in ends.items()
+        if mean["first"] is not None and mean["last"] is not None
+    ]
+
+
 def summary(report: Mapping[str, Any], location: str) -> list[str]:
     """The summary of a run as text: accuracy before and after, key figures, location of the report."""
     parts = [f"{name} {seconds:.0f} s" for name, seconds in report["seconds"].items() if seconds >= 1]
@@ -42,8 +53,7 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines.append(f"  {report['emulation']['note']}")
     if report["eval_first"] is not None and report["eval_last"] is not None:
         lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}")
-    if report["reward_first"] is not None and report["reward_last"] is not None:
-        lines.append(f"  training reward    {report['reward_first']:.3f} -> {report['reward_last']:.3f}")
+    lines += _rewards(report)
     if report["lag"]["mean"] is not None:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")
     if report["swap_pause_seconds"]["p50"] is not None:

@@ -53,6 +53,7 @@ def first_problem(config: "RunConfig") -> str | None:
         or _placement_problem(config)
         or _engine_problem(config)
         or _loss_problem(config)
+        or _reward_problem(config)
         or _learner_problem(config)
         or _weights_problem(config)
         or _arithmetic_problem(config)
@@ -195,6 +196,32 @@ def _loss_problem(config: "RunConfig") -> str | None:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="
             f"{config.rollouts.max_tokens}: every completion would be overlong. Set reward.overlong_tokens lower"
+        )
+    return None
+
+
+def _reward_problem(config: "RunConfig") -> str | None:
+    reward = config.reward
+    location, _, name = reward.function.rpartition(":")
+    if not reward.function:
+        if reward.weights or reward.network or reward.environment:
+            return (
+                "reward.weights, reward.network and reward.environment are for reward.function, which is empty. "
+                "Set reward.function too"
+            )
+        return None
+    if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
+        return (
+            f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
+            "my_rewards.py:score, or package.module:FUNCTION"
+        )
+    if reward.kind != "auto":
+        return f"reward.function and reward.kind={reward.kind} both choose the verifier. Remove one of them"
+    if not all(math.isfinite(weight) for weight in reward.weights.values()):
+        return f"reward.weights={reward.weights}: a weight is not finite. Set finite weights"
+    if hidden := [one for one in reward.environment if not one.isidentifier() or one.startswith("PIPELINERL_")]:
+        return (
+            f"reward.environment names {hidden[0]!r}, which a reward function cannot get. Name variables of your own"
         )
     return None
 

@@ -121,6 +121,18 @@ class RewardConfig(Section):
     the reference; last_number: the last number of the completion equals the last number of the reference; sums,
     reasoning_gym: for the prompts of these kinds; auto: the verifier of prompts.kind (exact_match for files and data
     sets)."""
+    function: str = ""
+    """Your own reward function instead of a verifier: FILE.py:FUNCTION, or package.module:FUNCTION (docs/rewards.md).
+    The run stores a copy of the file."""
+    weights: dict[str, float] = Field({})
+    """reward.function: weight of each named component that the function returns; 1 for a component without an entry.
+    Example: reward.weights.correct=2."""
+    network: bool = False
+    """reward.function may open network connections, for example to a judge. Raise reward.workers too, because each
+    scoring process waits for one answer at a time."""
+    environment: tuple[str, ...] = ()
+    """Names of environment variables that reward.function may read, for example ["JUDGE_KEY"]; set the variables on
+    every host that runs actors. Values are not stored."""
     workers: int = Field(1, ge=1)
     """Scoring processes per actor. Raise if completions wait for their rewards."""
     timeout_seconds: float = Field(5.0, gt=0)

@@ -1,5 +1,7 @@
 """Choice of the verifier for the run's prompts, used by the prompt sources and by the scorer."""
 
+from pathlib import Path
+
 from pipelinerl_core.config.gym_tasks import check_task, evaluating
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -15,6 +17,8 @@ AUTOMATIC = {
 
 def verifier_name(config: RunConfig) -> str:
     """Name of the run's verifier, `auto` resolved; raises ConfigError if the verifier cannot score these prompts."""
+    if config.reward.function:
+        return Path(config.reward.function).name
     prompts, reward = config.prompts.kind, config.reward.kind
     if reward == "auto":
         return AUTOMATIC[prompts]
@@ -24,6 +28,12 @@ def verifier_name(config: RunConfig) -> str:
             f"Set reward.kind=auto (here {AUTOMATIC[prompts]}) or prompts.kind=reasoning_gym"
         )
     return reward
+
+
+def function_file(config: RunConfig) -> Path | None:
+    """The file that reward.function names, relative to the working directory; None for a module or no function."""
+    location = config.reward.function.rpartition(":")[0]
+    return Path(location).expanduser() if location.endswith(".py") else None
 
 
 def scored_tasks(config: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ Shapes: G = groups, R = rows, T = completion tokens of all rows, S = spans of al
 """
 
 import itertools
+import re
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelinerl_core.data.codec import flat_list, flat_structs, origins_of, total_origins
+from pipelinerl_core.data.codec import components_of, flat_list, flat_structs, origins_of, total_origins
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA, conform
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.ranges import MAX_LOGPROB, MAX_REWARD, MAX_SECONDS, MAX_STEP
+from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_LOGPROB, MAX_REWARD, MAX_SECONDS, MAX_STEP
 from pipelinerl_core.types import BoolArray, FinishReason, GroupRef, Outcome
 
 MAX_TOKENS_PER_ROW = 1 << 24
@@ -121,6 +122,8 @@ def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
         _check_turn_spans(columns, offsets_R, mask_T)
     if columns["origins"].null_count < batch.num_rows:
         _check_origins(columns, lengths_R)
+    if columns["reward_components"].null_count < batch.num_rows:
+        _check_components(columns)
     for name in _REALS:
         real_R = columns[name].to_numpy()
         rule = f"is {{}}; numbers from 0 to {MAX_SECONDS:g}"
@@ -223,6 +226,22 @@ def _check_origins(columns: _Columns, lengths_R: NDArray[Any]) -> None:
         if counts and (min(counts) <= 0 or sum(counts) > lengths_R[row]):
             raise SchemaMismatch(
                 f"row {row}: origins {counts[:8]} of {lengths_R[row]} completion tokens; each has at least one"
+            )
+
+
+def _check_components(columns: _Columns) -> None:
+    for row, components in enumerate(components_of(columns["reward_components"])):
+        names = [component.name for component in components]
+        is_right = (
+            len(names) <= MAX_COMPONENTS
+            and len(set(names)) == len(names)
+            and all(re.fullmatch(COMPONENT_NAME, name) for name in names)
+            and all(abs(component.value) <= MAX_REWARD for component in components)  # not NaN
+        )
+        if not is_right:
+            raise SchemaMismatch(
+                f"row {row}: reward_components is {reprlib.repr(components)}; at most {MAX_COMPONENTS} different "
+                f"names of up to 40 letters, digits, '_', '.' or '-', with finite values within {MAX_REWARD:g} of 0"
             )
 
 

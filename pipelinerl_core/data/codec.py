@@ -15,9 +15,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from pipelinerl_core.data.schema import BATCH_SCHEMA, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, conform
+from pipelinerl_core.data.schema import BATCH_SCHEMA, COMPONENT_TYPE, ORIGIN_TYPE, ROLLOUT_SCHEMA, SPAN_TYPE, conform
 from pipelinerl_core.errors import SchemaMismatch
-from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TrainingRow, TurnSpan, WeightSpan
+from pipelinerl_core.types import (
+    FinishReason,
+    Origin,
+    Outcome,
+    RewardComponent,
+    Rollout,
+    Sampler,
+    TrainingRow,
+    TurnSpan,
+    WeightSpan,
+)
 
 _SCALARS = ("group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size")
 _RESULTS = ("reward", "outcome", "finish_reason", "error")
@@ -151,6 +161,18 @@ def turns_of(column: pa.ListArray) -> list[tuple[TurnSpan, ...]]:
     return [tuple(TurnSpan(**turn) for turn in row or ()) for row in column.to_pylist()]
 
 
+def components_of(column: pa.ListArray) -> list[tuple[RewardComponent, ...]]:
+    """Reward components of each row; none for one number."""
+    if column.null_count == len(column):
+        return [()] * len(column)
+    return [tuple(RewardComponent(**component) for component in row or ()) for row in column.to_pylist()]
+
+
+def component_column(rows: Sequence[Sequence[RewardComponent]]) -> pa.Array:
+    """The inverse of `components_of`."""
+    return pa.array([[one._asdict() for one in row] or None for row in rows], pa.list_(COMPONENT_TYPE))
+
+
 def origins_in(batch: pa.RecordBatch) -> tuple[Origin, ...]:
     """Origins of all rows, summed per actor epoch and sorted."""
     return total_origins(origins_of(batch.column("origins")))
@@ -209,6 +231,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
         columns[name] = list_column([getattr(rollout, name) for rollout in rollouts], dtype)
     columns["weight_spans"] = span_column([rollout.weight_spans for rollout in rollouts])
     columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
+    columns["reward_components"] = component_column([rollout.reward_components for rollout in rollouts])
     columns["turn_spans"] = [rollout.turn_spans or None for rollout in rollouts]
     return columns
 
@@ -256,6 +279,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns.update({name: rows_of(batch.column(name)) for name in _TOKENS})
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
     columns["origins"] = origins_of(batch.column("origins"))
+    columns["reward_components"] = components_of(batch.column("reward_components"))
     columns["turn_spans"] = turns_of(batch.column("turn_spans"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:

@@ -18,6 +18,8 @@ import pyarrow as pa
 
 from pipelinerl_core.algo.spans import clipped, joined
 from pipelinerl_core.data.codec import (
+    component_column,
+    components_of,
     from_segment,
     list_column,
     origin_column,
@@ -52,6 +54,7 @@ def encode_partials(rows: Sequence[PartialRow]) -> pa.RecordBatch:
     columns["rollout_logprobs"] = list_column([row.rollout_logprobs for row in rows], np.float32)
     columns["weight_spans"] = span_column([row.weight_spans for row in rows])
     columns["origins"] = origin_column([row.origins for row in rows])
+    columns["reward_components"] = component_column([row.reward_components for row in rows])
     return record_batch(columns, PARTIAL_SCHEMA)
 
 
@@ -63,6 +66,7 @@ def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
     columns["rollout_logprobs"] = rows_of(batch.column("rollout_logprobs"))
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
     columns["origins"] = origins_of(batch.column("origins"))
+    columns["reward_components"] = components_of(batch.column("reward_components"))
     try:
         return [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
     except ValueError as error:
@@ -202,6 +206,7 @@ def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
         reward=row.reward,
         outcome=row.outcome,
         origins=row.origins,
+        reward_components=row.reward_components,
     )
 
 

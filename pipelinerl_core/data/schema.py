@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 """major.minor of all three schemas. A new column increments minor, any other change increments major."""
 
 SPAN_TYPE = pa.struct(
@@ -24,6 +24,9 @@ ORIGIN_TYPE = pa.struct(
         pa.field("epoch", pa.int64(), nullable=False),
         pa.field("num_tokens", pa.int32(), nullable=False),
     ]
+)
+COMPONENT_TYPE = pa.struct(
+    [pa.field("name", pa.string(), nullable=False), pa.field("value", pa.float64(), nullable=False)]
 )
 TURN_TYPE = pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
 
@@ -46,7 +49,13 @@ _ORIGINS = _field(
     "Earlier actor epochs that sampled the first tokens, before `actor` continued the rollout; null for none.",
     nullable=True,
 )
-_SINCE = {"origins": 1, "turn_advantages": 2}
+_COMPONENTS = _field(
+    "reward_components",
+    pa.list_(COMPONENT_TYPE),
+    "Components of the reward, before their weights; null if the verifier returned one number.",
+    nullable=True,
+)
+_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3}
 """Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
@@ -87,6 +96,7 @@ _ROLLOUT_FIELDS = [
     _field("finished_at", pa.float64(), "Unix seconds when the last token was sampled."),
     _field("scored_at", pa.float64(), "Unix seconds when the reward was known."),
     _ORIGINS,
+    _COMPONENTS,
 ]
 
 ROLLOUT_SCHEMA = _schema("rollout", _ROLLOUT_FIELDS)
@@ -106,6 +116,7 @@ PARTIAL_SCHEMA = _schema(
         _field("reward", pa.float32(), "Score; null while not scored.", nullable=True),
         _field("outcome", pa.string(), "scored or error; null while not scored.", nullable=True),
         _ORIGINS,
+        _COMPONENTS,
     ],
 )
 """One row per rollout of an open group and flush."""

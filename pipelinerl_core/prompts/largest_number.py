@@ -4,7 +4,7 @@ import random
 
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.config.verifier import verifier_name
-from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, repeated, stable_seed
+from pipelinerl_core.prompts.split import GENERATED_SHARE, is_held_out, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
 
 NAME = "largest_number"
@@ -32,13 +32,13 @@ class LargestNumberSource:
         return self._draw(random.Random(stable_seed(self._seed, NAME, index)), held_out=False)
 
     def held_out(self, count: int) -> list[Prompt]:
-        """`count` held-out prompts, the same for every seed; the first NUM_HELD_OUT are different."""
+        """At most `count` different held-out prompts, the same for every seed."""
         rng = random.Random(stable_seed(NAME, "held_out"))
         found: dict[str, Prompt] = {}
         while len(found) < min(count, NUM_HELD_OUT):
             prompt = self._draw(rng, held_out=True)
             found.setdefault(prompt.prompt_id, prompt)
-        return repeated(list(found.values()), count)
+        return list(found.values())
 
     def _draw(self, rng: random.Random, *, held_out: bool) -> Prompt:
         while True:

@@ -12,11 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelinerl_core.config.sections import RowPrompts, RunConfig
+from pipelinerl_core.config.sections import FilePrompts, RowPrompts, RunConfig
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts.split import held_out_ids, prompt_id, stable_seed
 from pipelinerl_core.types import Prompt
+
+DEFAULT_ANSWER_COLUMN = FilePrompts.model_fields["answer_column"].default
 
 
 class Rows:
@@ -30,7 +32,12 @@ class Rows:
         self._table = table
         columns = _with_fields(table)
         self._texts = _texts(columns, section, origin)
-        self._answers = text_column(columns, section.answer_column, "prompts.answer_column", origin)
+        is_optional = config.reward.function and section.answer_column == DEFAULT_ANSWER_COLUMN
+        self._answers = (
+            None
+            if is_optional and section.answer_column not in columns.column_names
+            else text_column(columns, section.answer_column, "prompts.answer_column", origin)
+        )
         self._name, self._env = name, verifier_name(config)
         self.ids = [prompt_id(name, text.as_py()) for text in self._texts]
 
@@ -46,14 +53,14 @@ class Rows:
         return str(self._texts[row].as_py())
 
     def prompt(self, row: int) -> Prompt:
-        """The prompt of a row; its task has all columns of the row, and the answer as `answer`."""
+        """The prompt of a row; its task has all columns of the row, and the answer as `answer`, if there is one."""
         columns = _as_json(self._table.slice(row, 1).to_pylist()[0])
         return Prompt(
             prompt_id=self.ids[row],
             source=self._name,
             env=self._env,
             text=self.text(row),
-            task={**columns, "answer": self._answers[row].as_py()},
+            task=columns if self._answers is None else {**columns, "answer": self._answers[row].as_py()},
         )
 
 

@@ -123,9 +123,23 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
     return {
         "reward_first": _reward(steps[:window]),
         "reward_last": _reward(steps[-window:]),
+        "reward_components": _components(facts, window),
         "reward_window_steps": window,
         "eval_first": evals[0].accuracy if evals else None,
         "eval_last": evals[-1].accuracy if evals else None,
+    }
+
+
+def _components(facts: RunFacts, window: int) -> dict[str, dict[str, float | None]]:
+    """Component of the reward -> its mean over the first and over the last steps of a window."""
+    commits = facts.trained_commits
+    keys = {key for commit in commits for key in commit.metrics if key.startswith("reward/")}
+    return {
+        key.removeprefix("reward/"): {
+            "first": _mean_metric(commits[:window], key),
+            "last": _mean_metric(commits[-window:], key),
+        }
+        for key in sorted(keys - {"reward/mean", "reward/std"})
     }
 
 

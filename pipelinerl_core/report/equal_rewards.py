@@ -41,9 +41,12 @@ def headline(reward: float, steps: int, *, is_over: bool) -> str:
 def comparison_text(config: Mapping[str, Any]) -> str:
     """What the verifier of a stored configuration compares; empty if the configuration is unreadable."""
     try:
-        name = verifier_name(stored_config(config))
+        run_config = stored_config(config)
+        name = verifier_name(run_config)
     except PipelineRLError:
         return ""
+    if run_config.reward.function:
+        return f"reward.function={run_config.reward.function} scores the completions."
     document = inspect.getdoc(getattr(verifiers, name, None)) or ""
     meaning = " ".join(document.partition(">>>")[0].split())
     return f"reward.kind={name}" + (f": {meaning}" if meaning else " scores the completions.")

@@ -127,6 +127,14 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
             _change(report["reward_first"], report["reward_last"], "{:.2f}".format),
             f"first and last {reward_steps}",
         ),
+        *(
+            (
+                f"Reward: {escape(name)}",
+                _change(mean["first"], mean["last"], "{:.2f}".format),
+                "component, unweighted",
+            )
+            for name, mean in report["reward_components"].items()
+        ),
         ("Generation", _number(report["tokens_per_second"], "{:,.0f} tokens/s"), samples_text),
         ("Actor slots idle", _number(report["actor_idle_fraction"], "{:.1%}"), "pauses and restarts included"),
         ("Trainer waiting", _number(report["trainer_idle_fraction"], "{:.1%}"), "for the groups of a step"),

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipelinerl_core.errors import RewardError
+from pipelinerl_core.errors import FunctionRaised, RewardError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
+from pipelinerl_core.types import RewardComponent, Score
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ READY = b'{"ready":true}\n'
 READ_BYTES = 1 << 16
 REPLY_BYTES = 2048
 """Maximum length of a child's line."""
+
+SECRET_LETTERS = 8
+"""Least length of a variable's value that is removed from errors; shorter values would match by chance."""
 
 PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
 """Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
@@ -60,9 +64,16 @@ class ChildSpec:
     memory_bytes: int
     """Limit of the child's address space."""
     prepare: Any = None
-    """JSON argument of the function `prepare` in the verifier's module; None: do not call `prepare`."""
+    """JSON argument of a verifier that is a class, or of the function `prepare` in the verifier's module; None: do
+    not call `prepare`."""
+    is_users: bool = False
+    """The verifier is a user's function, which gets the prompt's text and the completion's tokens too."""
     is_sealed: bool = True
     """Drop access to files, network and processes before the first scoring, as far as the kernel allows."""
+    network: bool = False
+    """A sealed process may open connections."""
+    environment: tuple[str, ...] = ()
+    """Further variables of the actor's environment that the child gets."""
     forks: bool = False
     """The verifier may return Evaluations, which run in forks of the child."""
 
@@ -75,7 +86,7 @@ class ChildSpec:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
     line: bytes
-    future: asyncio.Future[float]
+    future: asyncio.Future[Score]
     failures: int = 0
 
 
@@ -101,6 +112,7 @@ class ScoringChild:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._suspect: int | None = None  # the first check found this request over its deadline
         self._overdue: int | None = None  # the request whose deadline led to killing the child
+        self._start_error = ""
         self._restarts = RestartBudget(MAX_RESTARTS, f"at most {MAX_RESTARTS} in a row", clock=time.monotonic)
         self._num_lost = 0
         self._task: asyncio.Task[None] | None = None
@@ -110,7 +122,7 @@ class ScoringChild:
         """Requests without an answer."""
         return len(self._pending)
 
-    def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[float]:
+    def submit(self, text: str, task: Mapping[str, Any]) -> asyncio.Future[Score]:
         """The future reward: 0 if the deadline passed; RewardError if the scoring failed otherwise."""
         loop = asyncio.get_running_loop()
         identity = next(self._ids)
@@ -159,17 +171,20 @@ class ScoringChild:
         spec = self._spec
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl_core.rewards.worker"),
-            *("--verifier", spec.function, "--prepare", json.dumps(spec.prepare)),
+            *("--verifier", spec.function),
             *("--timeout-seconds", str(spec.timeout_seconds), "--memory-bytes", str(spec.memory_bytes)),
             *("--parent", str(os.getpid()), *(["--seal"] * spec.is_sealed), *(["--forks"] * spec.forks)),
+            *(["--network"] * spec.network),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(),
+            env=_environment(spec.environment),
         )
 
     async def _serve(self, process: asyncio.subprocess.Process) -> bool:
         """Send requests and read answers until the child's output ends; False if the child was never ready."""
         assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._spec.prepare).encode() + b"\n")
         try:
             async with asyncio.timeout(START_SECONDS):
                 ready = await process.stdout.readline()
@@ -179,6 +194,7 @@ class ScoringChild:
         except ValueError:  # the line exceeds the reader's limit
             return False
         if ready != READY:
+            self._start_error = self._without_secrets(_start_error(ready))
             return False
         self._input = process.stdin
         self._outbox = [request.line for request in self._pending.values()]
@@ -236,10 +252,18 @@ class ScoringChild:
             future = self._pending.pop(head).future
             if future.done():
                 continue  # the caller has cancelled the request
-            if isinstance(result, float):
+            if isinstance(result, Score):
                 future.set_result(result)
             else:
-                future.set_exception(RewardError(f"verifier {self._spec.name}: {result}"))
+                failure = FunctionRaised if answer.get("raised") else RewardError
+                future.set_exception(failure(f"verifier {self._spec.name}: {self._without_secrets(result)}"))
+
+    def _without_secrets(self, text: str) -> str:
+        """The text of an error without the values of the environment variables that only this verifier gets."""
+        for name in self._spec.environment:
+            if len(value := os.environ.get(name, "")) >= SECRET_LETTERS:
+                text = text.replace(value, f"${name}")
+        return text
 
     def _note_lost(self, cause: str) -> None:
         """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""
@@ -280,7 +304,7 @@ class ScoringChild:
                 self._note_lost(TIMEOUT)
                 del self._pending[head]
                 if not request.future.done():
-                    request.future.set_result(0.0)
+                    request.future.set_result(Score(0.0))
             return
         request.failures += 1
         logger.warning("verifier %s: child process died (exit code %s)", self._spec.name, exit_code)
@@ -288,9 +312,12 @@ class ScoringChild:
             self._fail(head, f"the child process died {request.failures} times on this text (exit code {exit_code})")
 
     async def _start_failed(self, exit_code: int | None) -> None:
-        logger.error("verifier %s: child process did not start (exit code %s)", self._spec.name, exit_code)
-        if not self._restarts.take():
-            self._fail_all(f"the child process did not start (exit code {exit_code}), {self._restarts.spent_text}")
+        reason = self._start_error or f"the child process did not start (exit code {exit_code})"
+        logger.error("verifier %s: %s", self._spec.name, reason)
+        if self._start_error:  # the next child would fail in the same way
+            self._fail_all(reason)
+        elif not self._restarts.take():
+            self._fail_all(f"{reason}, {self._restarts.spent_text}")
             self._restarts.reset()
         await asyncio.sleep(BACKOFF_SECONDS)
 
@@ -311,11 +338,11 @@ class ScoringChild:
             self._fail(identity, reason)
 
 
-def _environment() -> dict[str, str]:
-    """The child's environment: the actor's module path and the variables in PASSED_ON and SINGLE_THREADED."""
+def _environment(further: tuple[str, ...]) -> dict[str, str]:
+    """The child's environment: the actor's module path and the variables in PASSED_ON, `further`, SINGLE_THREADED."""
     modules = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    return {"PYTHONPATH": modules, **passed_on, **SINGLE_THREADED}
+    passed_on = {name: os.environ[name] for name in (*further, *PASSED_ON) if name in os.environ}
+    return {**passed_on, "PYTHONPATH": modules, **SINGLE_THREADED}
 
 
 def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
@@ -329,12 +356,36 @@ def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
         yield answer
 
 
-def _result(answer: dict[str, Any]) -> float | str:
+def _start_error(line: bytes) -> str:
+    """The reason that a child gives for not starting; empty if there is none."""
+    try:
+        match json.loads(line):
+            case {"failed": str() as text, **others} if not others:
+                return _printable(text)
+    except (ValueError, RecursionError):
+        pass
+    return ""
+
+
+def _result(answer: dict[str, Any]) -> Score | str:
     """The reward, or the text of an error; raises BadReply for anything else."""
     match answer:
         case {"id": int(), "reward": float() as reward, **others} if math.isfinite(reward):
             if not others or (others.keys() == {"lost"} and others["lost"] in CAUSES):
-                return reward
-        case {"id": int(), "error": str() as text, **others} if not others and len(text) <= REPLY_BYTES:
-            return "".join(letter for letter in text if letter.isprintable())
+                return Score(reward)
+            if others.keys() == {"components"} and _are_finite(others["components"]):
+                return Score(reward, tuple(RewardComponent(*one) for one in others["components"].items()))
+        case {"id": int(), "error": str() as text, **others} if len(text) <= REPLY_BYTES:
+            if not others or others == {"raised": True}:
+                return _printable(text)
     raise BadReply("a line that is not an answer")
+
+
+def _are_finite(components: Any) -> bool:
+    return isinstance(components, dict) and all(
+        isinstance(value, float) and math.isfinite(value) for value in components.values()
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(letter for letter in text if letter.isprintable())

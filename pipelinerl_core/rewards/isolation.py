@@ -18,6 +18,11 @@ EVALUATION_BYTES = 1 << 30
 """Memory that an evaluation may allocate beyond the memory of its process."""
 
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+_NETWORK_FILES = (
+    *("/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/nsswitch.conf", "/etc/gai.conf", "/etc/services"),
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/usr/share/ca-certificates", "/usr/local/share/ca-certificates"),
+    *("/etc/pki/tls/certs", "/etc/pki/tls/openssl.cnf", "/etc/pki/ca-trust/extracted"),
+)
 _PR_SET_DUMPABLE = 4  # <linux/prctl.h>
 _CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 _MADV_COLLAPSE, _HUGE_PAGE = 25, 2 << 20  # <linux/mman.h>
@@ -30,6 +35,8 @@ class Policy:
 
     forks: bool = False
     """Start and end processes: each evaluation runs in a fork, which has no such permission."""
+    network: bool = False
+    """Open connections, read the system's files for names and certificates, and start threads."""
 
 
 def missing() -> tuple[str, ...]:
@@ -55,9 +62,9 @@ def seal(policy: Policy) -> None:
     if policy.forks:
         _make_forks_cheap()
     if landlock.version() > 0:
-        landlock.restrict(readable_paths())
+        landlock.restrict([*readable_paths(), *(_network_paths() if policy.network else ())], network=policy.network)
     if seccomp.is_available():
-        seccomp.install(forks=policy.forks)
+        seccomp.install(forks=policy.forks, network=policy.network)
         seccomp.program(forks=False)  # cached here, so that the forks need not build the program
 
 
@@ -72,6 +79,12 @@ def readable_paths() -> list[str]:
               for path in getattr(module, "__path__", ())]  # fmt: skip
     own = [] if sys.base_prefix == "/usr" else [os.path.join(sys.base_prefix, "lib")]
     return sorted({*installed, *site, *loaded, *own, *_LIBRARIES})
+
+
+def _network_paths() -> list[str]:
+    """Files to resolve names and verify certificates; no private keys."""
+    chosen = [os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)]
+    return [*_NETWORK_FILES, *chosen]
 
 
 def limit_evaluation(cpu_seconds: int, memory_bytes: int) -> None:

@@ -15,7 +15,7 @@ _RULE_PATH_BENEATH = 1
 _READ_FILE, _READ_DIRECTORY = 1 << 2, 1 << 3
 _FIRST_FILE_RIGHTS = (1 << 13) - 1
 _MORE_FILE_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}  # refer, truncate, ioctl of devices
-_TCP_BIND_AND_CONNECT = 0b11
+_TCP_BIND, _TCP_CONNECT = 1 << 0, 1 << 1
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _PR_SET_NO_NEW_PRIVS = 38
 
@@ -26,17 +26,18 @@ def version() -> int:
     return max(0, found)
 
 
-def restrict(readable: Iterable[str]) -> None:
+def restrict(readable: Iterable[str], *, network: bool = False) -> None:
     """Restrict this thread and its children to opening files in or below `readable`, for reading only; irreversible.
 
+    network: whether TCP connections may be opened.
     Open descriptors stay open. Missing paths are skipped. Raises OSError if the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     known = version()
     files = _FIRST_FILE_RIGHTS | sum(right for since, right in _MORE_FILE_RIGHTS.items() if known >= since)
-    network = _TCP_BIND_AND_CONNECT if known >= 4 else 0
+    tcp = (_TCP_BIND if network else _TCP_BIND | _TCP_CONNECT) if known >= 4 else 0
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if known >= 6 else 0
-    attributes = struct.pack("QQQ", files, network, scope)  # older kernels accept zeros in fields of newer versions
+    attributes = struct.pack("QQQ", files, tcp, scope)  # older kernels accept zeros in fields of newer versions
     ruleset = _checked(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0))
     try:
         for path in readable:

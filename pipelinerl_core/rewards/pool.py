@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable
+from dataclasses import asdict
 from types import MappingProxyType
+from typing import Any
 
 from pipelinerl_core.config.gym_tasks import evaluating
 from pipelinerl_core.config.sections import RunConfig
@@ -11,7 +14,8 @@ from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.rewards import isolation
 from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
-from pipelinerl_core.types import Prompt
+from pipelinerl_core.rewards.function import FunctionSpec
+from pipelinerl_core.types import Completion, FinishReason, Prompt, Score
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +32,21 @@ VERIFIERS = MappingProxyType(
 """Verifier -> (function, limit of the child's address space in bytes)."""
 
 
-def build_scorer(config: RunConfig, count_lost: Callable[[str], None] = lambda cause: None) -> "ProcessScorer":
+FUNCTION_BYTES = 16 * GIBIBYTE
+"""Limit of the address space with a user's reward function, which may import any library."""
+
+
+def build_scorer(
+    config: RunConfig, count_lost: Callable[[str], None] = lambda cause: None, code: str | None = None
+) -> "ProcessScorer":
     """The scorer of a run; starts no process. `count_lost` is called with the cause of each lost scoring (forked.py).
 
-    Raises ConfigError if the verifier cannot score these prompts, or evaluates text and this host lacks isolation.
+    code: the text of the file that reward.function names; None for a module. Raises ConfigError if the verifier
+    cannot score these prompts, or evaluates text and this host lacks isolation.
     """
     name = verifier_name(config)
+    if config.reward.function:
+        return ProcessScorer(_function_spec(config, name, code), config.reward.workers, count_lost)
     function, memory_bytes = VERIFIERS[name]
     tasks = scored_tasks(config)
     spec = ChildSpec(
@@ -48,6 +61,39 @@ def build_scorer(config: RunConfig, count_lost: Callable[[str], None] = lambda c
     if spec.is_sealed:
         _check_host(spec, evaluating(tasks))
     return ProcessScorer(spec, config.reward.workers, count_lost)
+
+
+def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
+    reward = config.reward
+    if missing := [variable for variable in reward.environment if variable not in os.environ]:
+        raise ConfigError(
+            f"reward.environment={', '.join(reward.environment)}: {missing[0]} is not set in the environment of this "
+            "process. Set the variable on every host that scores, or remove the name"
+        )
+    function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
+    spec = ChildSpec(
+        name=name,
+        function="pipelinerl_core.rewards.function:RewardFunction",
+        timeout_seconds=reward.timeout_seconds,
+        memory_bytes=FUNCTION_BYTES,
+        prepare=asdict(function),
+        is_users=True,
+        network=reward.network,
+        environment=reward.environment,
+        is_sealed=reward.isolation == "auto",
+    )
+    if spec.is_sealed:
+        _check_host(spec, [])
+    return spec
+
+
+def _parameters(prompt: Prompt, completion: Completion | None) -> dict[str, Any]:
+    """The parameters of a user's reward function, other than `text`."""
+    if completion is None:
+        completed: dict[str, Any] = {"token_ids": [], "finish_reason": FinishReason.STOP}
+    else:
+        completed = {"token_ids": completion.token_ids.tolist(), "finish_reason": completion.finish_reason}
+    return {**prompt.task, "prompt": prompt.text, **completed}
 
 
 def _check_host(spec: ChildSpec, evaluated_tasks: list[str]) -> None:
@@ -75,7 +121,7 @@ class ProcessScorer:
         self._children = [ScoringChild(spec, count_lost) for _ in range(num_workers)]
         self._is_closed = False
 
-    async def score(self, prompt: Prompt, text: str) -> float:
+    async def score(self, prompt: Prompt, text: str, completion: Completion | None = None) -> Score:
         """The reward of a completion. Raises RewardError (one line) if the scoring failed.
 
         A scoring that exceeds its deadline has reward 0. If the child dies otherwise, two retries follow.
@@ -85,7 +131,7 @@ class ProcessScorer:
         if prompt.env != self._spec.name:
             raise RewardError(f"verifier {self._spec.name}: the prompt asks for verifier {prompt.env}")
         child = min(self._children, key=lambda candidate: candidate.num_pending)
-        return await child.submit(text, prompt.task)
+        return await child.submit(text, _parameters(prompt, completion) if self._spec.is_users else prompt.task)
 
     async def close(self) -> None:
         """End the child processes; unanswered requests fail with RewardError."""

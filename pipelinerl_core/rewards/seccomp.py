@@ -39,6 +39,13 @@ getgroups 115 158, exit 60 93, exit_group 231 94
 # Further calls of a process that forks: to set up, wait for and end the fork.
 _FORKING_CALLS = "fork 57 -, wait4 61 260, kill 62 129, prctl 157 167"
 
+# Further calls of a process that may open connections: sockets without `listen` and `accept`, and event loops.
+_NETWORK_CALLS = """
+connect 42 203, sendto 44 206, recvfrom 45 207, sendmsg 46 211, recvmsg 47 212, sendmmsg 307 269, recvmmsg 299 243,
+shutdown 48 210, bind 49 200, getsockname 51 204, getpeername 52 205, socketpair 53 199, setsockopt 54 208,
+getsockopt 55 209, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, eventfd2 290 19
+"""
+
 # Reported as unknown calls: the C library then uses older calls, whose arguments a filter can read.
 _UNKNOWN_CALLS = "clone3 435 435, openat2 437 437"
 
@@ -47,6 +54,11 @@ _CHOICES = (
     ("ioctl", (16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONREAD, FIO(N)CLEX
     ("fcntl", (72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # not F_SETOWN and F_SETSIG: they send signals to others
     ("prlimit64", (302, 261), 0, (0,)),  # of this process only
+)
+_NETWORK_CHOICES = (
+    ("socket", (41, 198), 0, (2, 10, 16)),  # AF_INET, AF_INET6, AF_NETLINK (getaddrinfo); no AF_UNIX
+    ("ioctl", (16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # also FIONBIO
+    ("clone", (56, 220), 0, (0x3D0F00,)),  # a thread of the C library
 )
 # Allowed if these bits of one argument are zero: name, numbers, index of the argument, bits.
 _WRITES = 0o3 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY and O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
@@ -71,13 +83,14 @@ def is_available() -> bool:
     return platform.machine() in _AUDIT_ARCHITECTURES and _libc().prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) >= 0
 
 
-def install(*, forks: bool) -> None:
+def install(*, forks: bool, network: bool = False) -> None:
     """Install the filter for this thread and its children; irreversible, later filters can only restrict further.
 
-    forks: whether the process may start, signal and wait for processes. Raises OSError if the kernel refuses.
+    forks: whether the process may start, signal and wait for processes. network: whether the process may open
+    connections and start threads. Raises OSError if the kernel refuses.
     """
     libc = _libc()
-    instructions = program(forks)
+    instructions = program(forks, network)
     filter_program = _Program(len(instructions) // _INSTRUCTION_BYTES, ctypes.addressof(instructions))
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
         _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0
@@ -86,9 +99,9 @@ def install(*, forks: bool) -> None:
 
 
 @lru_cache
-def program(forks: bool) -> "ctypes.Array[ctypes.c_char]":
+def program(forks: bool, network: bool = False) -> "ctypes.Array[ctypes.c_char]":
     """The instructions of the filter; cached, so that a fork gets them from its parent."""
-    instructions = b"".join(_instructions(platform.machine(), forks))
+    instructions = b"".join(_instructions(platform.machine(), forks, network))
     return ctypes.create_string_buffer(instructions, len(instructions))
 
 
@@ -97,18 +110,19 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _instructions(machine: str, forks: bool) -> Iterator[bytes]:
+def _instructions(machine: str, forks: bool, network: bool) -> Iterator[bytes]:
     column = list(_AUDIT_ARCHITECTURES).index(machine)
     yield _one(_LOAD, _ARCHITECTURE_OFFSET)
     yield from (_if(_EQUAL, _AUDIT_ARCHITECTURES[machine], 1, 0), _one(_RETURN, _KILL))
     yield _one(_LOAD, _NUMBER_OFFSET)
     if machine == "x86_64":
         yield from (_if(_AT_LEAST, _X32, 0, 1), _one(_RETURN, _KILL))
-    for number in _numbers(f"{_CALLS}, {_FORKING_CALLS}" if forks else _CALLS, column):
+    further = [*([_FORKING_CALLS] * forks), *([_NETWORK_CALLS] * network)]
+    for number in _numbers(", ".join([_CALLS, *further]), column):
         yield from (_if(_EQUAL, number, 0, 1), _one(_RETURN, _ALLOW))
     for number in _numbers(_UNKNOWN_CALLS, column):
         yield from (_if(_EQUAL, number, 0, 1), _one(_RETURN, _ERRNO | errno.ENOSYS))
-    for _, numbers, argument, values in _CHOICES:
+    for _, numbers, argument, values in (*(_NETWORK_CHOICES if network else ()), *_CHOICES):
         yield from _choice(numbers[column], argument, values)
     for _, numbers_or_none, argument, bits in _MASKS + (_FORKING_MASKS if forks else ()):
         if (number_or_none := numbers_or_none[column]) is not None:

@@ -23,7 +23,20 @@ class Evaluation:
     """Rewards outside of lowest..highest count as forged by the text."""
 
 
-Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Components:
+    """A reward that is the weighted sum of named components."""
+
+    reward: float
+    values: dict[str, float]
+    """Component -> value, without its weight."""
+
+
+class Invalid(Exception):
+    """A reward function cannot be used, or returned something that is no reward; the message is complete."""
+
+
+Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation | Components]
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")

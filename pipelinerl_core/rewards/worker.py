@@ -1,10 +1,13 @@
 """The process that runs one verifier: JSON lines in, JSON lines out, one scoring at a time.
 
+in   null                                   once: the argument that prepares the verifier
+out  {"ready": true}                        once, when the verifier is loaded and the process is sealed; or
+out  {"failed": "NameError: name 'x' is not defined (mine.py:3)"}     and the process ends
 in   {"id": 7, "text": "7,15.15", "task": {"answer": "15"}}
-out  {"ready": true}                        once, when the verifier is loaded and the process is sealed
 out  {"id": 7, "reward": 1.0}
 out  {"id": 8, "reward": 0.0, "lost": "timeout"}    an evaluation exceeded its deadline
-out  {"id": 9, "error": "KeyError: 'answer' (verifiers.py:23)"}
+out  {"id": 9, "error": "KeyError: 'answer' (verifiers.py:23)", "raised": true}
+out  {"id": 10, "reward": 1.5, "components": {"correct": 1.0, "short": 0.5}}
 
 The text is untrusted. A verifier that compares runs in this process. A verifier that evaluates returns an Evaluation,
 which runs in a fork (forked.py), so that side effects end with the fork. The process ends when its input closes, and
@@ -25,7 +28,7 @@ from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.rewards import forked, isolation
-from pipelinerl_core.rewards.verifiers import Evaluation, Verifier
+from pipelinerl_core.rewards.verifiers import Components, Evaluation, Invalid, Verifier
 
 
 def main() -> None:
@@ -36,7 +39,11 @@ def main() -> None:
     replies = _claim_stdout()
     resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    verifier, warm_up = _loaded(arguments.verifier, json.loads(arguments.prepare))
+    try:
+        verifier, warm_up = _loaded(arguments.verifier, json.loads(sys.stdin.buffer.readline()))
+    except Exception as error:  # noqa: BLE001  (a user's module raises anything)
+        forked.write_all(replies, json.dumps({"failed": _failure(error)["error"]}).encode() + b"\n")
+        return
     limits = forked.Limits(
         seconds=arguments.timeout_seconds,
         memory_bytes=min(arguments.memory_bytes, isolation.address_space_bytes() + isolation.EVALUATION_BYTES),
@@ -44,7 +51,7 @@ def main() -> None:
     )
     evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
     if arguments.seal:
-        isolation.seal(isolation.Policy(forks=arguments.forks))
+        isolation.seal(isolation.Policy(forks=arguments.forks, network=arguments.network))
     forked.write_all(replies, b'{"ready":true}\n')
     if arguments.forks:
         evaluator.start_next()
@@ -58,12 +65,12 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--verifier", required=True, help="module:function")
-    parser.add_argument("--prepare", required=True, help="JSON, for the function `prepare` of the module; null: none")
     parser.add_argument("--timeout-seconds", type=float, required=True, help="limit of one evaluation")
     parser.add_argument("--memory-bytes", type=int, required=True, help="limit of the address space")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--seal", action="store_true", help="drop all permissions that a verifier does not need")
     parser.add_argument("--forks", action="store_true", help="the verifier evaluates")
+    parser.add_argument("--network", action="store_true", help="the verifier opens connections")
     return parser.parse_args()
 
 
@@ -71,17 +78,22 @@ def _loaded(location: str, prepare: Any) -> tuple[Verifier, Callable[[], object]
     """The verifier, and the function that a fork calls before its request arrives."""
     module_name, _, function = location.partition(":")
     module = import_module(module_name)
+    if isinstance(found := getattr(module, function), type):  # a verifier that is built for the run
+        return found(prepare), lambda: None
     warm_up = module.prepare(prepare) if prepare is not None else lambda: None
-    return getattr(module, function), warm_up
+    return found, warm_up
 
 
 def _reply(verifier: Verifier, line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
     request = json.loads(line)
-    return {"id": request["id"], **_caught(lambda: _scored(verifier, request, line, evaluator))}
+    caught = _caught(lambda: _scored(verifier, request, line, evaluator), getattr(verifier, "file", ""))
+    return {"id": request["id"], **caught}
 
 
 def _scored(verifier: Verifier, request: dict[str, Any], line: bytes, evaluator: forked.Evaluator) -> dict[str, Any]:
     verdict = verifier(request["text"], request["task"])
+    if isinstance(verdict, Components):
+        return {"reward": verdict.reward, "components": verdict.values}
     if not isinstance(verdict, Evaluation):
         return {"reward": verdict}
     try:
@@ -104,22 +116,32 @@ def _evaluation(verifier: Verifier, line: bytes) -> dict[str, Any]:
     return _caught(scored)
 
 
-def _caught(scored: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result with its reward as a float, or {"error": text}."""
+def _caught(scored: Callable[[], dict[str, Any]], file: str = "") -> dict[str, Any]:
+    """The result with its reward as a float, or the failure."""
     try:
         result = scored()
     except Exception as error:  # noqa: BLE001  (the boundary: whatever a verifier raises is data)
-        return {"error": _one_line(error)}
+        return _failure(error, file)
     if "reward" in result and not math.isfinite(reward := float(result["reward"])):
         return {"error": f"the reward is {reward}, not a finite number"}
     return {**result, "reward": float(result["reward"])} if "reward" in result else result
 
 
-def _one_line(error: Exception) -> str:
-    """Type, first line of the message, and innermost file and line of an exception."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    message = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {message} ({os.path.basename(frame.filename)}:{frame.lineno})"
+def _failure(error: Exception, file: str = "") -> dict[str, Any]:
+    """Type, first line of the message, and file and line of an exception: the innermost in the user's file, if any.
+
+    file: of the verifier's module. The code of a stored file is compiled under a name without directory.
+    """
+    message = (str(error).splitlines() or [""])[0]
+    if isinstance(error, Invalid):
+        return {"error": message[:500]}
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if one.filename == file or one.filename[0] not in "/<"]
+    shown = (own or [one for one in frames if one.filename[0] != "<"] or frames)[-1]
+    name, line = shown.filename, shown.lineno
+    if isinstance(error, SyntaxError) and error.filename:  # of a loaded file, which has no frame
+        name, line, message = error.filename, error.lineno, error.msg
+    return {"error": f"{type(error).__name__}: {message[:200]} ({os.path.basename(name)}:{line})", "raised": True}
 
 
 def _claim_stdout() -> int:

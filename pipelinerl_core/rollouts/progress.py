@@ -12,6 +12,8 @@ from pipelinerl_core.types import (
     Origin,
     Outcome,
     PartialRow,
+    RewardComponent,
+    Score,
     WeightSpan,
 )
 
@@ -33,6 +35,7 @@ class Progress:
         self.finish_reason: FinishReason | None = None
         self.reward: float | None = None
         self.outcome: Outcome | None = None
+        self.reward_components: tuple[RewardComponent, ...] = ()
         self.origins: tuple[Origin, ...] = ()
         if restored is not None:
             self._token_ids, self._logprobs = [restored.token_ids], [restored.rollout_logprobs]
@@ -41,6 +44,7 @@ class Progress:
             self._is_news = True
             if restored.outcome is Outcome.SCORED:  # a rollout with an error is scored again
                 self.reward, self.outcome = restored.reward, restored.outcome
+                self.reward_components = restored.reward_components
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +81,7 @@ class Progress:
     def score(self, reward: float | None) -> None:
         """Set the reward; None for an error."""
         self.reward = reward
+        self.reward_components = reward.components if isinstance(reward, Score) else ()
         self.outcome = Outcome.SCORED if reward is not None else Outcome.ERROR
         self._is_news = True
 
@@ -100,4 +105,5 @@ class Progress:
             reward=self.reward,
             outcome=self.outcome,
             origins=self.origins,
+            reward_components=self.reward_components,
         )

@@ -7,6 +7,7 @@ A failed scoring is data: outcome `error`, reward None. The other rollouts of th
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from pipelinerl_core.types import (
     Rollout,
     Sampler,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def rollout_seed(seed: int, group_id: int, rollout_index: int) -> int:
@@ -111,7 +114,8 @@ class GroupRunner:
             completion = await self._complete(request, progress)
             finished_at = time.time()
             if progress.outcome is None:
-                progress.score(await self._scorer.score(lease.prompt, self._codec.decode(completion.token_ids)))
+                text = self._codec.decode(completion.token_ids)
+                progress.score(await self._scorer.score(lease.prompt, text, completion))
         except EngineError as failure:
             completion, finished_at, error, origins = _empty_completion(), time.time(), f"engine: {failure}", ()
         except RewardError as failure:
@@ -143,6 +147,7 @@ class GroupRunner:
             finished_at=finished_at,
             scored_at=time.time(),
             origins=origins,
+            reward_components=progress.reward_components if reward is not None else (),
         )
 
     async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:
@@ -188,6 +193,8 @@ class ErrorBudget:
             self.num_errors += failed
             if failed and self.first_error is None:
                 self.first_error = rollout.error
+            if failed and self.num_errors & (self.num_errors - 1) == 0:  # the 1st, 2nd, 4th, 8th
+                logger.warning("%d rollouts without a reward so far; the newest: %s", self.num_errors, rollout.error)
         del self._recent[: -self.WINDOW]
 
     @property

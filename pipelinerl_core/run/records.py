@@ -2,6 +2,7 @@
 
 <root>/<run_id>/
   run.json                               resolved configuration, seeds, code version, MLflow run id; written once
+  code/<sha256>.py                       the file of reward.function
   hub.json                               address and heartbeat of the hub; rewritten every second
   control.json                           request to drain the run
   epochs/<k>.json                        one per start of hub and trainer
@@ -45,6 +46,11 @@ ADAPTERS_FILE = "adapters.safetensors"
 def holds_adapters(manifest: WeightManifest) -> bool:
     """Whether a version holds adapters only, which readers merge into the starting model."""
     return any(entry.name == ADAPTERS_FILE for entry in manifest.files)
+
+
+def code_key(sha256: str) -> str:
+    """A file of the user's code."""
+    return f"code/{sha256}.py"
 
 
 def epoch_key(epoch: int) -> str:
@@ -133,6 +139,8 @@ class RunRecord(Record):
     flow_run_id: str | None = None
     mlflow_run_id: str | None = None
     mlflow_uri: str | None = None
+    reward_sha256: str | None = None
+    """The file of reward.function, stored as `code_key`; None without such a file."""
 
 
 class EpochRecord(Record):

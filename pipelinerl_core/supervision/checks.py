@@ -28,6 +28,8 @@ from pipelinerl_core.telemetry.redact import redact_text
 HTTP_SECONDS = 5.0
 PROMPTS_SECONDS = 120.0
 """Limit of the prompts check, which may read a data set over the network."""
+REWARD_SECONDS = 60.0
+"""Limit of the start of a scoring process with a user's reward function, which may import large libraries."""
 PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
 DOWNLOAD_SECONDS = 7200.0
@@ -71,10 +73,11 @@ def check_context(config: RunConfig, directory: Path) -> None:
         )
 
 
-def check_all(config: RunConfig, root: str) -> list[str]:
+def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> list[str]:
     """All checks of a configuration, cheap checks first; builds a missing built-in model.
 
-    Returns lines of text about the prompts: their number, the held-out share, their lengths.
+    is_new: the run does not exist yet. A run that exists uses its stored copy of the reward function. Returns lines
+    of text: number, held-out share and lengths of the prompts, and warnings about the reward function.
     """
     check_root(root)
     check_hub_address(config)
@@ -84,9 +87,11 @@ def check_all(config: RunConfig, root: str) -> list[str]:
     check_mlflow(config.tracking.chosen_uri)
     is_model_there = resolve_model_path(config.model.path) is not None
     facts = check_prompts(config)
+    warnings = check_reward(config) if is_new else []
     check_model(config)
     check_space(config, root)
-    return facts if is_model_there else check_prompts(config)  # again: prompts are measured with the tokenizer
+    # Again without a model so far: prompts are measured with the tokenizer.
+    return [*(facts if is_model_there else check_prompts(config)), *warnings]
 
 
 def check_root(root: str) -> None:
@@ -181,22 +186,41 @@ def check_prompts(config: RunConfig) -> list[str]:
     """The prompt source opens and returns a prompt, and the model's tokenizer, if the model is on this host, encodes
     the prompts; checked in a child process, because the libraries are heavy. Returns lines of text about the
     prompts."""
-    command = ending_with_parent([sys.executable, "-m", "pipelinerl_core.prompts.check"])
+    return _check_in_child("prompts", "pipelinerl_core.prompts.check", config, PROMPTS_SECONDS)
+
+
+def check_reward(config: RunConfig) -> list[str]:
+    """A user's reward function loads and scores two completions of the first prompt, in a scoring process.
+
+    Returns warnings: one line with file and line for each exception of the function, because the completions are no
+    real ones.
+    """
+    if not config.reward.function:
+        return []
+    seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
+    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", config, seconds)
+
+
+def _check_in_child(subject: str, module: str, config: RunConfig, seconds: float) -> list[str]:
+    """Run a module that checks the configuration on its stdin. Returns the lines of its stdout.
+
+    Raises ConfigError with the last line of its stderr if its exit code is not 0.
+    """
     try:
         ended = subprocess.run(
-            command,
+            ending_with_parent([sys.executable, "-m", module]),
             input=json.dumps(config.model_dump(mode="json")),
             env=role_environment(1, ""),
             capture_output=True,
             text=True,
-            timeout=PROMPTS_SECONDS,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"prompts: the source returned no prompt within {PROMPTS_SECONDS:.0f} s") from None
+        raise ConfigError(f"{subject}: the check did not end within {seconds:.0f} s") from None
     if ended.returncode != 0:
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise ConfigError(lines[-1] if lines else f"prompts: the check ended with code {ended.returncode}")
+        raise ConfigError(lines[-1] if lines else f"{subject}: the check ended with code {ended.returncode}")
     return ended.stdout.splitlines()
 
 

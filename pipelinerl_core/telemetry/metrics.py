@@ -295,6 +295,7 @@ def step_metrics(
     values = {
         "reward/mean": _mean(rewards),
         "reward/std": float(rewards.std()) if len(rewards) else None,
+        **_component_means(rows),
         "rollout/length_mean": _mean(lengths),
         "rollout/length_p995": measures.percentile(lengths, 99.5),
         "lag/mean": measures.mean_of_counts(lags_L),
@@ -310,6 +311,15 @@ def step_metrics(
         "progress/seconds": seconds,
     }
     return finite({**learned, **values})
+
+
+def _component_means(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
+    """reward/<component> -> mean over the scored rollouts that have the component."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for component in row.rollout.reward_components:
+            values.setdefault(f"reward/{component.name}", []).append(component.value)
+    return {name: _mean(np.array(found)) for name, found in values.items()}
 
 
 def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:

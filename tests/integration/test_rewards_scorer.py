@@ -229,8 +229,16 @@ def test_two_workers_work_side_by_side(make_scorer, prompt, tmp_path):
     assert asyncio.run(main()) == [1.0, 1.0]  # one after the other, the first would wait until its deadline
 
 
-def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt):
+def test_a_verifier_that_cannot_be_loaded_is_named(prompt):
     spec = ChildSpec(name="obedient", function="no_such_module:f", timeout_seconds=5, memory_bytes=1 << 30)
+    (error,) = run(ProcessScorer(spec, 1), "ok", prompt=prompt)
+    assert "verifier obedient: ModuleNotFoundError: No module named 'no_such_module' (" in str(error)
+
+
+def test_a_child_that_cannot_start_fails_everything_in_one_line(prompt, tmp_path, monkeypatch):
+    (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = ChildSpec(name="obedient", function="ends_at_import:f", timeout_seconds=5, memory_bytes=1 << 30)
     first, second = run(ProcessScorer(spec, 1), "ok", "ok", prompt=prompt)
     said = "verifier obedient: the child process did not start (exit code 1), after 2 restarts (at most 2 in a row)"
     assert str(first) == str(second) == said

@@ -25,6 +25,7 @@ from pipelinerl_core.roles.runtime.process import (
 )
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
+from pipelinerl_core.run.reward_code import stored_code
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -43,7 +44,9 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
     scorer = build_scorer(  # may raise ConfigError: before the engine, which takes minutes to load
-        context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause)
+        context.config,
+        lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause),
+        stored_code(context),
     )
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     segments = SegmentWriter(

@@ -27,6 +27,7 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import next_to_evaluate
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import Commit, EvalRecord, eval_key
+from pipelinerl_core.run.reward_code import stored_code
 from pipelinerl_core.run.versions import find_commits, names_several
 from pipelinerl_core.types import EngineRequest, Prompt, Sampler
 from pipelinerl_core.weights.base import BaseWeights
@@ -56,7 +57,8 @@ async def evaluate(
             if chunk.completion is not None:
                 text = codec.decode(chunk.completion.token_ids)
                 try:
-                    return await scorer.score(prompt, text), len(chunk.completion.token_ids), text
+                    reward = await scorer.score(prompt, text, chunk.completion)
+                    return reward, len(chunk.completion.token_ids), text
                 except RewardError as error:
                     logger.warning("%s: %s", prompt.prompt_id, error)
                     return None, len(chunk.completion.token_ids), text
@@ -90,7 +92,7 @@ async def run(
     known = _known_accuracies(context) if names_several(version) else {}
     records: list[EvalRecord] = []
     monitor = monitor or RoleMonitor("evaluator", "evaluator", context.run_id)
-    async with _evaluation(context.config, context.run_id) as evaluation, heartbeats(monitor, evaluation.engine):
+    async with _evaluation(context) as evaluation, heartbeats(monitor, evaluation.engine):
         monitor.set_readiness_check(lambda: "")
         while (step := next_to_evaluate(commits, known, enough)) is not None:
             record = await evaluation.measure(context, commits[step])
@@ -125,12 +127,13 @@ class _Evaluation:
 
 
 @asynccontextmanager
-async def _evaluation(config: RunConfig, run_id: str) -> AsyncIterator[_Evaluation]:
+async def _evaluation(context: RunContext) -> AsyncIterator[_Evaluation]:
     """The evaluation on the starting model, closed after the block. Accelerators are not emulated."""
+    config = context.config
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
-    scorer = build_scorer(config)
-    engine = await open_engine(as_it_is, run_id=run_id, name="evaluator")
+    scorer = build_scorer(config, code=stored_code(context))
+    engine = await open_engine(as_it_is, run_id=context.run_id, name="evaluator")
     try:
         prompts = build_source(config).held_out(config.eval.num_prompts)
         yield _Evaluation(

@@ -2,7 +2,16 @@
 
 import numpy as np
 
-from pipelinerl_core.types import FinishReason, Origin, Outcome, Rollout, Sampler, TurnSpan, WeightSpan
+from pipelinerl_core.types import (
+    FinishReason,
+    Origin,
+    Outcome,
+    RewardComponent,
+    Rollout,
+    Sampler,
+    TurnSpan,
+    WeightSpan,
+)
 
 TURNS = (TurnSpan(0, 2), TurnSpan(2, 4))  # the last token of `by_hand` was not sampled
 
@@ -36,4 +45,5 @@ def by_hand(rollout_index: int = 0) -> Rollout:
     )
 
 
+COMPONENTS = (RewardComponent("correct", 1.0), RewardComponent("short", -0.1))
 ORIGINS = (Origin("actor-7", 1700000000, 2), Origin("actor-0", 1700000009, 1))

@@ -117,6 +117,7 @@ def is_sound_row(row) -> bool:
         reached, newest = span["end"], span["version"]
     ends = [0, *(turn["end"] for turn in turns or ())]
     counts = [origin["num_tokens"] for origin in row["origins"] or ()]
+    components = row["reward_components"] or ()
     times = [row[name] for name in ("started_at", "finished_at", "scored_at", "temperature", "top_p")]
     return (
         reached == length == len(mask) == len(row["rollout_logprobs"]) <= MAX_TOKENS
@@ -128,6 +129,8 @@ def is_sound_row(row) -> bool:
         and all(count > 0 for count in counts)
         and sum(counts) <= length
         and all(0 <= time <= 1e11 for time in times)
+        and all(component["name"] and abs(component["value"]) <= 1e9 for component in components)
+        and len({component["name"] for component in components}) == len(components)
         and row["outcome"] in ("scored", "error")
         and row["finish_reason"] in ("stop", "length", "abort")
         and (row["reward"] is None) == (row["outcome"] == "error")
@@ -233,6 +236,10 @@ FAULTS = {
     "scored_at": ([0.0] * 5 + [1.1e11], "row 5: scored_at is 110000000000.0"),
     "temperature": ([1.0] * 5 + [math.inf], "row 5: temperature is inf"),
     "top_p": ([1.0] * 5 + [-0.5], "row 5: top_p is -0.5"),
+    "reward_components": (
+        [None] * 5 + [[{"name": "mean value", "value": 1.0}]],
+        "row 5: reward_components is .* different names",
+    ),
     "turn_spans": (
         [None] * 5 + [[TurnSpan(0, 11)]],
         "row 5: loss_mask is true at token 11, in none of",

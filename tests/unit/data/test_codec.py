@@ -27,7 +27,7 @@ from pipelinerl_core.data.schema import (
 )
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.types import FinishReason, Outcome, Rollout, TrainingRow, TurnSpan, WeightSpan
-from tests.unit.data.rollout_case import ORIGINS, TURNS, by_hand
+from tests.unit.data.rollout_case import COMPONENTS, ORIGINS, TURNS, by_hand
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -86,6 +86,7 @@ def random_rollouts(draw):
                 error=draw(st.none() | st.text(max_size=5)),
                 finish_reason=draw(st.sampled_from(FinishReason)),
                 turn_spans=draw(st.sampled_from([(), (TurnSpan(0, 1),), TURNS])),
+                reward_components=draw(st.sampled_from([(), COMPONENTS[:1], COMPONENTS])),
             )
         )
     return made
@@ -166,25 +167,31 @@ def test_turns_and_their_advantages_survive_and_are_null_without():
 # ---- segments as bytes ----
 
 
-VERSIONS = [("v1", (), ()), ("v1.1", ORIGINS, ()), ("v1.2", ORIGINS, TURNS)]
+VERSIONS = [
+    ("v1", (), (), ()),
+    ("v1.1", ORIGINS, (), ()),
+    ("v1.2", ORIGINS, TURNS, ()),
+    ("v1.3", ORIGINS, TURNS, COMPONENTS),
+]
 
 
-@pytest.mark.parametrize(("version", "origins", "turns"), VERSIONS)
-def test_the_golden_segment_of_every_version_still_reads(version, origins, turns):
+@pytest.mark.parametrize(("version", "origins", "turns", "components"), VERSIONS)
+def test_the_golden_segment_of_every_version_still_reads(version, origins, turns, components):
     path = GOLDEN / f"rollouts_{version}.arrow"
     (batch,) = from_segment(path.read_bytes(), path.name)
     batch = conform(batch)
     split_groups(batch)
     for found, expected in zip(decode_rollouts(batch), [by_hand(0), by_hand(1)], strict=True):
-        assert_equal(found, replace(expected, origins=origins, turn_spans=turns))
+        assert_equal(found, replace(expected, origins=origins, turn_spans=turns, reward_components=components))
 
 
-@pytest.mark.parametrize(("version", "origins", "turns"), VERSIONS)
-def test_the_golden_batch_of_every_version_still_reads(version, origins, turns):
+@pytest.mark.parametrize(("version", "origins", "turns", "components"), VERSIONS)
+def test_the_golden_batch_of_every_version_still_reads(version, origins, turns, components):
     path = GOLDEN / f"batches_{version}.arrow"
     first, second = decode_batch(from_segment(path.read_bytes(), path.name)[0])
     for found, index, advantage, live in ((first, 1, -0.5, [3]), (second, 0, 2 / 3, [0, 1, 2, 3])):
-        assert_equal(found.rollout, replace(by_hand(index), origins=origins, turn_spans=turns))
+        expected = replace(by_hand(index), origins=origins, turn_spans=turns, reward_components=components)
+        assert_equal(found.rollout, expected)
         assert found.advantage == float(np.float32(advantage))
         assert np.flatnonzero(found.loss_mask).tolist() == live
     assert [first.loss_weight, second.loss_weight] == [0.125, float(np.float32(0.1))]
@@ -232,14 +239,14 @@ def test_another_major_version_is_refused_by_name():
 
 
 def test_a_newer_minor_version_may_have_more_columns():
-    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.3")
+    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.4")
     check_schema(newer)
     plain = encode_rollouts("run", [by_hand()])
     batch = pa.RecordBatch.from_arrays([*plain.columns, pa.array([0.5], pa.float32())], schema=newer)
     assert conform(batch).equals(plain)
     assert_equal(decode_rollouts(batch)[0], by_hand())
     with pytest.raises(SchemaMismatch, match="novelty"):
-        check_schema(with_version(newer, "1.2"))
+        check_schema(with_version(newer, "1.3"))
 
 
 def test_a_batch_may_lack_the_advantages_of_turns_only_in_older_versions():

@@ -26,6 +26,7 @@ from pipelinerl_core.types import (
     WeightSpan,
 )
 from tests.builders import partial_row as row
+from tests.unit.data.rollout_case import COMPONENTS
 
 
 def assert_same(found, expected):
@@ -34,11 +35,12 @@ def assert_same(found, expected):
         assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, name
 
 
-@pytest.mark.parametrize("version", ["v1.1", "v1.2"])
-def test_the_golden_log_of_every_version_still_reads(version):
+@pytest.mark.parametrize(("version", "components"), [("v1.1", ()), ("v1.2", ()), ("v1.3", COMPONENTS)])
+def test_the_golden_log_of_every_version_still_reads(version, components):
     path = Path(__file__).parents[2] / "golden" / f"partials_{version}.arrow"
     (batch,) = from_segment(path.read_bytes(), path.name)
-    for found, expected in zip(decode_partials(batch), [row(2, 3), row(0, 4, index=1, **ENDED)], strict=True):
+    ended = row(0, 4, index=1, **ENDED, reward_components=components)
+    for found, expected in zip(decode_partials(batch), [row(2, 3), ended], strict=True):
         assert_same(found, expected)
 
 

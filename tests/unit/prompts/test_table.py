@@ -216,3 +216,49 @@ def test_a_verifier_of_other_prompts_is_refused(tmp_path):
         build_source(
             build_config({"prompts": {"kind": "file", "path": str(path)}, "reward": {"kind": "reasoning_gym"}})
         )
+
+
+def with_function(path, **prompts):
+    values = {"prompts": {"kind": "file", "path": str(path), **prompts}, "reward": {"function": "mine.py:score"}}
+    return build_source(build_config(values))
+
+
+def test_a_reward_function_gets_all_columns_and_needs_no_answer(tmp_path):
+    table = pa.table(
+        {
+            "prompt": ["a", "b"],
+            "level": [3, None],
+            "tags": [["x"], []],
+            "chance": [float("nan"), 0.5],
+            "picture": [b"\x89", b""],
+            "day": pa.array([0, 1], pa.date32()),
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = with_function(tmp_path / "rows.parquet")
+    both = {prompt.text: prompt.task for prompt in [rows.prompt(0), *rows.held_out(1)]}
+    assert both["a"] == {
+        "prompt": "a",
+        "level": 3,
+        "tags": ["x"],
+        "chance": None,
+        "picture": None,
+        "day": "1970-01-01",
+    }
+    assert both["b"] == {
+        "prompt": "b",
+        "level": None,
+        "tags": [],
+        "chance": 0.5,
+        "picture": None,
+        "day": "1970-01-02",
+    }
+    assert rows.prompt(0).env == "mine.py:score"
+    with pytest.raises(ConfigError, match=r"prompts\.answer_column=solution: no such column"):
+        with_function(tmp_path / "rows.parquet", answer_column="solution")
+
+
+def test_the_reference_answer_is_text_beside_its_column(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": str(number), "sum": number} for number in range(40)])
+    prompt = with_function(path, answer_column="sum").prompt(0)
+    assert prompt.task == {"prompt": prompt.text, "sum": int(prompt.text), "answer": prompt.text}

@@ -36,6 +36,7 @@ REQUIRED = {
     "engine",
     "steps",
     "wall_seconds",
+    "reward_components",
     "reward_first",
     "reward_last",
     "eval_first",

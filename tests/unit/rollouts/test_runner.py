@@ -1,6 +1,7 @@
 """Rollouts of a lease: sampled, scored, and continued from the log of a previous holder."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from pipelinerl_core.errors import RewardError
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
 from pipelinerl_core.testing.models import tiny_model
-from pipelinerl_core.types import FinishReason, Origin, Outcome, PartialRow, Prompt, WeightSpan
+from pipelinerl_core.types import (
+    FinishReason,
+    Origin,
+    Outcome,
+    PartialRow,
+    Prompt,
+    RewardComponent,
+    Score,
+    WeightSpan,
+)
 
 PROMPT = Prompt(prompt_id="p", source="sums", env="sums", text="1+2=")
 CONFIG = load_config("quickstart", ["rollouts.group_size=3", "rollouts.max_tokens=24"])
@@ -25,7 +35,7 @@ class Scorer:
         self.failing = failing
         self.scored = []
 
-    async def score(self, prompt, text):
+    async def score(self, prompt, text, completion=None):
         self.scored.append(text)
         if len(self.scored) in self.failing:
             raise RewardError("killed")
@@ -109,6 +119,21 @@ def test_an_ended_rollout_without_a_reward_is_scored_and_not_sampled():
     continued, _, _ = run(scorer, {0: ended}, attempt=1)
     assert continued[0].completion_token_ids.tolist() == whole[0].completion_token_ids[:5].tolist()
     assert (continued[0].reward, continued[0].finish_reason) == (5.0, FinishReason.STOP)
+
+
+def test_components_of_a_reward_are_in_the_rollout_and_in_the_log():
+    parts = (RewardComponent("right", 1.0), RewardComponent("short", 2.0))
+
+    class ComponentScorer(Scorer):
+        async def score(self, prompt, text, completion=None):
+            return Score(len(completion.token_ids), parts)
+
+    rollouts, rows, _ = run(ComponentScorer())
+    assert [(one.reward, one.reward_components) for one in rollouts] == [(24.0, parts)] * 3
+    assert {row.reward_components for row in join_rows(rows).values()} == {parts}
+    ended = taken_from(rollouts[0], 24, finish_reason=FinishReason.LENGTH, reward=7.0, outcome=Outcome.SCORED)
+    continued, _, _ = run(Scorer(), {0: replace(ended, reward_components=parts)}, attempt=1)
+    assert [one.reward_components for one in continued] == [parts, (), ()]
 
 
 def test_an_error_of_the_reward_is_logged_as_one():

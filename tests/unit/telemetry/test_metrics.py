@@ -1,5 +1,6 @@
 """Step metrics against numbers worked out by hand, and their declarations."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.types import WeightSpan
+from pipelinerl_core.types import RewardComponent, WeightSpan
 
 LEARNED = {
     "importance/ess": 0.9,
@@ -64,6 +65,15 @@ def test_rewards_lengths_and_versions_are_over_rollouts():
     assert metrics["rollouts/multi_version_fraction"] == pytest.approx(2 / 3)
     assert metrics["rollouts/max_versions"] == 3
     assert metrics["rollouts/error_fraction"] == pytest.approx(1 / 4)
+
+
+def test_each_component_of_the_reward_has_its_mean_over_the_rollouts_that_have_it():
+    parts = [(RewardComponent("right", 1.0), RewardComponent("short", 0.5)), (RewardComponent("right", 0.0),), ()]
+    rows = [replace(row, rollout=replace(row.rollout, reward_components=part))
+            for row, part in zip(three_rows(), parts, strict=True)]  # fmt: skip
+    metrics = metrics_of(rows)
+    assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 0.5)
+    assert metrics.keys() - metrics_of(three_rows()).keys() == {"reward/right", "reward/short"}
 
 
 def test_every_metric_of_a_step_is_declared():

@@ -1,0 +1,71 @@
+"""Check the reward function of the configuration on stdin, with the first training prompt, in a scoring process.
+
+Exit code 2 and one line on stderr if the function cannot be used; lines on stdout are warnings.
+"""
+
+import asyncio
+import json
+import sys
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.errors import ConfigError, FunctionRaised, RewardError
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.run.reward_code import local_code
+from pipelinerl_core.types import Prompt
+
+
+async def check(config: RunConfig, prompt: Prompt) -> list[str]:
+    """Score the reference answer and an empty completion; returns warnings. Raises ConfigError."""
+    subject = f"reward.function={config.reward.function}"
+    warnings: list[str] = []
+    scorer = build_scorer(
+        config,
+        lambda cause: warnings.append(
+            f"{subject}: a trial call took more than reward.timeout_seconds={config.reward.timeout_seconds:g}"
+        ),
+        local_code(config),
+    )
+    try:
+        for text in dict.fromkeys((str(prompt.task.get("answer", "")), "")):
+            try:
+                await scorer.score(prompt, text)
+            except FunctionRaised as error:
+                warnings.append(
+                    f"{subject}: a trial call with the completion {text[:40]!r} raised {_reason(error)}. Rollouts "
+                    f"with such errors have no reward and are not trained{_hint(config, error)}"
+                )
+            except RewardError as error:
+                raise ConfigError(f"{subject}: {_reason(error)}") from None
+    finally:
+        await scorer.close()
+    return warnings
+
+
+def _hint(config: RunConfig, error: RewardError) -> str:
+    """The key that allows what the isolation has refused."""
+    if "PermissionError" in str(error) and not config.reward.network:
+        return ". If the function needs the network, set reward.network=true"
+    return ". If the function needs a variable, name it in reward.environment" if "KeyError" in str(error) else ""
+
+
+def _reason(error: RewardError) -> str:
+    """The message without the name of the verifier, `verifier FILE.py:FUNCTION: `."""
+    return str(error).split(": ", 1)[1]
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        config = build_config(json.load(sys.stdin))
+        for line in asyncio.run(check(config, build_source(config).prompt(0))):
+            sys.stdout.write(f"{line}\n")
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

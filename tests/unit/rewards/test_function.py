@@ -1,0 +1,104 @@
+"""A user's reward function: loading, parameters by name, and what counts as a reward."""
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.rewards.function import FunctionSpec, RewardFunction
+from pipelinerl_core.rewards.verifiers import Components, Invalid
+
+ROW = {"answer": "4", "level": "hard", "prompt": "2+2=", "token_ids": [7, 8], "finish_reason": "stop"}
+
+
+def load(code, name="score", has_network=False, **weights):
+    spec = FunctionSpec(function=f"mine.py:{name}", code=code, weights=weights, has_network=has_network)
+    return RewardFunction(asdict(spec))
+
+
+def score(signature, expression="0", **options):
+    return load(f"import math\ndef score({signature}):\n    return {expression}\n", **options)("four: 4", ROW)
+
+
+@pytest.mark.parametrize(
+    ("signature", "expression", "reward"),
+    [
+        ("text, answer", "answer in text", 1.0),
+        ("level, prompt", "len(level + prompt)", 8.0),
+        ("token_ids, finish_reason", "len(token_ids) * (finish_reason == 'stop')", 2.0),
+        ("*, text", "len(text)", 7.0),
+        ("text, other=3", "other", 3.0),
+        ("text, level='easy'", "level == 'hard'", 1.0),
+        ("**row", "len(row)", 6.0),
+        ("text, *rest", "len(rest)", 0.0),
+        ("", "-2", -2.0),
+    ],
+)
+def test_a_function_is_called_with_the_parameters_that_it_names(signature, expression, reward):
+    assert score(signature, expression) == reward
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), 0.5])
+def test_numbers_of_numpy_are_rewards(value):
+    function = load("def score(value):\n    return value\n")
+    assert function("", {"value": value}) == 0.5
+
+
+def test_an_async_function_is_awaited_with_network():
+    code = "import asyncio\nasync def score(text):\n    await asyncio.sleep(0)\n    return 1\n"
+    assert load(code, has_network=True)("", {}) == 1.0
+    with pytest.raises(Invalid, match=r"reward\.network=true"):
+        load(code)
+
+
+def test_components_are_weighted_and_kept():
+    verdict = score("", "{'correct': True, 'short': 0.5, 'calm': 2}", correct=2.0, calm=-1.0)
+    assert verdict == Components(reward=2.0 + 0.5 - 2.0, values={"correct": 1.0, "short": 0.5, "calm": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("signature", "expression", "weights", "message"),
+    [
+        ("text, answr", "0", {}, "has the parameter answr, .* Available: answer, finish_reason, level"),
+        ("text, /", "0", {}, "positional-only"),
+        ("", "None", {}, r"returned None \(no `return`\?\), not a number"),
+        ("", "'1'", {}, "returned str '1', not a number"),
+        ("", "[1.0]", {}, "returned list"),
+        ("", "math.nan", {}, "returned nan"),
+        ("", "-math.inf", {}, "returned -inf"),
+        ("", "1e10", {}, "within 1e[+]09"),
+        ("", "{'a': None}", {}, "returned None .* for a, not a number"),
+        ("", "{}", {}, "returned 0 components"),
+        ("", "{'mean': 1}", {}, "named 'mean'"),
+        ("", "{'a b': 1}", {}, "named 'a b'"),
+        ("", "{'a': 1}", {"b": 1.0}, r"reward\.weights\.b: score returned no such component \(returned: a\)"),
+        ("", "1", {"b": 1.0}, "returned one number, but reward.weights names components"),
+        ("", "{'a': 1e9}", {"a": 2.0}, "as weighted sum"),
+    ],
+)
+def test_what_is_no_reward_is_refused(signature, expression, weights, message):
+    with pytest.raises(Invalid, match=message):
+        score(signature, expression, **weights)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def other(): pass", "no function score there. Functions: other"),
+        ("score = 3", "not callable, but has the type int"),
+        ("import no_such_module", "mine.py imports no_such_module, which is not installed"),
+    ],
+)
+def test_code_without_the_function_is_refused(code, message):
+    with pytest.raises(Invalid, match=message):
+        load(code)
+
+
+def test_a_module_that_is_not_installed_is_refused():
+    with pytest.raises(Invalid, match="Install the module on every host that runs actors"):
+        RewardFunction({"function": "no_such.module:score", "code": None, "weights": {}, "has_network": False})
+
+
+def test_a_function_of_an_installed_module_is_called():
+    dedented = RewardFunction({"function": "bisect:bisect", "code": None, "weights": {}, "has_network": False})
+    assert dedented("", {"a": [1, 2, 3], "x": 2}) == 2.0

@@ -1,0 +1,79 @@
+"""The file of reward.function is stored with the run, and the stored copy is the one that counts."""
+
+import hashlib
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.locate import create_run, run_url
+from pipelinerl_core.run.reward_code import local_code, stored_code, warn_of_changed_code
+
+CODE = "def score(text):\n    return 1.0\n"
+SHA256 = hashlib.sha256(CODE.encode()).hexdigest()
+
+
+def settings(function):
+    return load_config("quickstart", [f"reward.function={function}"])
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    return create_run(run_url(str(tmp_path), "r"), settings("mine.py:score"), flow_run_id="f", mlflow=None)
+
+
+def test_the_stored_copy_is_read_whatever_happens_to_the_local_file(run, tmp_path, caplog):
+    assert run.store.get(f"code/{SHA256}.py").decode() == CODE
+    warn_of_changed_code(run)
+    assert caplog.messages == []
+    changed = CODE.replace("1.0", "2.0")
+    (tmp_path / "mine.py").write_text(changed)
+    assert stored_code(open_run(run.store.url)) == CODE
+    warn_of_changed_code(run)
+    (line,) = caplog.messages
+    assert "mine.py" in line
+    assert SHA256 in line
+    assert hashlib.sha256(changed.encode()).hexdigest() in line
+    (tmp_path / "mine.py").unlink()
+    warn_of_changed_code(run)
+    assert len(caplog.messages) == 1
+
+
+def test_a_changed_copy_is_refused(run):
+    run.store.put(f"code/{SHA256}.py", b"def score(text): return 9\n")
+    with pytest.raises(ChecksumMismatch, match=SHA256):
+        stored_code(run)
+
+
+def test_nothing_is_stored_without_a_file(tmp_path):
+    for name, config in (("module", settings("a.module:score")), ("verifier", load_config("quickstart"))):
+        run = create_run(run_url(str(tmp_path), name), config, flow_run_id="f", mlflow=None)
+        assert run.record.reward_sha256 is None
+        assert stored_code(run) is None
+        assert run.store.list("code") == []
+
+
+def test_a_missing_file_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigError, match="no such file in"):
+        local_code(settings(f"{tmp_path}/none.py:score"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.function=score"], "names no function"),
+        (["reward.function=mine.py"], "names no function"),
+        (["reward.function=mine.txt:a-b"], "names no function"),
+        (["reward.function=mine.py:score", "reward.kind=sums"], "both choose the verifier"),
+        (["reward.weights.correct=1"], "reward.function, which is empty"),
+        (["reward.network=true"], "reward.function, which is empty"),
+        (["reward.function=mine.py:score", 'reward.environment=["PIPELINERL_TOKEN"]'], "cannot get"),
+        (["reward.function=mine.py:score", "reward.weights.correct=nan"], "not finite"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("quickstart", overrides)
