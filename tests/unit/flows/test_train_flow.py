@@ -1,11 +1,13 @@
 """What the train flow starts, and when it does not; roles that are only names."""
 
+import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 
-from pipelinerl.flows import train_flow
+from pipelinerl.flows import environment, train_flow
+from pipelinerl.tasks import preflight
 from pipelinerl_core.config import load_config
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -73,3 +75,11 @@ def test_no_actor_is_started_after_a_drain_during_the_first_evaluation(run, monk
 def test_a_drain_that_a_resume_has_kept_is_not_evaluated_first(run):
     ask_to_drain(run.store, by="this test")
     assert started(run) == ["hub", "trainer"]
+
+
+def test_log_lines_of_flows_and_tasks_reach_the_flow_run():
+    shown = environment._DEFAULTS["PREFECT_LOGGING_EXTRA_LOGGERS"].split(",")
+    train_flow.show_supervision()
+    for module in (preflight, train_flow):
+        assert any(module.logger.name.startswith(f"{name}.") for name in shown)
+        assert module.logger.isEnabledFor(logging.INFO)
