@@ -128,7 +128,7 @@ def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_ou
     page.go(url, height=1300)
     page.until("its defaults", f"{field_of('preset')}?.value === 'quickstart'")
     page.sees("Steps (Optional)", "Optimizer steps of the run.", "Max Lag (Optional)", "Learning Rate (Optional)")
-    page.sees("What differs from the preset", "conventional", "april", "pipelinerl config --keys")
+    page.sees("Settings that differ from the preset", "conventional", "april", "pipelinerl config --keys")
     assert "Property is type" not in page.text, "every field can be typed into"
     picture("form.png")
     page.fill(field_of("Steps"), "0")
