@@ -39,8 +39,9 @@ def train(root: Path, environment: dict[str, str], *overrides: str) -> dict[str,
     return json.loads(done.stdout)
 
 
-def test_the_chat_model_is_converted_and_trains_with_the_embedded_engine(tmp_path, environment):
-    report = train(tmp_path, environment)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_the_chat_model_is_converted_and_trains(tmp_path, environment, engine):
+    report = train(tmp_path, environment, f"engine.kind={engine}")
     assert report["steps"] == STEPS
     (record,) = tmp_path.glob("smollm2-*/run.json")
     dtype = json.loads(record.read_text())["config"]["model"]["dtype"]
