@@ -28,6 +28,7 @@ for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("O
 GROUPS = {
     "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run", "test_demo"),  # vLLM
     "golden": ("test_golden_runs",),
+    "demo": ("test_demo",),
     "chaos": ("test_chaos",),
     "hub": ("test_hub_process",),
     "ranks": ("test_trainer_ranks",),
