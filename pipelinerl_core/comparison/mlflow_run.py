@@ -18,7 +18,7 @@ def open_comparison(
     config: of any run of the comparison; names the MLflow server. key: of the comparison under the root. labels:
     further tags. Raises ConfigError when MLflow cannot be reached.
     """
-    uri = tracking_uri(config.tracking.mlflow_uri, root)
+    uri = tracking_uri(config.tracking.chosen_uri, root)
     if uri is None:
         return NoTracker(), None
     tags = {**source_tags(flow_run_id), **labels, "pipelinerl.url": f"{root}/{key}"}

@@ -50,7 +50,7 @@ def start_role(role: str, url: str, log: Path, *arguments: str) -> subprocess.Po
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "0",
     }
-    module = "tools.replay" if role == "replay" else f"roles.{role}.main"
+    module = {"replay": "tools.replay", "trainer_node": "roles.trainer.node"}.get(role, f"roles.{role}.main")
     command = [sys.executable, "-m", f"pipelinerl_core.{module}", "--run", url, *arguments]
     if role != "replay":
         command += ["--parent-pid", str(os.getpid())]

@@ -88,7 +88,7 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")}
     again = finished(start(tmp_path, *COMPARE), tmp_path)
-    assert "2 runs, 2 of them done before" in (tmp_path / "stderr.txt").read_text()
+    assert "2 runs, 2 of them already done" in (tmp_path / "stderr.txt").read_text()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/commits/*")} == before
     assert again == document
     directory = Path(document["url"].removeprefix("file://"))

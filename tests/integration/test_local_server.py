@@ -76,7 +76,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path, monkeypatch):
         lambda command: ["/bin/sh", "-c", "echo no such port; exit 1"],
     )
     with (
-        pytest.raises(Exception, match=r"ended with code 1; set PREFECT_API_URL(.|\n)*no such port"),
+        pytest.raises(Exception, match=r"ended with code 1. Set PREFECT_API_URL(.|\n)*no such port"),
         local_server(f"file://{tmp_path}"),
     ):
         pass

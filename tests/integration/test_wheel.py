@@ -18,7 +18,7 @@ from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "flows", "tasks", "pipelinerl_core")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "flows", "tasks", "pipelinerl", "pipelinerl_core")
 SHORT = ("trainer.steps=2", "eval.num_prompts=16", "trainer.groups_per_step=8", "engine.concurrency=32")
 
 
@@ -30,7 +30,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
     command = [
@@ -98,7 +98,9 @@ def test_the_wheel_trains_and_deploys_without_the_checkout(installed, environmen
             env=environment, cwd=tmp_path, check=True, timeout=400, stdout=subprocess.PIPE, stderr=log, text=True,
         ).stdout  # fmt: skip
 
-    where = answer("python", "-c", "import flows, tasks, pipelinerl_core; print(flows.__path__, tasks.__path__)")
+    where = answer(
+        "python", "-c", "import pipelinerl.flows as f, pipelinerl.tasks as t; print(f.__path__, t.__path__)"
+    )
     assert str(ROOT) not in where
     processes = [spawn("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port))]
     try:

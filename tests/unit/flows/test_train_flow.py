@@ -10,6 +10,7 @@ from pipelinerl.flows import environment, train_flow
 from pipelinerl.tasks import preflight
 from pipelinerl_core.config import load_config
 from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.supervision import supervise
 from pipelinerl_core.testing.fakes import MemoryStore
 
 
@@ -80,6 +81,6 @@ def test_a_drain_that_a_resume_has_kept_is_not_evaluated_first(run):
 def test_log_lines_of_flows_and_tasks_reach_the_flow_run():
     shown = environment._DEFAULTS["PREFECT_LOGGING_EXTRA_LOGGERS"].split(",")
     train_flow.show_supervision()
-    for module in (preflight, train_flow):
+    for module in (preflight, train_flow, supervise):
         assert any(module.logger.name.startswith(f"{name}.") for name in shown)
         assert module.logger.isEnabledFor(logging.INFO)
