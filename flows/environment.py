@@ -7,7 +7,7 @@ _DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # The UI shows the supervision's log lines with the flow run; the output of the roles stays in their log files.
-    "PREFECT_LOGGING_EXTRA_LOGGERS": "pipelinerl.tasks,pipelinerl.flows,pipelinerl_core.supervision,pipelinerl_core.run",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "pipelinerl,pipelinerl_core.run,pipelinerl_core.supervision",
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     "PREFECT_SHOW_PROMOTIONAL_CONTENT": "false",
     # MLflow is imported in the same process; this switches off the telemetry of MLflow.

@@ -145,7 +145,7 @@ def open_at(
 
 def show_supervision() -> None:
     """Let INFO lines of the supervision reach the flow run in the UI; the root logger's level would drop them."""
-    for name in ("pipelinerl.flows", "pipelinerl.tasks", "pipelinerl_core.supervision", "pipelinerl_core.run"):
+    for name in ("pipelinerl", "pipelinerl_core.run", "pipelinerl_core.supervision"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 
