@@ -147,9 +147,9 @@ def _validated(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise Lost(DIED) from None
     match reply:
-        case {"reward": float() | int() as reward} if not isinstance(reward, bool):
+        case {"reward": float() | int() as reward, **others} if not isinstance(reward, bool) and not others:
             return {"reward": reward}
-        case {"error": str() as text}:
+        case {"error": str() as text, **others} if not others:
             return {"error": "".join(letter for letter in text if letter.isprintable())}
     raise Lost(DIED)
 
