@@ -14,7 +14,7 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
-from pipelinerl.tasks.placement import HUB, TRAINER, RunRoles, hub_token, name_flow_run
+from pipelinerl.tasks.placement import EVALUATOR, HUB, TRAINER, RunRoles, hub_token, name_flow_run
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -157,21 +157,26 @@ def run_roles(
     evaluates: measure accuracy before the first and after the last step. is_enough: polled about once a second; if it
     returns True, the run ends before its last step.
     """
-    evaluates = evaluates and run.config.eval.num_prompts > 0
-    roles = RunRoles(run)
+    config = run.config
+    evaluates = evaluates and config.eval.num_prompts > 0
+    has_evaluator = evaluates and config.eval_steps > 0 and not config.evaluates_on_actors
+    roles = RunRoles(run, on_wait=watch.look)
     try:
         roles.start(HUB)
         roles.start(TRAINER)
+        if has_evaluator:
+            roles.start(EVALUATOR)
         roles.wait_until(
             "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
         )
         if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
             roles.evaluate("first")
         if not roles.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
-            for index in range(run.config.placement.actors):
+            for index in range(config.placement.actors):
                 roles.start(f"actor-{index}")
         follow(roles, watch, is_enough)
-        roles.stop()
+        is_complete = watch.committed_step >= config.trainer.steps
+        roles.stop(keep_evaluator=evaluates and is_complete)
         if evaluates and not wants_drain(run.store):
             roles.evaluate("last")
     finally:

@@ -229,6 +229,8 @@ class SyncReply(Message):
     """Groups that wait for the trainer; input of the engine's pace."""
     swaps_acknowledged: StepOrNone = -1
     """Newest swap version that the actor need not report again."""
+    evaluates: bool = False
+    """Whether this actor is the one that evaluates (eval.on=actors): the first by name."""
 
 
 class Ack(Message):

@@ -113,6 +113,7 @@ class Sampler:
     """How tokens are drawn. The seed is one per rollout; noise is keyed by (seed, position)."""
 
     temperature: float = 1.0
+    """0: greedy, the most likely token."""
     top_p: float = 1.0
     seed: int = 0
 

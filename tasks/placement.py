@@ -33,12 +33,14 @@ from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, 
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
+from pipelinerl_core.run.evaluations import SCHEDULED
+from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 
-HUB, TRAINER = "hub", "trainer"
+HUB, TRAINER, EVALUATOR = "hub", "trainer", "evaluator"
 WORKERS_SECONDS = 5.0
 """Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
 STOP_SECONDS = 9.5
@@ -207,18 +209,21 @@ class DeployedRole:
 class RunRoles:
     """The roles of one run: starts them, checks them and stops them."""
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: RunContext, on_wait: Callable[[], None] = lambda: None) -> None:
+        """on_wait: called about once a second while this object waits."""
         self._run = run
+        self._on_wait = on_wait
         self._members: dict[str, Role] = {}
         self._changed = Event()
         self._is_pooled = run.config.placement.kind == "work_pools"
         self._is_fenced = False
         """A newer start of the run uses the flow runs of the deployments; this start must not cancel them."""
+        self._has_evaluator_failed = False
         if self._is_pooled:
             Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
 
     def start(self, name: str) -> None:
-        """Start `hub`, `trainer` or an actor. The hub always runs on this host.
+        """Start `hub`, `trainer`, `evaluator` (beside training) or an actor. Hub and evaluator run on this host.
 
         On work pools, a trainer on several hosts is started on each host.
         """
@@ -234,24 +239,35 @@ class RunRoles:
     def evaluate(self, version: str, enough: float | None = None) -> None:
         """Evaluate `first`, `last` or `all` on this host and wait for the result; raises the error of a failed role.
 
+        An evaluator beside training evaluates the first and the last version too, unless it has ended.
         enough: accuracy after which, once two versions have reached it, the later versions of `all` are left out.
         """
+        deadline = time.monotonic() + EVALUATION_SECONDS
         name = f"evaluator-{version}"
+        wanted = eval_key(0 if version == "first" else self._run.config.trainer.steps)
+        while EVALUATOR in self._members and not self.has_ended(EVALUATOR):
+            if self._run.store.exists(wanted):
+                return
+            self._wait_for_evaluation(name, deadline)
+        if EVALUATOR in self._members and self._run.store.exists(wanted):
+            return
         self._begin(
             name, LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
         )
-        deadline = time.monotonic() + EVALUATION_SECONDS
         while not self.has_ended(name):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Set a lower eval.num_prompts"
-                )
-            self.wait(_POLL_SECONDS)
+            self._wait_for_evaluation(name, deadline)
+
+    def _wait_for_evaluation(self, name: str, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Set a lower eval.num_prompts")
+        self.wait(_POLL_SECONDS)
 
     def _create(self, name: str) -> Role:
         run, url, restarts = self._run, self._run.store.url, self._run.config.placement.max_restarts
         if name == HUB:
             return LocalRole(lambda stop: run_hub.submit(run, stop), self._changed)
+        if name == EVALUATOR:
+            return LocalRole(lambda stop: run_evaluation.submit(run, SCHEDULED, stop), self._changed)
         if self._is_pooled:
             if name == TRAINER:
                 return DeployedRole("trainer/trainer", {"run_url": url}, name, restarts)
@@ -266,7 +282,7 @@ class RunRoles:
         return LocalRole(lambda stop: run_actor.submit(run, name, stop), self._changed)
 
     def has_ended(self, name: str) -> bool:
-        """Whether a role has ended; raises the error of any failed role."""
+        """Whether a role has ended; raises the error of any failed role but the evaluator, which is logged once."""
         for other, member in self._members.items():
             if member.has_ended():
                 try:
@@ -274,8 +290,17 @@ class RunRoles:
                 except Fenced:
                     self._is_fenced = True
                     raise
+                except PipelineRLError as error:
+                    if other != EVALUATOR:
+                        raise
+                    self._note_failed_evaluator(error)
                 self._check_node(other)
         return self._members[name].has_ended()
+
+    def _note_failed_evaluator(self, error: PipelineRLError) -> None:
+        if not self._has_evaluator_failed:
+            logger.warning("no further evaluations during training: %s", error)
+        self._has_evaluator_failed = True
 
     def _check_node(self, name: str) -> None:
         """Raise RoleFailed if a further host of the trainer has ended before the run, for example was cancelled."""
@@ -290,6 +315,7 @@ class RunRoles:
         """Wait until a role of this host ends, at most `seconds`."""
         self._changed.wait(seconds)
         self._changed.clear()
+        self._on_wait()
 
     def wait_until(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
         """Wait for a condition; raises the error of a role that ends meanwhile, or DeadlineExceeded.
@@ -299,19 +325,21 @@ class RunRoles:
         deadline = time.monotonic() + seconds
         while not condition():
             for name in self._members:
-                if self.has_ended(name):
+                if self.has_ended(name) and name != EVALUATOR:
                     raise RoleFailed(f"{name}: ended while waiting for {what}")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(f"{what}: not there after {seconds:.0f} s. See the logs of the roles")
             self.wait(_POLL_SECONDS)
 
-    def stop(self) -> None:
+    def stop(self, *, keep_evaluator: bool = False) -> None:
         """Stop all roles: actors and trainer, which need the hub until then, then the hub. Raises no error of a role.
+
+        keep_evaluator: the evaluator, which needs no other role, goes on.
 
         A second Ctrl-C ends the wait for actors and trainer, a third Ctrl-C the wait for all roles. All roles receive
         the request to stop even then, because the flow waits for the threads that supervise them.
         """
-        members = self._members
+        members = {name: one for name, one in self._members.items() if name != EVALUATOR or not keep_evaluator}
         if self._is_fenced:
             members = {name: member for name, member in members.items() if isinstance(member, LocalRole)}
         workers = [member for name, member in members.items() if name != HUB]

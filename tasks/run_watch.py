@@ -33,6 +33,7 @@ from pipelinerl_core.report.live_view import LiveView
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
 from pipelinerl_core.report.samples import token_decoder
+from pipelinerl_core.report.scrape_targets import evaluation_progress
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.follow import RunFollower, forward
 from pipelinerl_core.run.hub_status import read_hub
@@ -115,14 +116,17 @@ class RunWatch:
 
     def poll(self) -> None:
         """Read new objects if the pause is over. Raises DeadlineExceeded if the run has stalled."""
-        if time.monotonic() < self._next_reading:
-            return
-        self._read()
+        self.look()
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
             _quietly("alarm", lambda: self._alarms.check(self.commits))
         self._check_stall()
+
+    def look(self) -> None:
+        """Read new objects if the pause is over, and update the view."""
+        if time.monotonic() >= self._next_reading:
+            self._read()
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow."""
@@ -144,7 +148,7 @@ class RunWatch:
             forward(self._follower, self._tracker)
             hub = read_hub(self._run.store)
             self._live = hub.live if hub else {}
-            self._view.update(hub, self._follower)
+            self._view.update(hub, self._follower, evaluation_progress(self._run.store))
             self._warn_of_equal_rewards()
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()

@@ -22,6 +22,7 @@ def evaluate(
     Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
     """
     from pipelinerl_core.run.context import open_run
+    from pipelinerl_core.run.evaluations import evaluation_line
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.run.versions import names_several
     from pipelinerl_core.supervision.run_roles import evaluate as evaluate_versions
@@ -29,6 +30,5 @@ def evaluate(
     records = evaluate_versions(open_run(locate_run(run, root)), version, Event())
     assert records is not None  # nothing sets the stop event
     documents = [record.model_dump(mode="json") for record in records]
-    line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
     found = documents if names_several(version) else documents[0]
-    answer(found, [line.format(**one) for one in documents], as_json=as_json)
+    answer(found, [evaluation_line(record) for record in records], as_json=as_json)

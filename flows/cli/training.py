@@ -52,7 +52,9 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
     if report["eval_first"] is not None and report["eval_last"] is not None:
-        lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}")
+        low, high = report["eval_last_low"], report["eval_last_high"]
+        interval = "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"
+        lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}{interval}")
     lines += _rewards(report)
     if report["lag"]["mean"] is not None:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")

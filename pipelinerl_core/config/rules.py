@@ -4,10 +4,15 @@ Symbols: N = trainer.groups_per_step, G = rollouts.group_size, W = (max_lag + 1)
 """
 
 import math
+import re
 from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from pipelinerl_core.config.sections import RunConfig
+
+_SET_NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 
 def groups_in_flight(config: "RunConfig") -> int:
@@ -48,6 +53,7 @@ def first_problem(config: "RunConfig") -> str | None:
     """The message (what, why, what to set) of the first broken rule; None if the configuration breaks no rule."""
     return (
         _prompts_problem(config)
+        or _eval_problem(config)
         or _window_problem(config)
         or _schedule_problem(config)
         or _placement_problem(config)
@@ -67,6 +73,24 @@ def _prompts_problem(config: "RunConfig") -> str | None:
             f"prompts.system={system[:40]!r} is a message of a chat template, but model.chat_template=false. "
             "Set model.chat_template=true, or write the text into prompts.template"
         )
+    return None
+
+
+def _eval_problem(config: "RunConfig") -> str | None:
+    for name in config.eval.sets:
+        if not _SET_NAME.fullmatch(name):
+            return f"eval.sets.{name[:40]}: a name has lower-case letters, digits and _, at most 40. Rename the set"
+        try:
+            problem = _prompts_problem(config.with_set(name))
+        except ValidationError as error:
+            detail = error.errors()[0]
+            key = ".".join(str(part) for part in detail["loc"][1:]) or "kind"
+            is_unknown = detail["type"] == "extra_forbidden"
+            problem = f"{key}: " + (
+                f"no key of prompts.kind={detail['loc'][0]}" if is_unknown else detail["msg"].lower()
+            )
+        if problem is not None:
+            return f"eval.sets.{name}: {problem}"
     return None
 
 

@@ -1,9 +1,9 @@
 """One frozen section per stage. A default lives on its field and nowhere else; the text below a field is its help."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from pipelinerl_core.config.dtype import Dtype
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
@@ -111,6 +111,12 @@ PromptsConfig = Annotated[
     SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts,
     Field(discriminator="kind"),
 ]
+
+
+_PROMPTS: TypeAdapter[PromptsConfig] = TypeAdapter(PromptsConfig)
+MIN_EVAL_STEPS = 20
+"""With eval.every_steps=0, runs of fewer steps are not evaluated during training."""
+EVALS_PER_RUN = 10
 
 
 class RewardConfig(Section):
@@ -253,10 +259,30 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    """Held-out accuracy: mean reward of one sample per prompt at temperature 1."""
+    """Evaluation on held-out prompts: the mean reward before, during and after training (docs/evaluation.md)."""
 
     num_prompts: int = Field(1000, ge=0)
-    """Number of held-out prompts; 0: no evaluation. Raise for a smaller standard error of the accuracy."""
+    """Held-out prompts of the first and the last evaluation, at most; 0: no evaluation at all. Raise for a narrower
+    confidence interval."""
+    max_seconds: float = Field(120.0, gt=0)
+    """Seconds after which the first evaluation takes no further prompts, so that a slow model evaluates fewer; the
+    later evaluations take at most these prompts. Raise for a narrower confidence interval."""
+    every_steps: int = Field(0, ge=0)
+    """Optimizer steps between two evaluations during training; 0: a tenth of trainer.steps (runs of fewer than 20
+    steps: none)."""
+    subset: int = Field(128, ge=0)
+    """Held-out prompts of each evaluation during training; 0: evaluate only before and after training."""
+    on: Literal["auto", "own", "actors"] = "auto"
+    """Engine of the evaluations during training. own: a further engine at low priority, which samples all tokens with
+    one version; actors: an actor's engine, up to an eighth of its slots, without pinning the version; auto: own for
+    the embedded engine with placement.kind=local, else actors."""
+    samples: int = Field(1, ge=1, le=1024)
+    """Completions per prompt at temperature 1. Raise for a narrower confidence interval and for pass@k."""
+    greedy: bool = False
+    """Sample one more completion per prompt greedily, at temperature 0."""
+    sets: dict[str, dict[str, Any]] = Field({})
+    """Further sets of held-out prompts by name: keys of `prompts` that differ. Example:
+    eval.sets.long.lengths=[8,20]."""
 
 
 class PlacementConfig(Section):
@@ -422,6 +448,35 @@ class RunConfig(Section):
         return self.placement.threads * (1 + self.placement.actors if hands_over else 1)
 
     @property
+    def evaluates_on_actors(self) -> bool:
+        """Whether the evaluations during training use the engine of an actor."""
+        if self.eval.on == "auto":
+            return self.engine.kind == "vllm" or self.placement.kind == "work_pools"
+        return self.eval.on == "actors"
+
+    @property
+    def eval_steps(self) -> int:
+        """Optimizer steps between two evaluations during training; 0: none."""
+        is_off = not self.eval.num_prompts or not self.eval.subset or self.emulation.accelerators
+        if is_off or (not self.eval.every_steps and self.trainer.steps < MIN_EVAL_STEPS):
+            return 0
+        return self.eval.every_steps or -(-self.trainer.steps // EVALS_PER_RUN)
+
+    def with_set(self, name: str) -> "RunConfig":
+        """This configuration with the prompts of a set of eval.sets; of another kind of prompts only prompts.system
+        is kept. Raises ValidationError for keys that these prompts do not have."""
+        changes, own = self.eval.sets[name], self.prompts.model_dump()
+        kind = changes.get("kind", own["kind"])
+        if kind != own["kind"]:
+            own = {"system": own["system"]}
+        every_row: dict[str, Any] = {}  # another file or split is held out as a whole
+        if kind == "file" and "path" in changes:
+            every_row = {"held_out_path": changes["path"]}
+        elif kind == "huggingface" and changes.keys() & {"path", "config_name", "split"}:
+            every_row = {"held_out_split": changes.get("split", own.get("split", "train"))}
+        return self.model_copy(update={"prompts": _PROMPTS.validate_python({**own, **every_row, **changes})})
+
+    @property
     def stays_on_cpu(self) -> bool:
         """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
         return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")
@@ -463,14 +518,27 @@ class RunConfig(Section):
         """Whether the weights after a step are published."""
         return step == 0 or self.phase_end(step) == step
 
+    def evaluates(self, step: int) -> bool:
+        """Whether a published version is due for an evaluation during training: the first at or after each
+        eval_steps-th, without the last."""
+        return 0 < step < self.trainer.steps and self._is_first_after(step, self.eval_steps)
+
+    def due_evaluation(self, version: int) -> int:
+        """Newest version up to `version` that is due for an evaluation during training; 0: none."""
+        return next((step for step in range(version, 0, -1) if self.evaluates(step)), 0)
+
     def keeps(self, step: int) -> bool:
-        """Whether a published version is durable: the first, the last, and the first at or after each
-        durable_every-th."""
+        """Whether a published version is durable: the first, the last, the first at or after each durable_every-th,
+        and each that an evaluator's own engine reads."""
         if step in (0, self.trainer.steps):
             return True
+        is_read = self.evaluates(step) and not self.evaluates_on_actors
+        return is_read or self._is_first_after(step, self.weights.durable_every)
+
+    def _is_first_after(self, step: int, every: int) -> bool:
+        """Whether `step`, above 0, is the first published version at or after a multiple of `every`; 0: never."""
         before = next(earlier for earlier in range(step - 1, -1, -1) if self.publishes(earlier))
-        every = self.weights.durable_every
-        return step // every > before // every
+        return every > 0 and self.publishes(step) and step // every > before // every
 
     @model_validator(mode="after")
     def _rules_between_sections(self) -> "RunConfig":

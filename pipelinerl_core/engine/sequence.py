@@ -114,9 +114,9 @@ def check_request(request: EngineRequest, *, max_len: int, is_eos_V: NDArray[np.
             f"max_len={max_len}. Shorten the prompt, lower max_tokens or build the engine with a larger max_len"
         )
     sampler = request.sampler
-    if not 0 < sampler.temperature < float("inf") or not 0 < sampler.top_p <= 1:
+    if not 0 <= sampler.temperature < float("inf") or not 0 < sampler.top_p <= 1:
         raise EngineError(
-            f"{name}: temperature={sampler.temperature} must be above 0 and top_p={sampler.top_p} in (0, 1]"
+            f"{name}: temperature={sampler.temperature} must be at least 0 and top_p={sampler.top_p} in (0, 1]"
         )
     _check_tokens(name, request.prompt_token_ids, len(is_eos_V))
     if request.prior is not None and num_prior > 0:

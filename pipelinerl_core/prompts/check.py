@@ -33,6 +33,12 @@ def check(config: RunConfig) -> list[str]:
     source.prompt(0)
     source.held_out(min(1, config.eval.num_prompts))
     lines = source.summary() if isinstance(source, TableSource) else []
+    for name in config.eval.sets:
+        try:
+            found = build_source(config.with_set(name)).held_out(config.eval.num_prompts)
+        except ConfigError as error:
+            raise ConfigError(f"eval.sets.{name}: {error}") from None
+        lines.append(f"eval.sets.{name}: {len(found):,} prompts")
     directory = resolve_model_path(config.model.path)
     if directory is None or (config.prompts.kind == "sums" and not config.model.chat_template):
         return lines

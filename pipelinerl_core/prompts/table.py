@@ -70,7 +70,8 @@ class TableSource:
     def __init__(self, name: str, rows: Rows, seed: int, *, share: float, held_out: Rows | None = None) -> None:
         """share: prompts.held_out_share. held_out: held-out rows of another table; its prompts are not trained on.
 
-        Raises ConfigError if no row is left for training or none is held out.
+        Raises ConfigError if no row is held out, or if none is left for training; with `held_out`, `prompt` raises
+        the latter.
         """
         self.name = name
         self._seed = seed
@@ -79,11 +80,14 @@ class TableSource:
         self._held_out = [row for identity, row in self._held_out_rows.first_rows().items() if identity in chosen]
         self._training = np.flatnonzero([identity not in chosen for identity in rows.ids])
         self._order = lru_cache(maxsize=2)(self._pass_order)
-        if not len(self._training) or not self._held_out:
-            raise ConfigError(
-                f"{name}: {len(rows.ids)} rows with {len(set(rows.ids))} different prompts, of which "
-                f"{len(self._held_out)} are held out. Give at least two different prompts: one is held out"
-            )
+        if not self._held_out or (held_out is None and not len(self._training)):
+            raise self._too_few()
+
+    def _too_few(self) -> ConfigError:
+        return ConfigError(
+            f"{self.name}: {len(self._rows.ids)} rows with {len(set(self._rows.ids))} different prompts, of which "
+            f"{len(self._held_out)} are held out. Give at least two different prompts: one is held out"
+        )
 
     @property
     def num_training(self) -> int:
@@ -91,7 +95,9 @@ class TableSource:
         return len(self._training)
 
     def prompt(self, index: int) -> Prompt:
-        """The training row at a position; every pass has each row once."""
+        """The training row at a position; every pass has each row once. Raises ConfigError without rows."""
+        if not len(self._training):
+            raise self._too_few()
         number, position = divmod(index, len(self._training))
         return self._rows.prompt(int(self._order(number)[position]))
 

@@ -29,6 +29,8 @@ class Series:
     css: str
     kind: str = "line"
     """line, faint (a thin line behind another), dots, or ring (large dots)."""
+    intervals: Sequence[tuple[float, float] | None] = ()
+    """ring: lower and upper end of a vertical line through each point; empty: no lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis)
     points = [point for one in series for point in one.points]
     if not points:
         return _empty(title)
-    frame = _Frame(_bounds([p[0] for p in points], x_axis), _bounds([p[1] for p in points], y_axis))
+    heights = [p[1] for p in points] + [end for one in series for ends in one.intervals if ends for end in ends]
+    frame = _Frame(_bounds([p[0] for p in points], x_axis), _bounds(heights, y_axis))
     parts = [_grid(frame, x_axis, y_axis)]
     parts += [_mark(frame, one, x_axis, y_axis) for one in series if one.points]
     return _svg(title, parts, _HEIGHT)
@@ -209,7 +212,12 @@ def _mark(frame: _Frame, series: Series, x_axis: Axis, y_axis: Axis) -> str:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels)
         return f'<path class="{series.kind} {series.css}" d="{path}"/>'
     radius = 5.0 if series.kind == "ring" else 2.4
-    return "".join(
+    lines = "".join(
+        f'<path class="faint {series.css}" d="M{px:.1f} {frame.py(ends[0]):.1f}V{frame.py(ends[1]):.1f}"/>'
+        for (px, _), ends in zip(pixels, series.intervals, strict=False)
+        if ends is not None
+    )
+    return lines + "".join(
         f'<circle class="{"ring" if series.kind == "ring" else "fill"} {series.css}" cx="{px:.1f}" cy="{py:.1f}" '
         f'r="{radius}"><title>{escape(f"{series.name}: {y_axis.text(y)} at {x_axis.text(x)}")}</title></circle>'
         for (px, py), (x, y) in zip(pixels, series.points, strict=True)

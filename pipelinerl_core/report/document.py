@@ -15,7 +15,7 @@ from pipelinerl_core.report import utilization
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
 from pipelinerl_core.report.equal_rewards import comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
-from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, RunRecord, SwapRecord
+from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
 from pipelinerl_core.telemetry.redact import redact_text
@@ -127,7 +127,20 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
         "reward_window_steps": window,
         "eval_first": evals[0].accuracy if evals else None,
         "eval_last": evals[-1].accuracy if evals else None,
+        "eval_last_low": evals[-1].low if evals else None,
+        "eval_last_high": evals[-1].high if evals else None,
+        "evaluations": [
+            _evaluation(one) for each in (facts.evals, *facts.set_evals.values()) for one in each.values()
+        ],
     }
+
+
+def _evaluation(record: EvalRecord) -> dict[str, Any]:
+    wanted = {
+        "version", "last_version", "set", "num_prompts", "num_samples", "accuracy", "low", "high", "best", "greedy",
+        "components", "mean_tokens", "errors", "seconds", "lag",
+    }  # fmt: skip
+    return {**record.model_dump(mode="json", include=wanted), "lag": record.lag}
 
 
 def _components(facts: RunFacts, window: int) -> dict[str, dict[str, float | None]]:

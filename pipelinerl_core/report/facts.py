@@ -87,6 +87,9 @@ class RunFacts:
     commits: dict[int, Commit]
     """Step -> valid commit."""
     evals: dict[int, EvalRecord]
+    """Version -> evaluation on the run's own held-out prompts."""
+    set_evals: dict[str, dict[int, EvalRecord]]
+    """The same by name of a set of eval.sets."""
     steps: tuple[StepFacts, ...]
     """Trained steps, in order; step 0 has no batch."""
 
@@ -111,7 +114,13 @@ def collect(store: ObjectStore, known: StepCache | None = None) -> RunFacts:
         if commit.batches[0].name not in known:
             known[commit.batches[0].name] = step_facts(commit.step, read_batch(store, commit))
     steps = [known[commit.batches[0].name] for commit in trained]
-    return RunFacts(run=run, commits=follower.commits, evals=follower.evals, steps=tuple(steps))
+    return RunFacts(
+        run=run,
+        commits=follower.commits,
+        evals=follower.evals,
+        set_evals=follower.set_evals,
+        steps=tuple(steps),
+    )
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:

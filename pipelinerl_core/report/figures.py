@@ -1,6 +1,8 @@
 """The figures of report.html, drawn from the facts of a run."""
 
+import itertools
 from collections.abc import Sequence
+from html import escape
 
 import numpy as np
 
@@ -9,13 +11,15 @@ from pipelinerl_core.report.charts import Axis, Lane, Point, Series
 from pipelinerl_core.report.document import swaps_of, total_lags
 from pipelinerl_core.report.facts import RunFacts, StepFacts
 from pipelinerl_core.report.utilization import stretches, wait_seconds
-from pipelinerl_core.run.records import Commit
+from pipelinerl_core.run.records import Commit, EvalRecord
 
 # A line with more points than this is unreadable.
 _MAX_POINTS = 400
 # Optimizer steps on the timeline: few enough for each pause to be visible.
 _TIMELINE_STEPS = 10
 _MAX_BARS = 30
+_MIN_EVALUATIONS = 3
+_EVAL_CSS = ("held", "train", "generate", "swap", "commit", "again")
 
 LEDGER_CSS = {
     "trained": "train",
@@ -39,12 +43,12 @@ def reward_over_time(facts: RunFacts) -> str:
         for part in stretches(list(facts.commits.values()))
     ]
     points = [point for part in parts for point in part]
-    held_out = [(times[version], record.accuracy) for version, record in facts.evals.items() if version in times]
+    held_out = [(times[version], record) for version, record in facts.evals.items() if version in times]
     end = max((x for x, _ in [*points, *held_out]), default=1.0)
     unit, name = (1.0, "seconds") if end < 300 else (60.0, "minutes") if end < 18_000 else (3600.0, "hours")
     axis = Axis(f"wall clock, {name} since the run was created", low=0.0)
     scaled = [_scaled(part, unit) for part in parts]
-    return _learning("Reward against wall clock", scaled, _scaled(held_out, unit), axis)
+    return _learning("Reward against wall clock", scaled, [(x / unit, record) for x, record in held_out], axis)
 
 
 def reward_over_samples(facts: RunFacts) -> str:
@@ -53,7 +57,7 @@ def reward_over_samples(facts: RunFacts) -> str:
     for one in facts.steps:
         totals[one.step] = totals[max(totals)] + len(one.lengths)
     points = [(float(totals[one.step]), float(one.rewards.mean())) for one in _scored(facts)]
-    held_out = [(float(totals[step]), record.accuracy) for step, record in facts.evals.items() if step in totals]
+    held_out = [(float(totals[step]), record) for step, record in facts.evals.items() if step in totals]
     axis = Axis("rollouts trained", text=_count, low=0.0)
     return _learning("Reward against rollouts trained", [points], held_out, axis)
 
@@ -187,15 +191,53 @@ def _commit_lane(shown: Sequence[Commit], zero: float) -> Lane:
     return Lane("publish", intervals)
 
 
-def _learning(title: str, parts: Sequence[Sequence[Point]], held_out: Sequence[Point], axis: Axis) -> str:
-    """parts: points of the reward; between two parts, the lines have a gap."""
+def evaluations(facts: RunFacts) -> str:
+    """Accuracy against the weight version, one line per set and kind of completion; empty below three evaluations."""
+    own = list(facts.evals.values())
+    curves = {
+        "held-out prompts": [(one, one.accuracy) for one in own],
+        "greedy": [(one, one.greedy) for one in own if one.greedy is not None],
+        "best of the samples": [(one, one.best) for one in own if one.best is not None],
+        **{name: [(one, one.accuracy) for one in records.values()] for name, records in facts.set_evals.items()},
+    }
+    if max(map(len, curves.values())) < _MIN_EVALUATIONS:
+        return ""
+    legend, series = [], []
+    for (name, curve), css in zip(curves.items(), itertools.cycle(_EVAL_CSS), strict=False):
+        points = [(float(record.version), value) for record, value in curve]
+        intervals = [_interval(record) if value == record.accuracy else None for record, value in curve]
+        if points:
+            series += [Series(name, points, css), Series(name, points, css, kind="ring", intervals=intervals)]
+            legend.append(f'<i class="key {css}"></i>{escape(name)}')
+    heights = [y for one in series for _, y in one.points]
+    chart = charts.line_chart(
+        "Accuracy by version", series, Axis("weight version", is_whole=True), _reward_axis("accuracy", heights)
+    )
+    return f'<div><p class="legend">{" ".join(legend)}</p><figure>{chart}</figure></div>'
+
+
+def _reward_axis(label: str, values: Sequence[float]) -> Axis:
+    """From 0 to 1 if all values are in this range."""
+    unit_range = bool(values) and min(values) >= 0 and max(values) <= 1
+    return Axis(label, low=0.0, high=1.0) if unit_range else Axis(label)
+
+
+def _interval(record: EvalRecord) -> tuple[float, float] | None:
+    return None if record.low is None or record.high is None else (record.low, record.high)
+
+
+def _learning(
+    title: str, parts: Sequence[Sequence[Point]], held_out: Sequence[tuple[float, EvalRecord]], axis: Axis
+) -> str:
+    """parts: points of the reward; between two parts, the lines have a gap. held_out: x and evaluation."""
     series = [Series("reward", _thinned(points), "train", kind="faint") for points in parts]
     series += [Series("reward", _thinned(_smooth(points)), "train") for points in parts]
-    series.append(Series("held-out accuracy", held_out, "held", kind="ring"))
-    values = [y for points in [*parts, held_out] for _, y in points]
-    unit_range = bool(values) and min(values) >= 0 and max(values) <= 1
-    y_axis = Axis("reward", low=0.0, high=1.0) if unit_range else Axis("reward")
-    return charts.line_chart(title, series, axis, y_axis)
+    accuracies = [(x, record.accuracy) for x, record in held_out]
+    intervals = [_interval(record) for _, record in held_out]
+    series.append(Series("held-out accuracy", accuracies, "held"))
+    series.append(Series("held-out accuracy", accuracies, "held", kind="ring", intervals=intervals))
+    values = [y for points in [*parts, accuracies] for _, y in points]
+    return charts.line_chart(title, series, axis, _reward_axis("reward", values))
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:

@@ -75,6 +75,8 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         ledger=_ledger(report["ledger"]),
         length_bias=_length_bias(report["ledger"], report["length_bias"]),
         ledger_over_steps=figures.ledger_over_steps(facts),
+        evaluations=figures.evaluations(facts),
+        evaluation_table=samples.evaluation_table(facts),
         held_out=samples.held_out_section(facts),
         rollouts=samples.rollout_section(store, facts, decode),
         configuration=_configuration(facts.run.config),
@@ -121,7 +123,7 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
     reward_steps = "step" if window == 1 else f"{window} steps"
     samples_text = f"{report['samples']:,} rollouts, {_number(report['rollouts_per_second'], '{:,.1f}')} per second"
     tiles = [
-        ("Held-out accuracy", _change(report["eval_first"], report["eval_last"], _share), "first and last version"),
+        ("Held-out accuracy", _change(report["eval_first"], report["eval_last"], _share), _interval_note(report)),
         (
             "Training reward",
             _change(report["reward_first"], report["reward_last"], "{:.2f}".format),
@@ -166,6 +168,12 @@ def _tiles(facts: RunFacts, report: Mapping[str, Any]) -> str:
     return "".join(
         f'<div class="tile"><dt>{name}</dt><dd>{value}</dd><p>{note}</p></div>' for name, value, note in tiles
     )
+
+
+def _interval_note(report: Mapping[str, Any]) -> str:
+    low, high = report["eval_last_low"], report["eval_last_high"]
+    interval = "" if low is None or high is None else f"; 95 % interval at the end {_share(low)} to {_share(high)}"
+    return f"first and last version{interval}"
 
 
 def _ledger(ledger: Mapping[str, int]) -> str:

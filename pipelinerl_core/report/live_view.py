@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
-from pipelinerl_core.report.scrape_targets import live_roles
+from pipelinerl_core.report.scrape_targets import evaluation_progress, live_roles
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
 from pipelinerl_core.run.hub_status import is_live, read_hub
 from pipelinerl_core.run.records import Commit, HubRecord
@@ -57,14 +57,16 @@ class LiveView:
         elif self._newest != self._printed:
             self._print()
 
-    def update(self, hub: HubRecord | None, follower: RunFollower) -> None:
-        """Draw the state of the follower and the hub; does not refresh the follower."""
-        status = status_of(follower, hub)
+    def update(self, hub: HubRecord | None, follower: RunFollower, evaluating: str = "") -> None:
+        """Draw the state of the follower and the hub; does not refresh the follower. evaluating: see `status_of`."""
+        status = status_of(follower, hub, evaluating)
         status["steps"] = self._total_steps
         if self._console.is_terminal:
             commits = follower.commits.values()
             rewards = [one.metrics["reward/mean"] for one in commits if "reward/mean" in one.metrics]
-            self._live.update(_panel(status, sparkline(rewards, self._marks)), refresh=True)
+            accuracies = [one.accuracy for one in follower.evals.values()]
+            sparklines = sparkline(rewards, self._marks), sparkline(accuracies, self._marks)
+            self._live.update(_panel(status, *sparklines), refresh=True)
             return
         self._newest = status_line(status)
         if self._newest != self._printed and time.monotonic() - self._printed_at >= _LINE_SECONDS:
@@ -79,7 +81,7 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     """The document of `status --json`. Raises MissingObject if there is no such run."""
     follower = RunFollower(store)
     follower.refresh()
-    return status_of(follower, read_hub(store))
+    return status_of(follower, read_hub(store), evaluation_progress(store))
 
 
 def format_status(store: ObjectStore) -> str:
@@ -99,10 +101,13 @@ def format_status(store: ObjectStore) -> str:
     return "\n".join(lines)
 
 
-def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None = None) -> dict[str, Any]:
+def status_of(
+    follower: RunFollower, hub: HubRecord | None, evaluating: str = "", *, now: float | None = None
+) -> dict[str, Any]:
     """The status from the commits, and, until the last commit, from the hub if its heartbeat is recent.
 
-    On the hub's host, a hub whose process has ended counts as dead at once. now: Unix seconds, for tests.
+    On the hub's host, a hub whose process has ended counts as dead at once. evaluating: progress of a running
+    evaluation. now: Unix seconds, for tests.
     """
     now = time.time() if now is None else now
     last = follower.last
@@ -126,6 +131,9 @@ def status_of(follower: RunFollower, hub: HubRecord | None, *, now: float | None
         **{short_key(name): metrics.get(name) for name in _SHOWN},
         "eval_first": evals[0].accuracy if evals else None,
         "eval_last": evals[-1].accuracy if evals else None,
+        "eval_version": evals[-1].version if evals else None,
+        "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
+        "evaluating": evaluating,
         "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
         "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
         "eta_seconds": _eta(follower.commits, steps) if is_alive else None,
@@ -144,13 +152,14 @@ def status_line(status: Mapping[str, Any]) -> str:
         ("{};", status["warning"]),
         ("step {}/{}", status["step"], status["steps"]),
         ("reward {:.3f}", status["reward_mean"]),
-        ("held-out {:.1%}", status["eval_last"]),
+        ("held-out {:.1%} (version {})", status["eval_last"], status["eval_version"]),
         ("lag {:.1f}", status["lag_mean"]),
         ("versions {:.0f}", status["max_versions"]),
         ("{:,.0f} tokens/s", status["tokens_per_second"]),
         ("pause {:.1f} ms", _milliseconds(status["swap_pause_seconds"])),
         ("ess {:.3f}", status["ess"]),
         ("eta {}", _clock(status["eta_seconds"])),
+        ("{}", status["evaluating"] or None),
     ]
     return "  ".join(form.format(*values) for form, *values in fields if None not in values)
 
@@ -162,7 +171,7 @@ def sparkline(values: Sequence[float], marks: str = _ASCII) -> str:
     return "".join(marks[round(min(max(value / top, 0.0), 1.0) * (len(marks) - 1))] for value in shown)
 
 
-def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
+def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) -> Group:
     head = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, status["steps"]), completed=status["step"], width=_BAR_WIDTH)
     eta = _clock(status["eta_seconds"])
@@ -170,8 +179,11 @@ def _panel(status: Mapping[str, Any], reward_history: str) -> Group:
     body = Table.grid(padding=(0, 2))
     reward = f"{status['reward_mean']:.3f}" if status["reward_mean"] is not None else "-"
     body.add_row("reward", Text(reward, style="bold"), Text(reward_history, style="cyan"))
-    held_out = f"{status['eval_first']:.1%}" if status["eval_first"] is not None else "-"
-    body.add_row("held-out", held_out, "before training")
+    if status["eval_last"] is None:
+        body.add_row("held-out", "-", status["evaluating"])
+    else:
+        origin = f"  version {status['eval_version']}; before training {status['eval_first']:.1%}"
+        body.add_row("held-out", f"{status['eval_last']:.1%}", Text(eval_history, style="cyan") + Text(origin))
     elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
     facts = status_line({**status, **elsewhere}).partition("  ")[2]
     warning = [Text(status["warning"], style="bold red")] if status["warning"] else []

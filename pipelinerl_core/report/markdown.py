@@ -5,8 +5,10 @@ from typing import Any
 
 
 def report_markdown(report: Mapping[str, Any]) -> str:
-    """The report as a table: nested figures as `lag.mean`; figures that are None are left out."""
-    rows = [f"| {name} | {_figure(value)} |" for name, value in _flat(report) if value is not None]
+    """The report as a table: nested figures as `lag.mean`; figures that are None, and the list of evaluations, are
+    left out."""
+    flat = _flat({name: value for name, value in report.items() if name != "evaluations"})
+    rows = [f"| {name} | {_figure(value)} |" for name, value in flat if value is not None]
     return "\n".join([f"# {report['run_id']}", "", "| figure | value |", "| --- | ---: |", *rows])
 
 

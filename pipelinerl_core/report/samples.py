@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
+from pipelinerl_core.run.records import EvalRecord
 
 Decode = Callable[[int], str]
 
@@ -46,6 +47,40 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
         _block(f"Most weight versions in one rollout: step {mixed}", most_versions, decode),
     ]
     return "".join(parts)
+
+
+def evaluation_table(facts: RunFacts) -> str:
+    """One row per evaluation: set, version, accuracy with its interval, cost and lag; empty without evaluations.
+
+    Columns without a value are left out.
+    """
+    records = [one for each in (facts.evals, *facts.set_evals.values()) for one in each.values()]
+    columns: dict[str, Callable[[EvalRecord], str]] = {
+        "prompts": lambda one: (
+            f"{escape(one.set or 'held-out')}: {one.num_prompts:,}"
+            + (f" x {one.num_samples}" if one.num_samples > 1 else "")
+        ),
+        "version": lambda one: (
+            f"{one.version}" + (f" to {one.last_version}" if one.last_version > one.version else "")
+        ),
+        "accuracy": lambda one: _percent(one.accuracy),
+        "95 % interval": lambda one: " to ".join(filter(None, (_percent(one.low), _percent(one.high)))),
+        "best": lambda one: _percent(one.best),
+        "greedy": lambda one: _percent(one.greedy),
+        "tokens": lambda one: f"{one.mean_tokens:,.1f}",
+        "seconds": lambda one: f"{one.seconds:,.1f}",
+        "lag": lambda one: f"{one.lag}",
+    }
+    cells = {head: [text(one) for one in records] for head, text in columns.items()}
+    shown = {head: column for head, column in cells.items() if any(column)}
+    rows = ["".join(f"<th>{head}</th>" for head in shown)]
+    rows += ["".join(f"<td>{cell}</td>" for cell in row) for row in zip(*shown.values(), strict=True)]
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<table class="ledger"><tbody>{table}</tbody></table>' if records else ""
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def held_out_section(facts: RunFacts) -> str:

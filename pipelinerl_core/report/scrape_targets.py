@@ -13,6 +13,7 @@ from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
 
 logger = logging.getLogger(__name__)
 
+_EVALUATOR = "evaluator"
 SILENCE_SECONDS = 120.0
 """Age of the last heartbeat above which a role is left out; until then, Prometheus sees the role as down."""
 
@@ -35,6 +36,13 @@ def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleReco
         if now - record.beat < SILENCE_SECONDS:
             found.append(record)
     return sorted(found, key=lambda record: (record.role, record.name))
+
+
+def evaluation_progress(store: ObjectStore) -> str:
+    """What a live evaluator does. Example: evaluating version 0: 300/1,000 prompts. Empty: no evaluation runs."""
+    if not any(f"/{_EVALUATOR}" in key for key in store.list(ROLES_PREFIX)):
+        return ""
+    return next((one.progress for one in live_roles(store) if one.role == _EVALUATOR and one.progress), "")
 
 
 def targets(store: ObjectStore) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from pipelinerl_core.report.facts import StepCache, collect
 from pipelinerl_core.report.html import page_of
 from pipelinerl_core.report.live_view import status_line, status_of
 from pipelinerl_core.report.samples import Decode
-from pipelinerl_core.report.scrape_targets import targets
+from pipelinerl_core.report.scrape_targets import evaluation_progress, targets
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.hub_status import read_hub
 from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE, run_exposition
@@ -43,15 +43,15 @@ _LIVE = """<p id="live" style="position:sticky;top:0;margin:0;padding:.6rem 1rem
 border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
 font-variant-numeric:tabular-nums;white-space:pre-wrap">@LINE@</p>
 <script>
-let step = @STEP@;
+let page = "@PAGE@";
 setInterval(async () => {
   try {
     const status = await (await fetch("status.json")).json();
     document.getElementById("live").textContent = status.line;
-    if (status.page_step === step) return;
+    if (status.page === page) return;
     const next = new DOMParser().parseFromString(await (await fetch(".")).text(), "text/html");
     document.querySelector("main").replaceWith(next.querySelector("main"));
-    step = status.page_step;
+    page = status.page;
   } catch (error) {
     document.getElementById("live").textContent = "the server of this page has stopped";
   }
@@ -74,20 +74,20 @@ class LivePage:
         self._status: dict[str, Any] = {}
         self._status_at = -STATUS_SECONDS
         self._body = ""
-        self._page_step = -1
+        self._page = ""
         self._next_page_at = 0.0
 
     def status(self) -> dict[str, Any]:
-        """The status, at most STATUS_SECONDS old, with `line` (text) and `page_step`, the step of the page."""
+        """The status, at most STATUS_SECONDS old, with `line` (text) and `page`: step and evaluations of the page."""
         with self._lock:
             if time.monotonic() - self._status_at >= STATUS_SECONDS:
                 self._follower.refresh()
-                status = status_of(self._follower, read_hub(self._store))
+                status = status_of(self._follower, read_hub(self._store), evaluation_progress(self._store))
                 is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
                 self._status = {
                     **status,
                     "line": f"{self._run_id}: {status['state']}, {status_line(status)}",
-                    "page_step": status["step"] if is_due else self._page_step,
+                    "page": f"{status['step']}/{status['num_evaluations']}" if is_due else self._page,
                 }
                 self._status_at = time.monotonic()
             return self._status
@@ -100,13 +100,13 @@ class LivePage:
         """The page; rendered again after new commits, within PAGE_SHARE of the time."""
         status = self.status()
         with self._lock:
-            if not self._body or self._page_step != status["page_step"]:
+            if not self._body or self._page != status["page"]:
                 begun = time.monotonic()
                 facts = collect(self._store, self._steps)
                 self._body = page_of(self._store, facts, self._decode)
-                self._page_step = status["step"]
+                self._page = status["page"]
                 self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE
-            live = _LIVE.replace("@LINE@", escape(status["line"])).replace("@STEP@", str(self._page_step))
+            live = _LIVE.replace("@LINE@", escape(status["line"])).replace("@PAGE@", self._page)
             return self._body.replace("<body>", f"<body>{live}", 1)
 
 

@@ -1,9 +1,28 @@
 """Selection of the next weight version to evaluate."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.run.records import EvalRecord
 
 PASSES = 2
 """An accuracy counts as reached after this many versions at or above it; then later versions need no evaluation."""
+
+SCHEDULED = "scheduled"
+"""--version of the evaluator that runs beside training."""
+
+
+def next_scheduled(config: RunConfig, committed: Collection[int], evaluated: Collection[int]) -> int | None:
+    """The next version of an evaluator beside training; None: none is due yet.
+
+    Version 0 first, the last version last, the newest due version in between, if no newer version is evaluated.
+    """
+    last = config.trainer.steps
+    for step in (0, last):
+        if step in committed and step not in evaluated:
+            return step
+    newest = max(evaluated, default=0)
+    return max((step for step in committed if step > newest and config.evaluates(step)), default=None)
 
 
 def has_passed(accuracies: Mapping[int, float], level: float) -> bool:
@@ -27,3 +46,13 @@ def next_to_evaluate(
             return version
         passes += enough is not None and accuracies[version] >= enough
     return None
+
+
+def evaluation_line(record: EvalRecord) -> str:
+    """Example: version 12: accuracy 0.513 (0.426 to 0.598) on 128 prompts, mean length 7.2 tokens, 4.1 s."""
+    what = f" on {record.set}" if record.set else ""
+    interval = "" if record.low is None else f" ({record.low:.3f} to {record.high:.3f})"
+    return (
+        f"version {record.version}{what}: accuracy {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
+        f"prompts, mean length {record.mean_tokens:.1f} tokens, {record.seconds:.1f} s"
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipelinerl_core.interfaces import ObjectStore, Tracker
 from pipelinerl_core.run.history import counting
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
+from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
 from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
 
@@ -33,7 +33,9 @@ class RunFollower:
         self.commits: dict[int, Commit] = {}
         """Step -> the commit that counts, by step."""
         self.evals: dict[int, EvalRecord] = {}
-        """Version -> evaluation, by version."""
+        """Version -> evaluation on the run's own held-out prompts, by version."""
+        self.set_evals: dict[str, dict[int, EvalRecord]] = {}
+        """The same by name of a set of eval.sets."""
         self._run: RunRecord | None = None
         self._epochs: dict[str, EpochRecord] = {}
         self._eval_keys: set[str] = set()
@@ -78,11 +80,14 @@ class RunFollower:
                 self._epochs[key] = read_record(self.store, key, EpochRecord)
 
     def _read_evals(self) -> tuple[EvalRecord, ...]:
-        new_keys = [key for key in self.store.list("evals") if key not in self._eval_keys]
+        new_keys = [key for key in self.store.list(EVALS_PREFIX) if key not in self._eval_keys]
         fresh = [read_record(self.store, key, EvalRecord) for key in new_keys]
         self._eval_keys.update(new_keys)
-        merged = {**self.evals, **{record.version: record for record in fresh}}
-        self.evals = {version: merged[version] for version in sorted(merged)}
+        for record in fresh:
+            known = self.set_evals.setdefault(record.set, {}) if record.set else self.evals
+            known[record.version] = record
+        self.evals = dict(sorted(self.evals.items()))
+        self.set_evals = {name: dict(sorted(known.items())) for name, known in sorted(self.set_evals.items())}
         return tuple(fresh)
 
 
@@ -118,7 +123,17 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
 
 def eval_metrics(record: EvalRecord) -> dict[str, float]:
     """The metrics of an evaluation."""
-    return {"eval/accuracy": record.accuracy, "eval/mean_tokens": record.mean_tokens}
+    values = {
+        "accuracy": record.accuracy,
+        "accuracy_low": record.low,
+        "accuracy_high": record.high,
+        "best": record.best,
+        "greedy": record.greedy,
+        "mean_tokens": record.mean_tokens,
+        "lag": record.lag,
+        **{f"component/{name}": value for name, value in record.components.items()},
+    }
+    return finite({f"eval/{f'{record.set}/' if record.set else ''}{name}": value for name, value in values.items()})
 
 
 def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
   commits/<step>.<k>.json                the commit of a step, which defines the run's state
   evals/<version>.json                   held-out accuracy of a version
+  evals/<version>.<set>.json             the same on a set of eval.sets
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   report.json report.html weights.parquet
 """
@@ -36,6 +37,7 @@ REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
+EVALS_PREFIX = "evals"
 RENDEZVOUS_PREFIX = "meetings"
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
@@ -98,9 +100,14 @@ def commit_key(step: int, epoch: int) -> str:
     return f"commits/{step:08d}.{epoch}.json"
 
 
-def eval_key(version: int) -> str:
-    """Held-out accuracy of one version."""
-    return f"evals/{version:08d}.json"
+def eval_version(key: str) -> int:
+    """The version in the key of an evaluation."""
+    return int(key.rpartition("/")[2].partition(".")[0])
+
+
+def eval_key(version: int, name: str = "") -> str:
+    """Evaluation of one version on a set of eval.sets, or on the run's own held-out prompts."""
+    return f"{EVALS_PREFIX}/{version:08d}{f'.{name}' if name else ''}.json"
 
 
 def role_key(role: str, name: str) -> str:
@@ -190,6 +197,8 @@ class RoleRecord(Record):
     """Unix seconds of the last heartbeat."""
     start_beat: Seconds = 0.0
     """Unix seconds of the last heartbeat before the role was ready: a trainer may retrain steps for a long time."""
+    progress: str = ""
+    """What the role does now. Example: evaluating version 0: 300/1,000 prompts."""
 
 
 class ResumeRecord(Record):
@@ -294,16 +303,44 @@ class CheckpointManifest(Record):
 
 
 class EvalRecord(Record):
-    """evals/<version>.json."""
+    """evals/<version>.json and evals/<version>.<set>.json: an evaluation on one set of held-out prompts."""
 
     version: Step
+    """Version of the first sampled token."""
+    last_version: StepOrNone = -1
+    """Version of the last sampled token; larger than `version` only on an actor's engine. -1: recorded before."""
+    set: str = ""
+    """Name in eval.sets; empty: the run's own held-out prompts."""
     num_prompts: Count
+    num_samples: Count = 1
+    """Completions per prompt at temperature 1."""
     accuracy: Number
+    """Mean over prompts of the mean reward of their completions (avg@num_samples); prompts without a reward are left
+    out."""
+    low: Number | None = None
+    high: Number | None = None
+    """95 % confidence interval of `accuracy` over prompts."""
+    best: Number | None = None
+    """Mean over prompts of the best reward, for num_samples > 1; with rewards 0 and 1 this is pass@num_samples."""
+    greedy: Number | None = None
+    """Mean reward of greedy completions."""
+    components: dict[str, Finite] = Field(default_factory=dict)
+    """Component of the reward -> its mean over completions."""
     mean_tokens: Number
     errors: Count
+    """Completions without a reward."""
     seconds: Seconds
+    finished_at: Seconds = 0.0
+    """Unix seconds."""
+    newest_step: StepOrNone = -1
+    """Newest committed step when the evaluation ended."""
     samples: tuple[dict[str, Any], ...] = ()
     """A few {prompt, completion, reward}."""
+
+    @property
+    def lag(self) -> int:
+        """Optimizer steps between the evaluated version and the end of the evaluation."""
+        return max(0, self.newest_step - self.version)
 
 
 class HubRecord(Record):

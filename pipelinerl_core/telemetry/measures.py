@@ -12,6 +12,8 @@ from pipelinerl_core.errors import StoreError
 from pipelinerl_core.types import BoolArray, WeightSpan
 
 Int64Array = NDArray[np.int64]
+_Z = 1.959964
+"""97.5th percentile of the normal distribution."""
 
 
 def tokens_by_version(spans: Sequence[WeightSpan], mask: BoolArray) -> dict[int, int]:
@@ -74,6 +76,23 @@ def max_of_counts(counts_L: Int64Array) -> int:
 def num_versions(spans: Sequence[WeightSpan]) -> int:
     """Distinct weight versions that sampled a completion."""
     return len({span.version for span in spans})
+
+
+def confidence_interval(values_N: NDArray[np.float64]) -> tuple[float, float]:
+    """95 % confidence interval of the mean of N >= 1 independent values.
+
+    Values in [0, 1]: the score interval (Wilson, JASA 1927) with the sample size at which a share has the variance of
+    this mean; for values 0 and 1 that is N. Other values: the normal approximation.
+    """
+    num, mean = len(values_N), float(values_N.mean())
+    variance = float(values_N.var(ddof=1)) / num if num > 1 else 0.0
+    if values_N.min() < 0 or values_N.max() > 1:
+        return mean - _Z * variance**0.5, mean + _Z * variance**0.5
+    size = max(num, mean * (1 - mean) / variance) if variance else num
+    shrink = 1 / (1 + _Z**2 / size)
+    centre = (mean + _Z**2 / (2 * size)) * shrink
+    half = _Z * shrink * (mean * (1 - mean) / size + _Z**2 / (4 * size**2)) ** 0.5
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def percentile(values: Sequence[float] | NDArray[np.float64] | Int64Array, percent: float) -> float | None:

@@ -103,6 +103,22 @@ async def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(seeded):
     assert first.token_ids.tolist() != third.token_ids.tolist()
 
 
+async def test_temperature_0_takes_the_most_likely_token_beside_sampled_sequences(build):
+    model = tiny_model()
+    engine = await build(model)
+    greedy, other, sampled = await asyncio.gather(
+        finish(engine, ask("greedy", temperature=0.0, seed=5)),
+        finish(engine, ask("other", temperature=0.0, seed=6)),
+        finish(engine, ask("sampled", seed=5)),
+    )
+    await engine.close()
+    narrow = await build(model)
+    likely = await finish(narrow, ask("narrow", top_p=1e-6, seed=5))
+    await narrow.close()
+    assert greedy.token_ids.tolist() == other.token_ids.tolist() == likely.token_ids.tolist()
+    assert sampled.token_ids.tolist() != greedy.token_ids.tolist()
+
+
 async def test_top_p_draws_from_the_nucleus_and_records_its_probabilities(build):
     engine = await build(tiny_model())
     narrow, full = await asyncio.gather(
@@ -524,7 +540,7 @@ EOS_PRIOR = Completion(
         (ask(max_tokens=92), r"5 prompt tokens \+ max_tokens=92 .* max_len=96"),
         (ask(prompt=[1, VOCAB_SIZE]), r"token id 19, outside of \[0, 19\)"),
         (ask(prompt=[1, -1]), "token id -1"),
-        (ask(temperature=0.0), "temperature=0.0"),
+        (ask(temperature=-1.0), "temperature=-1.0"),
         (ask(top_p=0.0), "top_p=0.0"),
         (ask(prior=EOS_PRIOR), "end token 3"),
         (ask(prior=dataclasses.replace(EOS_PRIOR, token_ids=np.array([1, 2, 4], np.int32))), "cover the same tokens"),

@@ -16,9 +16,8 @@ import pytest
 
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.evaluator.main import evaluate
-from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
+from pipelinerl_core.roles.runtime.evaluation import build_set, measure
+from pipelinerl_core.roles.runtime.inference import build_engine
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.versions import find_commit
 from pipelinerl_core.weights.publish import shm_directory
@@ -65,20 +64,20 @@ def train(directory: Path, config: RunConfig, *, shuffled: bool) -> str:
 def accuracy(url: str, version: str, config: RunConfig) -> float:
     """On true held-out sums."""
 
-    async def measure() -> float:
+    async def measured() -> float:
         context = open_run(url)
-        engine, scorer = build_engine(config), build_scorer(config)
+        engine, held_out = build_engine(config), build_set(config)
         try:
             manifest = find_commit(context, version).manifest
             assert manifest is not None
             await engine.swap(WeightSubscriber(context.store).fetch(manifest))
-            record = await evaluate(engine, scorer, build_codec(config), build_source(config).held_out(1000), config)
+            record = await measure(engine, held_out, config, slots=256, num_prompts=1000)
             return record.accuracy
         finally:
-            await scorer.close()
+            await held_out.scorer.close()
             await engine.close()
 
-    return asyncio.run(measure())
+    return asyncio.run(measured())
 
 
 @pytest.mark.timeout(1200)

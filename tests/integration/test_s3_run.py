@@ -17,13 +17,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.s3]
 
 STEPS = 8
 SMALL = ["trainer.groups_per_step=16", "engine.concurrency=64", "eval.num_prompts=40"]
+EVALUATION = [
+    "eval.every_steps=3",
+    "eval.subset=20",
+    "eval.samples=2",
+    "eval.greedy=true",
+    "eval.sets.long.lengths=[6]",
+]
 
 
 @pytest.mark.timeout(500)
 def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_path, prepared_model):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     command = [sys.executable, "-m", "pipelinerl.flows.cli", "train", "quickstart", f"trainer.steps={STEPS}"]
-    command += [*SMALL, f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
+    command += [*SMALL, *EVALUATION, f"tracking.mlflow_uri=sqlite:///{tmp_path}/mlflow.db"]
     with (tmp_path / "log").open("w") as log:
         printed = subprocess.run(
             [*command, "--root", s3_url, "--json"],
@@ -40,6 +47,19 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     names = {path.removeprefix(f"{run}/").split("/")[0] for path in files.find(run)}
     assert names >= {"run.json", "epochs", "rollouts", "batches", "weights", "checkpoints", "commits", "evals"}
     assert names >= {"report.json", "report.html", "weights.parquet", "hub.json"}
+
+    evaluations = {(one["set"], one["version"]): one for one in report["evaluations"]}
+    assert {("", 0), ("", STEPS), ("long", 0), ("long", STEPS)} <= evaluations.keys()
+    assert [one["num_prompts"] for key, one in evaluations.items() if key[1] in (0, STEPS)] == [40] * 4
+    between = {key: one for key, one in evaluations.items() if 0 < key[1] < STEPS}
+    assert {version for _, version in between} <= {3, 6}
+    assert {version for name, version in between if name} == {version for name, version in between if not name}
+    for one in evaluations.values():
+        assert one["low"] <= one["accuracy"] <= one["high"] <= 1
+        assert one["accuracy"] <= one["best"] <= 1
+        assert one["version"] == one["last_version"], "an engine of its own pins the version"
+        assert (one["num_samples"], one["errors"]) == (2, 0)
+    assert files.exists(f"{run}/evals/{STEPS:08d}.long.json")
 
     database = duckdb.connect()
     database.register("trained", ds.dataset(f"{run}/batches", format="ipc", filesystem=files).to_table())

@@ -25,6 +25,8 @@ SETTINGS = [
     f"trainer.groups_per_step={GROUPS}",
     "engine.concurrency=64",
     "eval.num_prompts=40",
+    "eval.every_steps=4",
+    "eval.subset=16",
     "placement.lease_seconds=20",
 ]
 

@@ -15,10 +15,8 @@ from safetensors import torch as safetensors
 from pipelinerl_core.bench.peers.record import read_points, weights_file, write_points
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.interfaces import WeightUpdate
-from pipelinerl_core.prompts import build_source
-from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.evaluator.main import evaluate
-from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
+from pipelinerl_core.roles.runtime.evaluation import build_set, measure
+from pipelinerl_core.roles.runtime.inference import build_engine
 from pipelinerl_core.roles.runtime.process import configure_logging, exit_codes, limit_threads
 
 logger = logging.getLogger(__name__)
@@ -32,19 +30,18 @@ async def add_accuracies(out: Path, num_prompts: int) -> None:
     document = read_points(out)
     config = build_config(document["config"])
     wide = config.model_copy(update={"engine": config.engine.model_copy(update={"concurrency": _CONCURRENCY})})
-    engine, scorer, codec = build_engine(wide), build_scorer(config), build_codec(config)
-    prompts = build_source(config).held_out(num_prompts)
+    engine, held_out = build_engine(wide), build_set(config)
     try:
         for point in document["points"]:
             if "accuracy" in point:
                 continue
             await engine.swap(_update(out, point["step"]))
-            record = await evaluate(engine, scorer, codec, prompts, config)
+            record = await measure(engine, held_out, config, slots=_CONCURRENCY, num_prompts=num_prompts)
             point["accuracy"] = record.accuracy
             logger.info("step %d: accuracy %.3f, %.1f tokens", point["step"], record.accuracy, record.mean_tokens)
             write_points(out, document)
     finally:
-        await scorer.close()
+        await held_out.scorer.close()
         await engine.close()
 
 

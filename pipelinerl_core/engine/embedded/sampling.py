@@ -44,15 +44,20 @@ def sample(
     top_p_R: NDArray[np.float32] | None,
     uniform_R: NDArray[np.float64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """`draw` with arrays instead of tensors."""
+    """`draw` with arrays; a row of temperature 0 gets its most likely token, with log-probability 0."""
     device = logits_RV.device
-    token_ids_R, logprobs_R = draw(
+    is_greedy_R = temperature_R == 0
+    drawn = draw(
         logits_RV,
-        torch.from_numpy(temperature_R).to(device),
+        torch.from_numpy(np.where(is_greedy_R, np.float32(1), temperature_R)).to(device),
         None if top_p_R is None else torch.from_numpy(top_p_R).to(device),
         torch.from_numpy(uniform_R).to(device),
     )
-    return token_ids_R.cpu().numpy(), logprobs_R.cpu().numpy()
+    token_ids_R, logprobs_R = (one.cpu().numpy() for one in drawn)
+    if is_greedy_R.any():
+        token_ids_R = np.where(is_greedy_R, logits_RV.argmax(dim=-1).cpu().numpy(), token_ids_R)
+        logprobs_R = np.where(is_greedy_R & np.isfinite(logprobs_R), np.float32(0), logprobs_R)
+    return token_ids_R, logprobs_R
 
 
 def draw(

@@ -41,6 +41,7 @@ from pipelinerl_core.errors import (
 from pipelinerl_core.interfaces import Engine, ObjectStore, Scorer, Subscriber
 from pipelinerl_core.messages import Answer, Group, Lease, LeaseRef, Refused, Register, Sync, SyncReply
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
+from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup, finished_group
 from pipelinerl_core.roles.actor.log import GroupLog
 from pipelinerl_core.roles.actor.sealing import Sealer
@@ -73,6 +74,8 @@ class ActorParts:
     """The run's store; the log of open groups is written there."""
     broadcasts: BroadcastSubscriber | None = None
     """Only with weights.transport=nccl."""
+    evaluation: ActorEvaluation | None = None
+    """Only with evaluations during training on actors."""
 
 
 class Actor:
@@ -93,6 +96,7 @@ class Actor:
         self._engine = parts.engine
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
+        self._evaluation = parts.evaluation
         self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
@@ -147,6 +151,8 @@ class Actor:
                     await self._log.flush()
                     raise
                 await self._log.flush()  # another actor continues the open groups from the log
+                if self._evaluation is not None:
+                    self._evaluation.cancel()
                 for task in (*loops, *self._tasks.values()):
                     task.cancel()
         finally:
@@ -192,6 +198,8 @@ class Actor:
                 logger.info("the hub requests a drain: %d leases dropped", len(self._leases))
                 return
             self._take_leases(reply, tasks)
+            if reply.evaluates and self._evaluation is not None:
+                self._evaluation.consider(tasks)
             for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
             if self._errors.is_spent:

@@ -12,6 +12,7 @@ from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
+from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
@@ -57,6 +58,8 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         max_seconds=context.config.store.segment_seconds,
         max_bytes=context.config.store.segment_bytes,
     )
+    is_evaluated = context.config.eval_steps > 0 and context.config.evaluates_on_actors
+    evaluation = ActorEvaluation(context, engine) if is_evaluated else None
     parts = ActorParts(
         engine=engine,
         scorer=scorer,
@@ -65,6 +68,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         segments=segments,
         store=context.store,
         broadcasts=_broadcast_subscriber(context, engine, name),
+        evaluation=evaluation,
     )
 
     def link(registration: Callable[[], Register]) -> HubLink:
@@ -80,6 +84,8 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         )
         await actor.run(stop)
     finally:
+        if evaluation is not None:
+            await evaluation.close()
         await scorer.close()
         await engine.close()
 

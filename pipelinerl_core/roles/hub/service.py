@@ -229,6 +229,7 @@ class Hub:
             state = "drain" if is_final else "pause" if self._ledger.must_pause(request.engine_version) else "run"
             credit = self._credit(peer, actor)
             ready_groups = self._ledger.num_ready
+            first = min(one.actor for one in self._state.peers.values() if one.actor is not None)
             self.swap_pauses.extend(swap.pause_seconds for swap in result.swaps)
             self.num_swaps += len(result.swaps)
         if result.stop_leases:
@@ -244,6 +245,7 @@ class Hub:
             credit=credit,
             ready_groups=ready_groups,
             swaps_acknowledged=swaps_acknowledged,
+            evaluates=actor == first,
         )
 
     def _lease(self, grant: Grant) -> Lease:

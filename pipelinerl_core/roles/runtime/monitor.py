@@ -46,6 +46,8 @@ class RoleMonitor:
         """State that each log line includes: epoch, weight_version, step."""
         self.tracer: Tracer | None = None
         """None without tracking.traces."""
+        self.progress = ""
+        """What the role does now, for people, in its record."""
         self._phase = "starting"
         self._heartbeat_at = time.monotonic()
         self._limit_seconds = max(START_SECONDS, healthy_seconds)
@@ -155,6 +157,7 @@ def _keep_record(store: ObjectStore, monitor: RoleMonitor, url: str, done: threa
             started_at=started_at,
             beat=time.time(),
             start_beat=monitor.start_beat,
+            progress=monitor.progress,
         ).model_dump_json().encode()  # fmt: skip
 
     def keep() -> None:

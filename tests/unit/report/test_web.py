@@ -66,9 +66,9 @@ def test_the_page_is_the_report_below_a_line_of_what_the_run_does_now(run, serve
     assert "Roles over time" in page
     assert 'id="live"' in page
     assert "stopped, step 4/10" in page
-    assert "let step = 4;" in page
+    assert 'let page = "4/2";' in page
     status = json.loads(get(f"{served}/status.json"))
-    assert (status["step"], status["page_step"]) == (4, 4)
+    assert (status["step"], status["page"]) == (4, "4/2")
     assert status["line"].startswith(f"{status['run_id']}: stopped, step 4/10  reward ")
     assert get(f"{served}/healthz") == "ok\n"
 
@@ -88,8 +88,8 @@ def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, mon
     real = facts.read_batch
     monkeypatch.setattr(facts, "read_batch", lambda store, commit: read.append(commit.step) or real(store, commit))
     run.commit(7)
-    assert json.loads(get(f"{served}/status.json"))["page_step"] == 7
-    assert "let step = 7;" in get(f"{served}/")
+    assert json.loads(get(f"{served}/status.json"))["page"] == "7/2"
+    assert 'let page = "7/2";' in get(f"{served}/")
     assert read == [5, 6, 7]
 
 
@@ -100,8 +100,8 @@ def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
     page = LivePage(run.store, None)
     page.page()
     run.commit(7)
-    assert (page.status()["step"], page.status()["page_step"]) == (7, 4)
-    assert "let step = 4;" in page.page()
+    assert (page.status()["step"], page.status()["page"]) == (7, "4/2")
+    assert 'let page = "4/2";' in page.page()
 
 
 def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):

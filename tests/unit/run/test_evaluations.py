@@ -1,6 +1,7 @@
 """Which versions are evaluated, and when there are enough."""
 
-from pipelinerl_core.run.evaluations import next_to_evaluate
+from pipelinerl_core.config import load_config
+from pipelinerl_core.run.evaluations import next_scheduled, next_to_evaluate
 from pipelinerl_core.run.versions import names_several
 
 
@@ -13,6 +14,18 @@ def test_versions_are_evaluated_in_order_and_once():
 def test_two_versions_at_the_level_are_enough():
     assert next_to_evaluate([0, 5, 10, 15], {0: 0.2, 5: 0.5, 10: 0.4}, enough=0.5) == 15
     assert next_to_evaluate([0, 5, 10, 15, 20], {0: 0.2, 5: 0.5, 10: 0.4, 15: 0.6}, enough=0.5) is None
+
+
+def test_an_evaluator_beside_training_takes_the_first_the_newest_due_and_the_last_version():
+    config = load_config("quickstart", ["trainer.steps=40", "eval.every_steps=10"])
+    assert next_scheduled(config, [], []) is None
+    assert next_scheduled(config, [0, 1], []) == 0
+    assert next_scheduled(config, range(10), [0]) is None
+    assert next_scheduled(config, range(25), [0]) == 20, "10 is overtaken"
+    assert next_scheduled(config, range(25), [0, 20]) is None
+    assert next_scheduled(config, range(35), [0, 31]) is None, "an actor has evaluated 31"
+    assert next_scheduled(config, range(41), [0, 20]) == 40
+    assert next_scheduled(config, range(41), [0, 40]) is None
 
 
 def test_one_version_or_several():

@@ -10,7 +10,15 @@ from pipelinerl_core.ranges import MAX_STEP
 from pipelinerl_core.report.html import write_report
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, forward
 from pipelinerl_core.run.history import counting, read_commit
-from pipelinerl_core.run.records import RUN_KEY, ActorSample, EpochRecord, SwapRecord, commit_key, eval_key
+from pipelinerl_core.run.records import (
+    RUN_KEY,
+    ActorSample,
+    EpochRecord,
+    EvalRecord,
+    SwapRecord,
+    commit_key,
+    eval_key,
+)
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
@@ -120,6 +128,22 @@ def test_forward_logs_commits_and_evaluations(store):
     assert [step for step, _ in recorder.logged] == [0, 1, 2, 0, 2]
     assert recorder.logged[3][1]["eval/accuracy"] == pytest.approx(0.12)
     assert {key for _, metrics in recorder.logged for key in metrics} <= set(METRICS)
+
+
+def test_sets_are_apart_and_have_metrics_of_their_own(store):
+    write_run(store, Shape(steps=2))
+    values = {"num_prompts": 50, "accuracy": 0.5, "mean_tokens": 4.0, "errors": 0, "seconds": 1.0}
+    further = {"best": 0.8, "low": 0.4, "high": 0.6, "newest_step": 2, "components": {"right": 0.75}}
+    put_record(store, eval_key(1, "hard"), EvalRecord(version=1, set="hard", num_samples=4, **values, **further))
+    follower, recorder = RunFollower(store), Recorder()
+    forward(follower, recorder)
+    assert list(follower.evals) == [0, 2]
+    assert [record.lag for record in follower.set_evals["hard"].values()] == [1]
+    (metrics,) = [one for _, one in recorder.logged if "eval/hard/accuracy" in one]
+    assert metrics == {
+        "eval/hard/accuracy": 0.5, "eval/hard/accuracy_low": 0.4, "eval/hard/accuracy_high": 0.6,
+        "eval/hard/best": 0.8, "eval/hard/mean_tokens": 4.0, "eval/hard/lag": 1.0, "eval/hard/component/right": 0.75,
+    }  # fmt: skip
 
 
 def test_a_failed_reading_loses_no_commit(store):

@@ -16,9 +16,10 @@ from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import Fenced
-from pipelinerl_core.run.records import EpochRecord
+from pipelinerl_core.run.records import EpochRecord, eval_key
 from pipelinerl_core.supervision import run_roles
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
+from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import epoch_record
 
 
@@ -250,9 +251,9 @@ def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
 
 def crew_of(kind: str) -> RunRoles:
     """Roles of a run that never started: a start would need deployments and a Prefect server."""
-    crew = RunRoles.__new__(RunRoles)
-    crew._members, crew._changed = {}, threading.Event()
-    crew._run, crew._is_pooled, crew._is_fenced = SimpleNamespace(run_id="run-1"), kind == "work_pools", False
+    placement = SimpleNamespace(kind="local")
+    crew = RunRoles(SimpleNamespace(run_id="run-1", config=SimpleNamespace(placement=placement), store=MemoryStore()))
+    crew._is_pooled = kind == "work_pools"
     return crew
 
 
@@ -281,6 +282,37 @@ def test_a_start_that_is_fenced_leaves_what_deployments_run_to_the_other_one(mon
     assert not elsewhere.is_told
     assert here._stop.is_set()
     assert deleted == []
+
+
+class FailedEvaluator(Superseded):
+    """An evaluator that could not be restarted any more."""
+
+    def check(self) -> None:
+        raise RoleFailed("evaluator-scheduled: ended with exit code 1")
+
+
+def test_an_evaluator_that_fails_ends_no_training_and_is_named_once(caplog):
+    crew = crew_of("local")
+    crew._members |= {"evaluator": FailedEvaluator(), "trainer": Worker([])}
+    assert not crew.has_ended("trainer")
+    assert not crew.has_ended("trainer")
+    text = "no further evaluations during training: evaluator-scheduled: ended with exit code 1"
+    assert [one.message for one in caplog.records] == [text]
+    crew.wait_until("something", lambda: True, seconds=1)
+
+
+def test_the_evaluator_goes_on_alone_until_the_last_version_is_evaluated():
+    crew = crew_of("local")
+    crew._run.config.trainer = SimpleNamespace(steps=7)
+    crew._members |= {"evaluator": Worker([]), "trainer": Worker([]), "hub": Worker([])}
+    crew.stop(keep_evaluator=True)
+    assert {name for name, member in crew._members.items() if member.is_told} == {"trainer", "hub"}
+    looks = []
+    crew._on_wait = lambda: looks.append(1) or (len(looks) == 2 and crew._run.store.put(eval_key(7), b"{}"))
+    crew.evaluate("last")
+    assert len(looks) == 2
+    crew.stop()
+    assert crew._members["evaluator"].is_told
 
 
 def test_a_role_is_known_before_it_is_started():

@@ -331,6 +331,16 @@ def test_a_goodbye_frees_leases_at_once_and_a_lost_connection_does_not(talk):
     assert (talk.ledger.num_leased, talk.ledger.num_queued) == (0, 2)
 
 
+def test_one_actor_evaluates_and_another_one_after_its_end(talk):
+    talk.hub.connected("b", talk.credit)
+    talk("b", Register(role="actor", name="actor-1", epoch=1))
+    second = sync_message(engine_version=0, want=0, leases=())
+    assert talk.sync(want=0).evaluates
+    assert not talk("b", second).evaluates
+    talk.hub.disconnected("a")
+    assert talk("b", second).evaluates
+
+
 def test_april_pauses_every_engine_from_the_nth_ready_group_until_it_has_the_new_weights(tmp_path):
     talk = Talk(str(tmp_path), config=APRIL)
     talk.register()

@@ -1,0 +1,85 @@
+"""The keys of `eval`: when a version is due for an evaluation, and the prompts of further sets."""
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError
+
+
+def due(*overrides):
+    config = load_config("quickstart", list(overrides))
+    return [step for step in range(config.trainer.steps + 1) if config.evaluates(step)]
+
+
+def test_a_run_is_evaluated_about_ten_times_during_training_but_short_runs_are_not():
+    assert due("trainer.steps=140") == [14, 28, 42, 56, 70, 84, 98, 112, 126]
+    assert due("trainer.steps=19") == []
+    assert due("trainer.steps=7", "eval.every_steps=3") == [3, 6]
+    assert due("trainer.steps=6", "eval.every_steps=3") == [3], "the last version is evaluated after training"
+
+
+@pytest.mark.parametrize("setting", ["eval.subset=0", "eval.num_prompts=0", "emulation.accelerators=4"])
+def test_no_version_is_due(setting):
+    assert due(setting, "eval.every_steps=3") == []
+
+
+def test_only_published_versions_are_due_and_the_evaluator_finds_them_in_the_store():
+    settings = ["trainer.steps=12", "weights.publish_every=2", "weights.durable_every=100", "eval.every_steps=3"]
+    assert due(*settings) == [4, 6, 10]
+    own = load_config("quickstart", settings)
+    actors = load_config("quickstart", [*settings, "eval.on=actors"])
+    assert [step for step in range(13) if own.publishes(step) and own.keeps(step)] == [0, 4, 6, 10, 12]
+    assert [step for step in range(13) if actors.publishes(step) and actors.keeps(step)] == [0, 12]
+    assert [own.due_evaluation(version) for version in (0, 3, 4, 5, 6, 9, 12)] == [0, 0, 4, 4, 6, 6, 10]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], False),
+        (["engine.kind=vllm"], True),
+        (["placement.kind=work_pools"], True),
+        (["engine.kind=vllm", "eval.on=own"], False),
+        (["eval.on=actors"], True),
+    ],
+    ids=str,
+)
+def test_the_engine_of_the_evaluations(settings, expected):
+    assert load_config("quickstart", settings).evaluates_on_actors is expected
+
+
+def test_a_set_has_the_prompts_of_the_run_but_for_its_own_keys():
+    config = load_config("quickstart", ["eval.sets.long.lengths=[8,20]", "eval.sets.pick.kind=largest_number"])
+    assert config.with_set("long").prompts.lengths == (8, 20)
+    assert config.with_set("pick").prompts.model_dump() == {"system": "default", "kind": "largest_number"}
+    files = load_config(
+        "quickstart",
+        [
+            "prompts.kind=file", "prompts.path=train.jsonl", "prompts.held_out_path=test.jsonl",
+            "prompts.prompt_column=question", "eval.sets.hard.path=hard.jsonl", "eval.sets.again.held_out_share=0.5",
+        ],
+    )  # fmt: skip
+    hard = files.with_set("hard").prompts
+    assert (hard.held_out_path, hard.prompt_column) == ("hard.jsonl", "question"), "all rows of the file"
+    assert files.with_set("again").prompts.held_out_path == "test.jsonl"
+    sets = ["eval.sets.test.split=test", "eval.sets.c.path=c/d"]
+    hub = load_config("quickstart", ["prompts.kind=huggingface", "prompts.path=a/b", *sets])
+    assert hub.with_set("test").prompts.held_out_split == "test"
+    assert hub.with_set("c").prompts.held_out_split == "train"
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("eval.sets.Long.lengths=[8]", "eval.sets.Long: a name has lower-case letters"),
+        ("eval.sets.a.lenghts=[8]", "eval.sets.a: lenghts: no key of prompts.kind=sums"),
+        ("eval.sets.a.kind=dice", "eval.sets.a: kind: input tag 'dice' found"),
+        ("eval.sets.a.kind=file", "eval.sets.a: path: field required"),
+        ("eval.sets.a.system=hi", "eval.sets.a: prompts.system='hi' is a message of a chat template"),
+        ("eval.sets.a=3", "eval.sets.a=3: input should be a valid dictionary"),
+    ],
+)
+def test_a_wrong_set_is_one_line(setting, problem):
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        load_config("quickstart", [setting])
+    assert str(caught.value).startswith(problem)

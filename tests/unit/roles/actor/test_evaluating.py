@@ -1,0 +1,98 @@
+"""Evaluations during training on an actor's engine: which versions, one at a time, and errors that end no actor."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import StoreError
+from pipelinerl_core.roles.actor import evaluating
+from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
+from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.testing.fakes import MemoryStore
+
+
+class Evaluation:
+    """Writes the record of the engine's version when `go` is set."""
+
+    def __init__(self, context, engine, *, slots, newest_step) -> None:
+        self.context, self.engine, self.slots = context, engine, slots
+        self.go = asyncio.Event()
+        self.begun = []
+        context.built.append(self)
+
+    async def run(self, num_prompts):
+        version = self.engine.weight_version
+        self.begun.append((version, num_prompts))
+        await self.go.wait()
+        self.go.clear()
+        self.context.store.put(eval_key(version), b"{}")
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    monkeypatch.setattr(evaluating, "Evaluation", Evaluation)
+    config = load_config("quickstart", ["trainer.steps=40", "eval.every_steps=10", "eval.subset=16"])
+    engine = SimpleNamespace(weight_version=0, stats=lambda: SimpleNamespace(slots=64))
+    context = SimpleNamespace(config=config, store=MemoryStore(), built=[])
+    return SimpleNamespace(engine=engine, context=context, evaluation=ActorEvaluation(context, engine))
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+
+
+async def test_each_due_version_is_evaluated_once_by_the_engine_that_has_it_or_a_later_one(actor):
+    async with asyncio.TaskGroup() as tasks:
+        for version in (0, 5, 9, 12):
+            actor.engine.weight_version = version
+            actor.evaluation.consider(tasks)
+        await settle()
+        (built,) = actor.context.built
+        assert (built.begun, built.slots) == ([(12, 16)], 8), "an eighth of the slots"
+        actor.engine.weight_version = 20
+        actor.evaluation.consider(tasks)
+        await settle()
+        assert built.begun == [(12, 16)], "one at a time"
+        built.go.set()
+        await settle()
+        for version in (20, 21, 22):
+            actor.engine.weight_version = version
+            actor.evaluation.consider(tasks)
+            await settle()
+        assert built.begun == [(12, 16), (20, 16)]
+        built.go.set()
+        await settle()
+        actor.engine.weight_version = 40
+        actor.evaluation.consider(tasks)
+        await settle()
+        assert built.begun[2:] == [(40, 16)], "version 30 is due, and the engine has version 40"
+        actor.evaluation.cancel()
+
+
+async def test_a_version_that_another_actor_has_evaluated_is_left_out(actor):
+    actor.context.store.put(eval_key(11), b"{}")
+    actor.engine.weight_version = 12
+    async with asyncio.TaskGroup() as tasks:
+        actor.evaluation.consider(tasks)
+    assert actor.context.built == []
+
+
+async def test_an_error_is_logged_and_the_next_due_version_is_tried(actor, caplog, monkeypatch):
+    def away(prefix):
+        raise StoreError("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actor.context.store, "list", away)
+        actor.engine.weight_version = 10
+        async with asyncio.TaskGroup() as tasks:
+            actor.evaluation.consider(tasks)
+    assert "version 10 was not evaluated: the store is away" in caplog.text
+    async with asyncio.TaskGroup() as tasks:
+        actor.engine.weight_version = 20
+        actor.evaluation.consider(tasks)
+        await settle()
+        actor.context.built[0].go.set()
+    assert actor.context.store.exists(eval_key(20))
