@@ -105,6 +105,8 @@ class PackedBatch:
     """float32"""
     trained_M: Tensor
     """int64, places among the N of those that are trained, in their order: where loss_mask is True."""
+    needs_backward: bool = True
+    """False: every advantage is 0 and the loss has no other terms, so that the gradient is 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -120,6 +122,6 @@ class PackedBatch:
         """The same pack on a device; itself when it is there already."""
         if self.input_ids_T.device == device:
             return self
-        names = [name for name in self.__dataclass_fields__ if name != "layout"]
+        names = [name for name in self.__dataclass_fields__ if name not in ("layout", "needs_backward")]
         tensors = {name: moved(getattr(self, name), device) for name in names}
-        return PackedBatch(layout=self.layout.to(device), **tensors)
+        return PackedBatch(layout=self.layout.to(device), needs_backward=self.needs_backward, **tensors)

@@ -23,32 +23,52 @@ Int64Array = NDArray[np.int64]
 class PackBatcher:
     """Packs rows by a token budget, deterministically: equal rows give equal packs."""
 
-    def __init__(self, pack_tokens: int, packing: Packing = "sorted") -> None:
-        """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`."""
+    def __init__(self, pack_tokens: int, packing: Packing = "sorted", *, skips_backward: bool = False) -> None:
+        """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`.
+
+        skips_backward: rows whose advantages are all 0 are in packs of their own, which need no backward pass.
+        """
         self._pack_tokens = pack_tokens
         self._packing: Packing = packing
+        self._skips_backward = skips_backward
 
     def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
         """Packs with every sampled token of the rows once; rows without a sampled token are left out."""
-        kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
-        packs = pack([num_forward_tokens(rows[index].rollout) for index in kept], self._pack_tokens, self._packing)
-        return [collate(rows, [kept[position] for position in positions]) for positions in packs]
+        return [
+            self._collate(rows, [part[position] for position in positions])
+            for part in self._parts(rows)
+            for positions in pack(_lengths(rows, part), self._pack_tokens, self._packing)
+        ]
 
     def plan(self, rows: Sequence[TrainingRow], ranks: int) -> list[list[list[int]]]:
         """For each rank its packs, each a list of indices into `rows`: equally many packs on every rank.
 
         A pack that is missing is an empty list.
         """
-        kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
-        lengths = [num_forward_tokens(rows[index].rollout) for index in kept]
-        return [
-            [[kept[position] for position in positions] for positions in packs]
-            for packs in share(lengths, self._pack_tokens, ranks, self._packing)
-        ]
+        plan: list[list[list[int]]] = [[] for _ in range(ranks)]
+        for part in self._parts(rows) or [[]]:
+            shares = share(_lengths(rows, part), self._pack_tokens, ranks, self._packing)
+            for own, packs in zip(plan, shares, strict=True):
+                own += [[part[position] for position in positions] for positions in packs]
+        return plan
 
     def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> list[PackedBatch]:
         """The packs of one rank of a plan: lists of indices into `rows`, which may be the rows of this rank only."""
-        return [collate(rows, indices) if indices else empty_pack() for indices in packs]
+        return [self._collate(rows, indices) if indices else empty_pack() for indices in packs]
+
+    def _parts(self, rows: Sequence[TrainingRow]) -> list[list[int]]:
+        """Indices of the rows with a sampled token: with a gradient, then without; without empty parts."""
+        kept = [index for index, row in enumerate(rows) if row.rollout.loss_mask.any()]
+        if not self._skips_backward:
+            return [kept] if kept else []
+        parts = [[index for index in kept if _has_gradient(rows[index]) is wanted] for wanted in (True, False)]
+        return [part for part in parts if part]
+
+    def _collate(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> PackedBatch:
+        packed = collate(rows, indices)
+        if not self._skips_backward or any(_has_gradient(rows[index]) for index in indices):
+            return packed
+        return replace(packed, needs_backward=False)
 
     def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
         """Packs with every completion token of the rollouts once, for scoring: weights and advantages are 0."""
@@ -72,6 +92,14 @@ def empty_pack() -> PackedBatch:
         loss_weights_N=torch.zeros(1),
         trained_M=torch.zeros(0, dtype=torch.int64),
     )
+
+
+def _has_gradient(row: TrainingRow) -> bool:
+    return any(row.turn_advantages or (row.advantage,))
+
+
+def _lengths(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
+    return [num_forward_tokens(rows[index].rollout) for index in indices]
 
 
 def num_forward_tokens(rollout: Rollout) -> int:

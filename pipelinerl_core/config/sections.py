@@ -477,6 +477,13 @@ class RunConfig(Section):
         return self.model_copy(update={"prompts": _PROMPTS.validate_python({**own, **every_row, **changes})})
 
     @property
+    def skips_backward(self) -> bool:
+        """Whether rollouts whose advantage is 0 are computed without a backward pass: all terms of the loss are
+        multiples of the advantage."""
+        has_other_terms = self.loss.kl_coefficient > 0 or self.loss.advantage == "value"
+        return self.trainer.skip_zero_advantage and self.learner.kind == "torch" and not has_other_terms
+
+    @property
     def stays_on_cpu(self) -> bool:
         """Whether learner and embedded engine compute on the CPU even where there is a GPU."""
         return self.model.device == "cpu" or (self.model.device == "auto" and self.engine.kind == "embedded")

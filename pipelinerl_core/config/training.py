@@ -26,6 +26,10 @@ class TrainerConfig(Section):
     packing: Literal["sorted", "filled"] = "sorted"
     """How sequences share forward passes. sorted: by similar length, least padding; filled: remaining space in a pass
     takes shorter sequences, fewer passes but more padding. Set filled if attention has no padding (varlen, flex)."""
+    skip_zero_advantage: bool = True
+    """Compute rollouts whose advantage is 0 without a backward pass: equal metrics, and equal gradients but for
+    rounding, because such rollouts have none. learner.kind=torch, without a KL term or value head. Unset to compute
+    every rollout in the same way."""
     threads: int = Field(0, ge=0)
     """Packs computed at once on a CPU, one core each. 0: placement.threads, plus the engines' threads if the schedule
     stops the engines during a step. Set to limit the trainer's cores."""

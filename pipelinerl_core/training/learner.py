@@ -50,6 +50,7 @@ class _PackResult:
     trainer_logprobs_N: Tensor
     entropy_N: Tensor
     gradients: tuple[Tensor | None, ...]
+    """Of each parameter; empty if the pack needs no backward pass."""
 
 
 class TorchLearner:
@@ -104,7 +105,8 @@ class TorchLearner:
         self._optimizer.zero_grad()
         sums = StepSums(self.version, self._config.trainer.pack_tokens)
         for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
-            self._optimizer.add_grads(result.gradients)
+            if result.gradients:
+                self._optimizer.add_grads(result.gradients)
             sums.add(result.batch, result.sums, result.trainer_logprobs_N, result.entropy_N)
         if self._ranks.size > 1:
             self._ranks.sum_(self._optimizer.gradients())
@@ -117,9 +119,12 @@ class TorchLearner:
         return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
-        output = self._policy(batch)
-        loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
-        gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
+        with torch.set_grad_enabled(batch.needs_backward):
+            output = self._policy(batch)
+            loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
+        gradients: tuple[Tensor | None, ...] = ()
+        if batch.needs_backward:
+            gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)
         return _PackResult(batch, loss_sums, output.trainer_logprobs_N.detach(), output.entropy_N.detach(), gradients)
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:

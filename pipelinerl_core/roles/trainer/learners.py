@@ -160,7 +160,7 @@ def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple
     model, reference, note = _load(config, device, ranks)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # the number of threads does not change the result
     threads = threads if device.type == "cpu" else 1
-    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
+    batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing, skips_backward=config.skips_backward)
     learner = TorchLearner(
         model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks, note=note
     )
