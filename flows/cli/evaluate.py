@@ -1,5 +1,6 @@
 """`pipelinerl evaluate`: measures the held-out accuracy of weight versions."""
 
+from collections.abc import Mapping
 from threading import Event
 from typing import Annotated
 
@@ -31,4 +32,10 @@ def evaluate(
     documents = [record.model_dump(mode="json") for record in records]
     line = "version {version}: accuracy {accuracy:.3f} on {num_prompts} prompts, mean length {mean_tokens:.1f} tokens"
     found = documents if names_several(version) else documents[0]
-    answer(found, [line.format(**one) for one in documents], as_json=as_json)
+    lines = [line.format(**one) + _components(one["components"]) for one in documents]
+    answer(found, lines, as_json=as_json)
+
+
+def _components(means: Mapping[str, float]) -> str:
+    """Example: `; correct 0.900, short 1.000`; empty without components."""
+    return "; " * bool(means) + ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())

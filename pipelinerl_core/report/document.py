@@ -127,6 +127,12 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
         "reward_window_steps": window,
         "eval_first": evals[0].accuracy if evals else None,
         "eval_last": evals[-1].accuracy if evals else None,
+        "eval_components": {
+            name: {"first": evals[0].components.get(name), "last": mean}
+            for name, mean in evals[-1].components.items()
+        }
+        if evals
+        else {},
     }
 
 

@@ -302,6 +302,8 @@ class EvalRecord(Record):
     mean_tokens: Number
     errors: Count
     seconds: Seconds
+    components: dict[str, Number] = Field(default_factory=dict)
+    """Component of the reward -> mean over the prompts whose reward has this component, without its weight."""
     samples: tuple[dict[str, Any], ...] = ()
     """A few {prompt, completion, reward}."""
 

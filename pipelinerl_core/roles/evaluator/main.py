@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import Commit, EvalRecord, eval_key
 from pipelinerl_core.run.reward_code import stored_code
 from pipelinerl_core.run.versions import find_commits, names_several
-from pipelinerl_core.types import EngineRequest, Prompt, Sampler
+from pipelinerl_core.types import EngineRequest, Prompt, Sampler, Score
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -73,11 +73,21 @@ async def evaluate(
         mean_tokens=float(np.mean([length for _, length, _ in results])),
         errors=sum(reward is None for reward, _, _ in results),
         seconds=time.monotonic() - started,
+        components=mean_components(rewards),
         samples=tuple(
             {"prompt": prompt.text, "completion": text, "reward": reward}
             for prompt, (reward, _, text) in list(zip(prompts, results, strict=True))[:_NUM_SAMPLES]
         ),
     )
+
+
+def mean_components(rewards: Iterable[float]) -> dict[str, float]:
+    """Component -> mean over the rewards with this component; empty if no reward has components."""
+    values: dict[str, list[float]] = {}
+    for reward in rewards:
+        for component in reward.components if isinstance(reward, Score) else ():
+            values.setdefault(component.name, []).append(component.value)
+    return {name: float(np.mean(of_name)) for name, of_name in values.items()}
 
 
 async def run(
