@@ -28,7 +28,7 @@ for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("O
 GROUPS = {
     "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run"),  # share engine cores
     "golden": ("test_golden_runs",),
-    "demo": ("test_demo",),
+    "demo": ("test_demo", "test_tutorial"),  # share the converted model
     "chaos": ("test_chaos",),
     "hub": ("test_hub_process",),
     "ranks": ("test_trainer_ranks",),
@@ -181,14 +181,31 @@ def prepared_model() -> Path:
     return path
 
 
+def install_beside(lock: str, target: Path) -> Path:
+    """Install a lock file of this repository into the directory `target`, not into .venv; returns `target`."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "-r", lock]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[1])
+    return target
+
+
 @pytest.fixture(scope="session")
 def server_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with requirements-server.lock, which the images have and the environment has not."""
-    target = tmp_path_factory.mktemp("server-packages")
-    lock = Path(__file__).parents[1] / "requirements-server.lock"
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), "-r", str(lock)]
-    subprocess.run(command, check=True, timeout=180)
-    return target
+    return install_beside("requirements-server.lock", tmp_path_factory.mktemp("server-packages"))
+
+
+@pytest.fixture(scope="session")
+def demo_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a process that finds the packages of requirements-demo.lock and the command pipelinerl, with one
+    cache of models for the session, empty at first."""
+    packages = install_beside("requirements-demo.lock", tmp_path_factory.mktemp("demo-packages"))
+    inherited = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    return {
+        **inherited,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{Path(__file__).parents[1]}:{packages}",
+        "PIPELINERL_CACHE": str(tmp_path_factory.mktemp("cache")),
+    }
 
 
 @pytest.fixture(scope="session")

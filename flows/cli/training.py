@@ -33,12 +33,16 @@ def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
 
 
 def _rewards(report: Mapping[str, Any]) -> list[str]:
-    """The mean training reward before and after, and the mean of each component of a reward function."""
-    ends = {"  training reward": {"first": report["reward_first"], "last": report["reward_last"]}}
-    ends |= {f"    {name}": mean for name, mean in report["reward_components"].items()}
+    """The held-out and the training reward before and after, each with the components of a reward function."""
+    means = [("  held-out accuracy", {"first": report["eval_first"], "last": report["eval_last"]})]
+    means += [(f"    {name}", mean) for name, mean in report["eval_components"].items()]
+    means += [("  training reward", {"first": report["reward_first"], "last": report["reward_last"]})]
+    means += [(f"    {name}", mean) for name, mean in report["reward_components"].items()]
+    low, high = report["eval_last_low"], report["eval_last_high"]
+    intervals = {"  held-out accuracy": "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"}
     return [
-        f"{name:<20} {mean['first']:.3f} -> {mean['last']:.3f}"
-        for name, mean in ends.items()
+        f"{name:<20} {mean['first']:.3f} -> {mean['last']:.3f}{intervals.get(name, '')}"
+        for name, mean in means
         if mean["first"] is not None and mean["last"] is not None
     ]
 
@@ -51,10 +55,6 @@ def summary(report: Mapping[str, Any], location: str) -> list[str]:
         lines += _nothing_learned(report)
     if report["emulation"] is not None:
         lines.append(f"  {report['emulation']['note']}")
-    if report["eval_first"] is not None and report["eval_last"] is not None:
-        low, high = report["eval_last_low"], report["eval_last_high"]
-        interval = "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"
-        lines.append(f"  held-out accuracy  {report['eval_first']:.3f} -> {report['eval_last']:.3f}{interval}")
     lines += _rewards(report)
     if report["lag"]["mean"] is not None:
         lines.append(f"  lag of tokens      mean {report['lag']['mean']:.2f}, max {report['lag']['max']} steps")

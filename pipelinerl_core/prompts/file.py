@@ -12,6 +12,10 @@ from pipelinerl_core.prompts.table import Rows, TableSource
 
 BLOCK_BYTES = 1 << 26
 """Block size of the JSON parser, and so the longest line."""
+_ADVICE = {
+    ".jsonl": "Write one JSON object per line, in UTF-8; a column has the same type in all lines",
+    ".parquet": "Write the file again",
+}
 
 
 def build(config: RunConfig) -> TableSource:
@@ -36,8 +40,11 @@ def _read(path: Path, given: str) -> pa.Table:
         raise ConfigError(f"{given}: no such file. Set a .jsonl or .parquet file")
     try:
         if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        return pyarrow.json.read_json(path, read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES))
+            table = pyarrow.parquet.read_table(path)
+        else:
+            table = pyarrow.json.read_json(path, read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES))
+        table.validate(full=True)  # text that is not UTF-8 otherwise raises where the text is used
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{given}: cannot be read as {path.suffix[1:]}: {reason}") from None
+        raise ConfigError(f"{given}: cannot be read as {path.suffix[1:]}: {reason}. {_ADVICE[path.suffix]}") from None
+    return table

@@ -136,7 +136,7 @@ def text_column(table: pa.Table, column: str, key: str, origin: str) -> pa.Chunk
     """
     if column not in table.column_names:
         close = difflib.get_close_matches(column, table.column_names, n=1)
-        nearest = f"; did you mean {close[0]}?" if close else f". Set {key} to one of these"
+        nearest = f"; did you mean {close[0]}?" if close else f". Name one of these in {key.partition(':')[0]}"
         raise ConfigError(f"{key}={column}: no such column in {origin} ({', '.join(table.column_names)}){nearest}")
     values = table[column]
     if _holds_messages(values.type):

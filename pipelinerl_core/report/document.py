@@ -132,6 +132,12 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
         "evaluations": [
             _evaluation(one) for each in (facts.evals, *facts.set_evals.values()) for one in each.values()
         ],
+        "eval_components": {
+            name: {"first": evals[0].components.get(name), "last": mean}
+            for name, mean in evals[-1].components.items()
+        }
+        if evals
+        else {},
     }
 
 

@@ -44,7 +44,13 @@ SECRET_LETTERS = 8
 PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
 """Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
 hashes. A verifier processes a model's text and must not get tokens or credentials."""
-SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SINGLE_THREADED = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which pandas, scikit-learn and nltk import
+}
+"""Imports must start no threads, because the process could not be sealed (isolation.py)."""
 
 
 class BadReply(Exception):

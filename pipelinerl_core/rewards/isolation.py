@@ -55,8 +55,11 @@ def seal(policy: Policy) -> None:
     Call after the imports and before other threads start, because running threads keep their permissions. Raises
     OSError if the kernel refuses a supported call, RuntimeError if other threads run.
     """
-    if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise RuntimeError(f"{threads - 1} threads run besides the main thread; seal the process before they start")
+    if others := _other_threads():
+        raise RuntimeError(
+            f"an imported module has started threads ({', '.join(others)}), which cannot be isolated. Do without the "
+            "module, or set reward.isolation=none"
+        )
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _drop_capabilities()
     if policy.forks:
@@ -66,6 +69,15 @@ def seal(policy: Policy) -> None:
     if seccomp.is_available():
         seccomp.install(forks=policy.forks, network=policy.network)
         seccomp.program(forks=False)  # cached here, so that the forks need not build the program
+
+
+def _other_threads() -> list[str]:
+    """Names of the threads besides the main thread. Requires /proc."""
+    names = []
+    for thread in sorted(set(os.listdir("/proc/self/task")) - {str(os.getpid())}):
+        with open(f"/proc/self/task/{thread}/comm") as comm:
+            names.append(comm.read().strip())
+    return names
 
 
 def readable_paths() -> list[str]:

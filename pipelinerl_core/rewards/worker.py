@@ -42,7 +42,7 @@ def main() -> None:
     try:
         verifier, warm_up = _loaded(arguments.verifier, json.loads(sys.stdin.buffer.readline()))
     except Exception as error:  # noqa: BLE001  (a user's module raises anything)
-        forked.write_all(replies, json.dumps({"failed": _failure(error)["error"]}).encode() + b"\n")
+        _refuse(replies, error)
         return
     limits = forked.Limits(
         seconds=arguments.timeout_seconds,
@@ -50,8 +50,12 @@ def main() -> None:
         null=os.open(os.devnull, os.O_RDWR),
     )
     evaluator = forked.Evaluator(lambda line: _evaluation(verifier, line), warm_up, limits)
-    if arguments.seal:
-        isolation.seal(isolation.Policy(forks=arguments.forks, network=arguments.network))
+    try:
+        if arguments.seal:
+            isolation.seal(isolation.Policy(forks=arguments.forks, network=arguments.network))
+    except RuntimeError as error:  # a module that the verifier imports has started threads
+        _refuse(replies, error)
+        return
     forked.write_all(replies, b'{"ready":true}\n')
     if arguments.forks:
         evaluator.start_next()
@@ -60,6 +64,11 @@ def main() -> None:
         forked.write_all(replies, json.dumps(reply).encode() + b"\n")  # unbuffered: resets the parent's deadline
         if arguments.forks:
             evaluator.start_next()
+
+
+def _refuse(replies: int, error: Exception) -> None:
+    """Tell the parent why the verifier cannot be used."""
+    forked.write_all(replies, json.dumps({"failed": _failure(error)["error"]}).encode() + b"\n")
 
 
 def _arguments() -> argparse.Namespace:

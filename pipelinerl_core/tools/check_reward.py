@@ -44,7 +44,9 @@ async def check(config: RunConfig, prompt: Prompt) -> list[str]:
 
 
 def _hint(config: RunConfig, error: RewardError) -> str:
-    """The key that allows what the isolation has refused."""
+    """What allows the call that the isolation has refused."""
+    if "Permission denied: '" in str(error):  # names a file
+        return ". Import modules and read files outside of the function, where the file is loaded"
     if "PermissionError" in str(error) and not config.reward.network:
         return ". If the function needs the network, set reward.network=true"
     return ". If the function needs a variable, name it in reward.environment" if "KeyError" in str(error) else ""

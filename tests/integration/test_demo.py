@@ -1,7 +1,6 @@
 """The demonstration: packages of requirements-demo.lock, the real chat model, three steps of the preset smollm2."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of a process that finds the packages of requirements-demo.lock, with an empty cache of models."""
-    packages, cache = tmp_path_factory.mktemp("demo-packages"), tmp_path_factory.mktemp("cache")
-    lock = str(ROOT / "requirements-demo.lock")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), "-r", lock]
-    subprocess.run(command, check=True, timeout=300)
-    inherited = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    return {**inherited, "PYTHONPATH": f"{ROOT}:{packages}", "PIPELINERL_CACHE": str(cache)}
-
-
 def train(root: Path, environment: dict[str, str], *overrides: str) -> dict[str, object]:
     """The report of a run of the preset."""
     arguments = ["train", "smollm2", f"trainer.steps={STEPS}", "eval.num_prompts=8", *overrides]
@@ -40,14 +28,14 @@ def train(root: Path, environment: dict[str, str], *overrides: str) -> dict[str,
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
-def test_the_chat_model_is_converted_and_trains(tmp_path, environment, engine):
-    report = train(tmp_path, environment, f"engine.kind={engine}")
+def test_the_chat_model_is_converted_and_trains(tmp_path, demo_environment, engine):
+    report = train(tmp_path, demo_environment, f"engine.kind={engine}")
     assert report["steps"] == STEPS
     (record,) = tmp_path.glob("smollm2-*/run.json")
     dtype = json.loads(record.read_text())["config"]["model"]["dtype"]
     assert dtype in ("bfloat16", "float32")  # the choice, not auto
     assert len(trained_groups(str(record.parent))) == STEPS * 8
     assert_closes(str(record.parent))
-    (model,) = Path(environment["PIPELINERL_CACHE"]).glob("models/*/model.safetensors")
+    (model,) = Path(demo_environment["PIPELINERL_CACHE"]).glob("models/*/model.safetensors")
     with safe_open(model, framework="pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118

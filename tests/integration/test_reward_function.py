@@ -38,6 +38,7 @@ def secret(text):
     import os
     return float("PIPELINERL_TOKEN" in os.environ)
 def read(text, path): return len(open(path).read())
+def opens(text): return len(open("rows.jsonl").read())
 def slow(text):
     while True: pass
 """
@@ -104,6 +105,27 @@ def test_a_sound_function_passes_the_check_and_what_it_raises_is_a_warning(confi
     assert "(mine.py:5)" in other
     assert "(mine.py:5)" in empty
     assert check_reward(configured("mine.py:secret")) == []
+
+
+def test_a_file_that_imports_pandas_can_be_isolated(configured, tmp_path):
+    (tmp_path / "frames.py").write_text("import pandas\ndef score(text): return pandas.Series([1, 2]).sum()\n")
+    assert scores(configured("frames.py:score"), "") == [3.0]
+
+
+@pytest.mark.skipif(bool(isolation.missing()), reason=f"this host has no {' and no '.join(isolation.missing())}")
+def test_a_file_that_starts_a_thread_is_refused_with_the_name_of_the_thread(configured, tmp_path):
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    (tmp_path / "threads.py").write_text(code + "def score(text): return 1\n")
+    with pytest.raises(ConfigError, match=r"has started threads \(\S+\), .* set reward\.isolation=none"):
+        check_reward(configured("threads.py:score"))
+    assert check_reward(configured("threads.py:score", "reward.isolation=none")) == []
+
+
+@pytest.mark.skipif(bool(isolation.missing()), reason=f"this host has no {' and no '.join(isolation.missing())}")
+def test_a_function_that_reads_a_file_is_told_where_to_read(configured):
+    warning, _ = check_reward(configured("mine.py:opens"))
+    assert "Permission denied: 'rows.jsonl'" in warning
+    assert warning.endswith("Import modules and read files outside of the function, where the file is loaded")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_the_name_of_a_module_says_something(path):
 
 
 def test_every_page_that_the_documents_name_is_there():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in page.read_text().split("](")[1:]:
             link = target.split(")")[0].split("#")[0]
             if link and not link.startswith("http"):

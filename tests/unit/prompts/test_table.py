@@ -166,13 +166,19 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("missing.jsonl", None, {}, "no such file"),
         ("rows.csv", "a,b\n", {}, r"must end in \.jsonl or \.parquet"),
         ("bad.jsonl", '{"prompt": \n', {}, "cannot be read as jsonl"),
+        (
+            "array.jsonl",
+            '[{"prompt": "1", "answer": 1}]\n',
+            {},
+            "cannot be read as jsonl: .* one JSON object per line",
+        ),
         ("bad.parquet", "not parquet", {}, "cannot be read as parquet"),
         ("rows.jsonl", '{"promt": "1", "answer": 1}\n', {}, r"prompt_column=prompt: no such column.*mean promt\?"),
         (
             "rows.jsonl",
             '{"question": "1", "solution": 1}\n',
             {},
-            r"prompt_column=prompt: no such column in .*rows.jsonl \(question, solution\). Set prompts.prompt_col",
+            r"prompt_column=prompt: no such column in .*rows.jsonl \(question, solution\). Name one",
         ),
         ("rows.jsonl", '{"prompt": "1", "reply": 1}\n', {}, r"answer_column=answer: no such column.*prompt, reply"),
         ("rows.jsonl", '{"prompt": "1", "answer": {"a": 1}}\n', {}, "must be text or numbers"),
@@ -180,7 +186,12 @@ def test_parquet_gives_the_same_prompts_as_json_lines_but_for_its_name(tmp_path)
         ("rows.jsonl", '{"prompt": "1", "answer": 1}\n', {}, "at least two different"),
         ("rows.jsonl", '{"prompt": [{"role": "user"}], "answer": 1}\n', {}, r"list<.*struct<role.*must be text"),
         ("rows.jsonl", MESSAGES, {}, r"row 1 of .* has messages of \['system', 'user'\], but must have one message"),
-        ("rows.jsonl", '{"q": "1", "answer": 1}\n', {"template": "{q.x}"}, r"column=q\.x: no such column in "),
+        (
+            "rows.jsonl",
+            '{"q": "1", "answer": 1}\n',
+            {"template": "{q.x}"},
+            r"column=q\.x: no such column in .* in prompts\.template$",
+        ),
         (
             "rows.jsonl",
             '{"q": "1", "answer": 1}\n',
@@ -207,6 +218,13 @@ def test_a_mistake_is_one_line(tmp_path, name, content, options, message):
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=message) as caught:
         source(tmp_path / name, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_that_is_not_utf_8_is_refused_in_one_line(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "größe", "answer": "1"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin\.jsonl: cannot be read as jsonl: .*UTF8.* in UTF-8") as caught:
+        source(tmp_path / "latin.jsonl")
     assert "\n" not in str(caught.value)
 
 

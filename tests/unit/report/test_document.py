@@ -41,6 +41,7 @@ REQUIRED = {
     "reward_last",
     "eval_first",
     "eval_last",
+    "eval_components",
     "tokens_generated",
     "tokens_trained",
     "num_swaps",
@@ -245,7 +246,15 @@ def two_step_run(store):
         put_record(
             store,
             eval_key(version),
-            EvalRecord(version=version, num_prompts=4, accuracy=accuracy, mean_tokens=2, errors=0, seconds=1),
+            EvalRecord(
+                version=version,
+                num_prompts=4,
+                accuracy=accuracy,
+                mean_tokens=2,
+                errors=0,
+                seconds=1,
+                components={"short": accuracy / 2},
+            ),
         )
 
 
@@ -260,6 +269,7 @@ def test_report_by_hand(store, two_step_run):
     assert report["wall_seconds"] == pytest.approx(117 - 90)
     assert (report["reward_first"], report["reward_last"]) == (0.5, 1.0)
     assert (report["eval_first"], report["eval_last"]) == (0.25, 0.75)
+    assert report["eval_components"] == {"short": {"first": 0.125, "last": 0.375}}
     assert (report["samples"], report["versions"]) == (3, 3)
     # Trained: 4 + 2 tokens of version 0 in step 1 (lag 0), 7 of version 1 in step 2 (lag 0); 3 were masked.
     assert (report["tokens_generated"], report["tokens_trained"], report["tokens_masked_stale"]) == (120, 13, 3)

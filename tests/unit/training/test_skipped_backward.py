@@ -11,7 +11,6 @@ from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
 from tests.unit.training.learner_case import config, groups, tiny_model
 
-
 PACKING = {"time/compute_seconds", "train/num_packs", "train/pack_fill"}
 
 
