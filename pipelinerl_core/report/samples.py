@@ -50,11 +50,12 @@ def rollout_section(store: ObjectStore, facts: RunFacts, decode: Decode | None) 
 
 
 def evaluation_table(facts: RunFacts) -> str:
-    """One row per evaluation: set, version, accuracy with its interval, cost and lag; empty without evaluations.
+    """One row per evaluation: set, version, accuracy with its interval, components of the reward, cost and lag.
 
-    Columns without a value are left out.
+    Columns without a value are left out. Empty without evaluations.
     """
     records = [one for each in (facts.evals, *facts.set_evals.values()) for one in each.values()]
+    names = sorted({name for one in records for name in one.components})
     columns: dict[str, Callable[[EvalRecord], str]] = {
         "prompts": lambda one: (
             f"{escape(one.set or 'held-out')}: {one.num_prompts:,}"
@@ -67,16 +68,21 @@ def evaluation_table(facts: RunFacts) -> str:
         "95 % interval": lambda one: " to ".join(filter(None, (_percent(one.low), _percent(one.high)))),
         "best": lambda one: _percent(one.best),
         "greedy": lambda one: _percent(one.greedy),
+        **{name: lambda one, name=name: _number(one.components.get(name)) for name in names},
         "tokens": lambda one: f"{one.mean_tokens:,.1f}",
         "seconds": lambda one: f"{one.seconds:,.1f}",
         "lag": lambda one: f"{one.lag}",
     }
     cells = {head: [text(one) for one in records] for head, text in columns.items()}
-    shown = {head: column for head, column in cells.items() if any(column)}
+    shown = {escape(head): column for head, column in cells.items() if any(column)}
     rows = ["".join(f"<th>{head}</th>" for head in shown)]
     rows += ["".join(f"<td>{cell}</td>" for cell in row) for row in zip(*shown.values(), strict=True)]
     table = "".join(f"<tr>{row}</tr>" for row in rows)
     return f'<table class="ledger"><tbody>{table}</tbody></table>' if records else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _percent(value: float | None) -> str:

@@ -149,7 +149,7 @@ def _validated(line: bytes) -> dict[str, Any]:
     match reply:
         case {"reward": float() | int() as reward, **others} if not isinstance(reward, bool) and not others:
             return {"reward": reward}
-        case {"error": str() as text, **others} if not others:
+        case {"error": str() as text, **others} if not others or others == {"raised": True}:
             return {"error": "".join(letter for letter in text if letter.isprintable())}
     raise Lost(DIED)
 

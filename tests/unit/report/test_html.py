@@ -248,3 +248,23 @@ def test_summary_and_report_contain_the_command_that_opens_mlflow():
         assert "ab12" in page
         assert "secret" not in page
         assert re.search(r"<span>MLflow <b>(mlflow ui|http)", page)
+
+
+def test_evaluations_are_a_table_and_a_curve_with_intervals(store):
+    write_run(store, Shape(steps=4))
+    values = {"num_prompts": 50, "mean_tokens": 4.0, "errors": 0, "seconds": 1.0}
+    further = {"low": 0.4, "high": 0.6, "components": {"<right>": 0.75}}
+    put_record(store, eval_key(2), EvalRecord(version=2, accuracy=0.5, newest_step=4, **further, **values))
+    put_record(store, eval_key(2, "hard"), EvalRecord(version=2, last_version=3, set="hard", accuracy=0.1, **values))
+    write_report(store)
+    page = store.get(REPORT_HTML_KEY).decode()
+    rows = [re.sub(r"<[^>]+>", "|", row) for row in page.split("<tr>")]
+    assert any(row.startswith("|held-out: 50||2||50.0%||40.0% to 60.0%||0.750||4.0||1.0||2|") for row in rows)
+    assert any(row.startswith("|hard: 50||2 to 3||10.0%||||||4.0||1.0||0|") for row in rows)
+    assert "&lt;right&gt;" in page
+    assert 'aria-label="Accuracy by version"' in page
+    assert "best" not in re.search(r"<th>prompts</th>.*?</tr>", page).group(0), "no evaluation has this figure"
+    report = json.loads(store.get(REPORT_JSON_KEY))
+    assert [(one["set"], one["version"], one["lag"]) for one in report["evaluations"]] == [
+        ("", 0, 0), ("", 2, 2), ("", 4, 0), ("hard", 2, 0),
+    ]  # fmt: skip
