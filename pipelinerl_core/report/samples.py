@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def evaluation_table(facts: RunFacts) -> str:
         "95 % interval": lambda one: " to ".join(filter(None, (_percent(one.low), _percent(one.high)))),
         "best": lambda one: _percent(one.best),
         "greedy": lambda one: _percent(one.greedy),
-        **{name: lambda one, name=name: _number(one.components.get(name)) for name in names},
+        **{name: partial(_component, name) for name in names},
         "tokens": lambda one: f"{one.mean_tokens:,.1f}",
         "seconds": lambda one: f"{one.seconds:,.1f}",
         "lag": lambda one: f"{one.lag}",
@@ -81,8 +82,8 @@ def evaluation_table(facts: RunFacts) -> str:
     return f'<table class="ledger"><tbody>{table}</tbody></table>' if records else ""
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _component(name: str, record: EvalRecord) -> str:
+    return f"{record.components[name]:.3f}" if name in record.components else ""
 
 
 def _percent(value: float | None) -> str:
