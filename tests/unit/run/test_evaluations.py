@@ -1,7 +1,8 @@
 """Which versions are evaluated, and when there are enough."""
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.run.evaluations import next_scheduled, next_to_evaluate
+from pipelinerl_core.run.evaluations import evaluation_line, next_scheduled, next_to_evaluate
+from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import names_several
 
 
@@ -30,3 +31,15 @@ def test_an_evaluator_beside_training_takes_the_first_the_newest_due_and_the_las
 
 def test_one_version_or_several():
     assert [names_several(text) for text in ("last", "12", "all", "0,5")] == [False, False, True, True]
+
+
+def test_the_line_of_an_evaluation_names_set_interval_and_components():
+    values = {"num_prompts": 4, "accuracy": 0.5, "mean_tokens": 3.0, "errors": 0, "seconds": 1.25}
+    assert evaluation_line(EvalRecord(version=0, **values)) == (
+        "version 0: accuracy 0.500 on 4 prompts, mean length 3.0 tokens, 1.2 s"
+    )
+    further = {"low": 0.15, "high": 0.85, "components": {"correct": 0.5, "brief": 1.0}}
+    assert evaluation_line(EvalRecord(version=2, set="hard", **values, **further)) == (
+        "version 2 on hard: accuracy 0.500 (0.150 to 0.850) on 4 prompts, mean length 3.0 tokens, 1.2 s; "
+        "correct 0.500, brief 1.000"
+    )
