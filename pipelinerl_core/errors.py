@@ -100,6 +100,10 @@ class FunctionRaised(RewardError):
     """The code of a verifier raised an exception, possibly because of one text."""
 
 
+class EnvironmentFailed(RewardError):
+    """An episode has no result: the environment failed, or a conversation could not be turned into tokens."""
+
+
 class TrainingDiverged(PipelineRLError):
     """A number of an optimizer step is not finite; the step is not committed."""
 

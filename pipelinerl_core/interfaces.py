@@ -21,8 +21,13 @@ from pipelinerl_core.types import (
     Completion,
     EngineRequest,
     EngineStats,
+    FinishReason,
     Float32Array,
+    Int32Array,
+    Message,
+    Played,
     Prompt,
+    Reply,
     Rollout,
     Score,
     SwapReport,
@@ -209,6 +214,60 @@ class Scorer(Protocol):
 
     async def close(self) -> None:
         """End the child processes."""
+
+
+class ChatCodec(Protocol):
+    """Tokens of a conversation. Sampled tokens are never rendered again: each turn extends the tokens before it.
+
+    Methods raise EnvironmentFailed, one line, if the chat template cannot write these messages as new tokens.
+    """
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Int32Array:
+        """[P] tokens of the first messages, up to where the model's turn begins."""
+
+    def following(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], last_token: int
+    ) -> Int32Array:
+        """Tokens between a turn of the model, which ended with last_token, and its next turn.
+
+        messages: the new messages only. If the turn was cut off, its end token comes first.
+        """
+
+    def reply(self, token_ids: Int32Array, finish_reason: FinishReason) -> Reply:
+        """The text of a turn; tokens_left is 0."""
+
+
+class EpisodeHost(Protocol):
+    """What an environment asks for during one episode; the actor's side of the episode. All on one event loop."""
+
+    once: Mapping[str, Any]
+    """Values that the environment has recorded, JSON values by key."""
+
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
+        """The model's next turn after these new messages; None if the budget of tokens or turns is used up.
+
+        Raises EnvironmentFailed or EngineError; the episode then has no result.
+        """
+
+    def record(self, key: str, value: Any) -> None:
+        """Record a value that must not be computed twice."""
+
+    def restart(self) -> None:
+        """The environment plays the episode again from the start: the next ask is the first one."""
+
+
+class Environments(Protocol):
+    """Plays episodes of the run's environment in its processes."""
+
+    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played:
+        """Play and score one episode. Raises EnvironmentFailed with one line that names file and line if known.
+
+        If the environment's process dies, the episode is played again from the start: `host.restart()` is called,
+        and the host answers turns that it knows. Cancelling the call ends the episode.
+        """
+
+    async def close(self) -> None:
+        """End the processes."""
 
 
 class ObjectStore(Protocol):

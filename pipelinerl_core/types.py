@@ -3,6 +3,7 @@
 Array shapes in the field texts: P = prompt tokens, C = completion tokens, N = rollouts of a step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -90,6 +91,46 @@ class PreviousHolder(NamedTuple):
     actor: str
     epoch: Count
     attempt: Attempt
+
+
+Message = Mapping[str, Any]
+"""A message of a conversation, JSON values only, with the keys of chat APIs: {"role": "user", "content": "Hello"}."""
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool in a reply."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One turn of the model in an episode."""
+
+    text: str
+    """The whole turn as text, without the token that ends the turn."""
+    content: str
+    """The text without reasoning and tool calls."""
+    reasoning: str = ""
+    """The text of the reasoning block; empty without such a block."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+    """STOP, or LENGTH if the turn was cut off by a limit of tokens."""
+    num_tokens: int = 0
+    """Tokens of the turn."""
+    tokens_left: int = 0
+    """Completion tokens that the episode may still have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The result of an episode."""
+
+    score: Score
+    """Weighted sum of the components, with the components."""
+    is_cut: bool = False
+    """The episode used up its tokens or turns, and the environment did not handle this: every component is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.rewards.isolation import limit_evaluation
+from pipelinerl_core.sandbox.isolation import limit_evaluation
 
 REPLY_BYTES = 512
 _REQUEST, _REPLY = 3, 4

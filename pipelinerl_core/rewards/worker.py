@@ -27,8 +27,9 @@ from importlib import import_module
 from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.rewards import forked, isolation
+from pipelinerl_core.rewards import forked
 from pipelinerl_core.rewards.verifiers import Components, Evaluation, Invalid, Verifier
+from pipelinerl_core.sandbox import isolation
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from pipelinerl_core.config.gym_tasks import COMPOSITE, EVALUATING, GATES, check
 from pipelinerl_core.config.verifier import scored_tasks
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.rewards import isolation
 from pipelinerl_core.rewards.gate import passes
 from pipelinerl_core.rewards.gym import reasoning_gym, tagged_answer
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.rewards.verifiers import Evaluation
+from pipelinerl_core.sandbox import isolation
 
 NUM_REFERENCES = 20
 MANY_REFERENCES = 300

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 
-from pipelinerl_core.rewards import landlock, seccomp
+from pipelinerl_core.sandbox import landlock, seccomp
 
 EVALUATION_BYTES = 1 << 30
 """Memory that an evaluation may allocate beyond the memory of its process."""
