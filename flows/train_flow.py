@@ -34,8 +34,8 @@ from pipelinerl_core.run.locate import (
 )
 from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import eval_key
-from pipelinerl_core.run.reward_code import warn_of_changed_code
 from pipelinerl_core.run.start_count import count_start
+from pipelinerl_core.run.user_code import warn_of_changed_code
 
 logger = logging.getLogger(__name__)
 

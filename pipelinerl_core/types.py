@@ -185,6 +185,8 @@ class EngineRequest:
     sampler: Sampler
     prior: Completion | None = None
     """Tokens already sampled; they keep their log-probabilities and versions."""
+    min_version: int = -1
+    """Version of the newest token of the prompt that the model sampled: older weights must not continue it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -321,6 +323,8 @@ class PartialRow:
     """Actor epochs that sampled the first tokens of the completion, other than the epoch that writes the row."""
     reward_components: tuple[RewardComponent, ...] = ()
     """Components of the reward, once known."""
+    notes: tuple[str, ...] = ()
+    """New notes of an episode, JSON texts (rollouts/episode.py); with start=0, all notes."""
 
     @property
     def end(self) -> int:

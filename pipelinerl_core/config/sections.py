@@ -44,8 +44,9 @@ class SumsPrompts(PromptsSection):
     """Sums of one-digit numbers, "3+4+8=", of 2 to 16 summands: the quickstart's task."""
 
     kind: Literal["sums"] = "sums"
-    """Source of the prompts. sums: one-digit sums; reasoning_gym: procedural tasks; file: a JSON Lines or Parquet
-    file; huggingface: a data set of the Hugging Face hub or of a local directory."""
+    """Source of the prompts. sums: one-digit sums; reasoning_gym: procedural tasks; environment: the tasks of
+    environment.path itself; file: a JSON Lines or Parquet file; huggingface: a data set of the Hugging Face hub or of
+    a local directory."""
     lengths: tuple[int, ...] = Field((2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 6, 6, 8, 20), min_length=1)
     """Numbers of summands, drawn uniformly; repeat a number to draw it more often. The long sums in the default make
     the long tail of the rollout lengths."""
@@ -64,6 +65,12 @@ class ReasoningGymPrompts(PromptsSection):
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
     """Names of reasoning-gym tasks (see `reasoning_gym.factory`), drawn uniformly."""
+
+
+class EnvironmentPrompts(PromptsSection):
+    """The tasks of the environment itself: its methods `task` and `held_out` (environment.path)."""
+
+    kind: Literal["environment"] = "environment"
 
 
 class RowPrompts(PromptsSection):
@@ -108,7 +115,7 @@ class HuggingFacePrompts(RowPrompts):
 
 
 PromptsConfig = Annotated[
-    SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | FilePrompts | HuggingFacePrompts,
+    SumsPrompts | LargestNumberPrompts | ReasoningGymPrompts | EnvironmentPrompts | FilePrompts | HuggingFacePrompts,
     Field(discriminator="kind"),
 ]
 

@@ -12,13 +12,14 @@ AUTOMATIC = {
     "reasoning_gym": "reasoning_gym",
     "file": "exact_match",
     "huggingface": "exact_match",
+    "environment": "",
 }
 
 
 def verifier_name(config: RunConfig) -> str:
     """Name of the run's verifier, `auto` resolved; raises ConfigError if the verifier cannot score these prompts."""
-    if config.reward.function:
-        return Path(config.reward.function).name
+    if own := config.environment.path or config.reward.function:
+        return Path(own).name
     prompts, reward = config.prompts.kind, config.reward.kind
     if reward == "auto":
         return AUTOMATIC[prompts]
@@ -30,9 +31,10 @@ def verifier_name(config: RunConfig) -> str:
     return reward
 
 
-def function_file(config: RunConfig) -> Path | None:
-    """The file that reward.function names, relative to the working directory; None for a module or no function."""
-    location = config.reward.function.rpartition(":")[0]
+def code_file(config: RunConfig) -> Path | None:
+    """The file that reward.function or environment.path names, relative to the working directory; None for a module
+    or neither."""
+    location = (config.environment.path or config.reward.function).rpartition(":")[0]
     return Path(location).expanduser() if location.endswith(".py") else None
 
 

@@ -55,6 +55,7 @@ def encode_partials(rows: Sequence[PartialRow]) -> pa.RecordBatch:
     columns["weight_spans"] = span_column([row.weight_spans for row in rows])
     columns["origins"] = origin_column([row.origins for row in rows])
     columns["reward_components"] = component_column([row.reward_components for row in rows])
+    columns["notes"] = [row.notes or None for row in rows]
     return record_batch(columns, PARTIAL_SCHEMA)
 
 
@@ -67,6 +68,7 @@ def decode_partials(batch: pa.RecordBatch) -> list[PartialRow]:
     columns["weight_spans"] = spans_of(batch.column("weight_spans"))
     columns["origins"] = origins_of(batch.column("origins"))
     columns["reward_components"] = components_of(batch.column("reward_components"))
+    columns["notes"] = [tuple(notes or ()) for notes in batch.column("notes").to_pylist()]
     try:
         return [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
     except ValueError as error:
@@ -207,6 +209,7 @@ def _extended(before: PartialRow, row: PartialRow) -> PartialRow:
         outcome=row.outcome,
         origins=row.origins,
         reward_components=row.reward_components,
+        notes=(*before.notes, *row.notes),
     )
 
 

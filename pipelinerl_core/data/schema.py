@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelinerl_core.errors import SchemaMismatch
 
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 """major.minor of all three schemas. A new column increments minor, any other change increments major."""
 
 SPAN_TYPE = pa.struct(
@@ -55,7 +55,7 @@ _COMPONENTS = _field(
     "Components of the reward, before their weights; null if the verifier returned one number.",
     nullable=True,
 )
-_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3}
+_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3, "notes": 4}
 """Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
@@ -117,6 +117,12 @@ PARTIAL_SCHEMA = _schema(
         _field("outcome", pa.string(), "scored or error; null while not scored.", nullable=True),
         _ORIGINS,
         _COMPONENTS,
+        _field(
+            "notes",
+            pa.list_(pa.string()),
+            "New notes of an episode, JSON texts: prompt, turns, recorded values; all of them if start is 0.",
+            nullable=True,
+        ),
     ],
 )
 """One row per rollout of an open group and flush."""

@@ -35,7 +35,7 @@ class OpenSequence:
     @property
     def oldest_weights(self) -> int:
         """Version of the newest token. Older weights must not continue the sequence: versions never decrease."""
-        return self.spans[-1].version if self.spans else -1
+        return self.spans[-1].version if self.spans else self.request.min_version
 
     def send(
         self, token_ids: Int32Array, rollout_logprobs: Float32Array, version: int, completion: Completion | None

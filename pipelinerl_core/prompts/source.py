@@ -29,6 +29,12 @@ def _reasoning_gym(config: RunConfig) -> PromptSource:
     return gym.build(config)
 
 
+def _environment(config: RunConfig) -> PromptSource:
+    from pipelinerl_core.prompts import environment
+
+    return environment.build(config)
+
+
 def _file(config: RunConfig) -> PromptSource:
     from pipelinerl_core.prompts import file
 
@@ -46,6 +52,7 @@ SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
         "sums": _sums,
         "largest_number": _largest_number,
         "reasoning_gym": _reasoning_gym,
+        "environment": _environment,
         "file": _file,
         "huggingface": _huggingface,
     }

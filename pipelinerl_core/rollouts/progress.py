@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipelinerl_core.algo.spans import joined
+from pipelinerl_core.algo.spans import clipped, joined
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -37,10 +37,14 @@ class Progress:
         self.outcome: Outcome | None = None
         self.reward_components: tuple[RewardComponent, ...] = ()
         self.origins: tuple[Origin, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        """What the log holds besides tokens: the notes of an episode, in order. Add with `note`."""
+        self._num_notes_logged = 0
         if restored is not None:
             self._token_ids, self._logprobs = [restored.token_ids], [restored.rollout_logprobs]
             self._spans, self._num_tokens = list(restored.weight_spans), len(restored.token_ids)
             self.finish_reason, self.origins = restored.finish_reason, restored.origins
+            self.notes = restored.notes
             self._is_news = True
             if restored.outcome is Outcome.SCORED:  # a rollout with an error is scored again
                 self.reward, self.outcome = restored.reward, restored.outcome
@@ -63,20 +67,58 @@ class Progress:
             finish_reason=self.finish_reason or FinishReason.ABORT,
         )
 
-    def add(self, chunk: Chunk) -> None:
-        """Append new tokens. The last chunk's completion has the final weight spans of all tokens."""
-        start, self._num_tokens = self._num_tokens, self._num_tokens + len(chunk.token_ids)
-        if self._num_tokens > start:
-            self._token_ids.append(chunk.token_ids)
-            self._logprobs.append(chunk.rollout_logprobs)
-            self._spans = joined(self._spans, [WeightSpan(chunk.weight_version, start, self._num_tokens)])
-            self._is_news = True
+    def add(self, chunk: Chunk, start: int = 0) -> None:
+        """Append new tokens of the request whose completion begins at offset `start` of this completion.
+
+        The last chunk's completion has the final weight spans of all tokens of the request.
+        """
+        self._append(chunk.token_ids, chunk.rollout_logprobs, chunk.weight_version)
         if chunk.completion is not None:
+            shifted = [WeightSpan(span.version, span.start + start, span.end + start)
+                       for span in chunk.completion.weight_spans]  # fmt: skip
+            exact = joined(self._spans, shifted)
+            if exact != self._spans:
+                self._spans = exact
+                self.log_again()  # versions in the log were lower bounds
+
+    def add_given(self, token_ids: Int32Array) -> None:
+        """Append tokens that were not sampled: log-probability 0, the version of the token before them."""
+        self._append(token_ids, np.zeros(len(token_ids), np.float32), self._spans[-1].version)
+
+    def finish(self, reason: FinishReason) -> None:
+        """No token follows."""
+        self.finish_reason = reason
+        self._is_news = True
+
+    def note(self, text: str) -> None:
+        """Add a note to the log."""
+        self.notes = (*self.notes, text)
+        self._is_news = True
+
+    def truncate(self, num_tokens: int, notes: tuple[str, ...]) -> None:
+        """Drop all tokens after the first `num_tokens`, and replace the notes."""
+        whole = self.completion()
+        self._token_ids, self._logprobs = [whole.token_ids[:num_tokens]], [whole.rollout_logprobs[:num_tokens]]
+        self._spans, self._num_tokens, self.notes = clipped(self._spans, num_tokens), num_tokens, notes
+        kept, left = [], num_tokens
+        for origin in self.origins:
+            kept.append(origin._replace(num_tokens=min(origin.num_tokens, left)))
+            left -= kept[-1].num_tokens
+        self.origins = tuple(origin for origin in kept if origin.num_tokens)
+        self.log_again()
+
+    def log_again(self) -> None:
+        """Let the next row of the log replace all earlier rows."""
+        self._num_logged = 0
+        self._is_news = True
+
+    def _append(self, token_ids: Int32Array, logprobs: Float32Array, version: int) -> None:
+        start, self._num_tokens = self._num_tokens, self._num_tokens + len(token_ids)
+        if self._num_tokens > start:
+            self._token_ids.append(token_ids)
+            self._logprobs.append(logprobs)
+            self._spans = joined(self._spans, [WeightSpan(version, start, self._num_tokens)])
             self._is_news = True
-            self.finish_reason = chunk.completion.finish_reason
-            if tuple(self._spans) != chunk.completion.weight_spans:
-                self._spans = list(chunk.completion.weight_spans)
-                self._num_logged = 0  # versions in the log were lower bounds: write all of it again
 
     def score(self, reward: float | None) -> None:
         """Set the reward; None for an error."""
@@ -90,7 +132,8 @@ class Progress:
         if not self._is_news:
             return None
         whole, start = self.completion(), self._num_logged
-        self._num_logged, self._is_news = self._num_tokens, False
+        notes = self.notes[self._num_notes_logged :] if start else self.notes  # a row from offset 0 replaces all
+        self._num_logged, self._num_notes_logged, self._is_news = self._num_tokens, len(self.notes), False
         return PartialRow(
             **self._key,
             start=start,
@@ -106,4 +149,5 @@ class Progress:
             outcome=self.outcome,
             origins=self.origins,
             reward_components=self.reward_components,
+            notes=notes,
         )

@@ -1,6 +1,7 @@
 """Sample and score the rollouts of a leased group, one asyncio task per rollout.
 
     lease --encode--> group_size x EngineRequest --engine--> Completion --decode, score--> Rollout --> group
+    lease --environment--> group_size x Episode --engine, environment--> turns, score ---> Rollout --> group
 
 A failed scoring is data: outcome `error`, reward None. The other rollouts of the group go on.
 """
@@ -9,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.interfaces import Engine, Scorer
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.types import (
     BoolArray,
@@ -30,6 +32,7 @@ from pipelinerl_core.types import (
     Prompt,
     Rollout,
     Sampler,
+    TurnSpan,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,15 +52,36 @@ class TextCodec:
     decode: Callable[[Int32Array], str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sampled:
+    """The tokens of a rollout."""
+
+    prompt_token_ids: Int32Array
+    completion: Completion
+    loss_mask: BoolArray
+    turn_spans: tuple[TurnSpan, ...] = ()
+
+
 class GroupRunner:
     """Turns leases into finished groups on one engine."""
 
-    def __init__(self, engine: Engine, scorer: Scorer, codec: TextCodec, config: RunConfig, *, actor: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer | None,
+        codec: TextCodec,
+        config: RunConfig,
+        *,
+        actor: str,
+        player: EpisodePlayer | None = None,
+    ) -> None:
+        """player: plays the rollouts as episodes of the run's environment, which scores them; then scorer is None."""
         self._engine = engine
         self._scorer = scorer
         self._codec = codec
         self._config = config
         self._actor = actor
+        self._player = player
         self._open: dict[tuple[int, int], list[Progress]] = {}
 
     async def run(self, lease: Lease, restored: Mapping[int, PartialRow] | None = None) -> list[Rollout]:
@@ -65,17 +89,17 @@ class GroupRunner:
 
         restored: rollout_index -> the logged part, from previous holders; the rest is sampled and scored.
         """
-        prompt_token_ids = self._codec.encode(lease.prompt)
         known = restored or {}
         progress = [
             Progress(group_id=lease.group_id, rollout_index=index, attempt=lease.attempt, restored=known.get(index))
             for index in range(lease.group_size)
         ]
         self._open[lease.group_id, lease.attempt] = progress
+        sample = self._single_turn(lease.prompt) if self._player is None else self._episode
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = [
-                    tasks.create_task(self._rollout(lease, index, prompt_token_ids, progress[index]))
+                    tasks.create_task(self._rollout(lease, index, progress[index], sample))
                     for index in range(lease.group_size)
                 ]
         except BaseException:
@@ -93,35 +117,17 @@ class GroupRunner:
         for key in keys:
             self._open.pop(key, None)
 
-    async def _rollout(self, lease: Lease, index: int, prompt_token_ids: Int32Array, progress: Progress) -> Rollout:
+    async def _rollout(self, lease: Lease, index: int, progress: Progress, sample: "_Sample") -> Rollout:
         limits = self._config.rollouts
         sampler = Sampler(
             temperature=limits.temperature,
             top_p=limits.top_p,
             seed=rollout_seed(self._config.seed, lease.group_id, index),
         )
-        request = EngineRequest(
-            request_id=f"{lease.lease_id}.{index}",
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=limits.max_tokens,
-            sampler=sampler,
-            prior=progress.completion() if progress.num_tokens else None,
-        )
-        started_at = finished_at = time.time()
-        error: str | None = None
-        origins = progress.origins
-        try:
-            completion = await self._complete(request, progress)
-            finished_at = time.time()
-            if progress.outcome is None:
-                text = self._codec.decode(completion.token_ids)
-                progress.score(await self._scorer.score(lease.prompt, text, completion))
-        except EngineError as failure:
-            completion, finished_at, error, origins = _empty_completion(), time.time(), f"engine: {failure}", ()
-        except RewardError as failure:
-            error = f"reward: {failure}"
-            progress.score(None)
+        started_at = time.time()
+        sampled, finished_at, error = await sample(lease, index, sampler, progress)
         reward = progress.reward if error is None else None
+        completion = sampled.completion
         return Rollout(
             group_id=lease.group_id,
             rollout_index=index,
@@ -132,11 +138,12 @@ class GroupRunner:
             env=lease.prompt.env,
             actor=self._actor,
             group_size=lease.group_size,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=sampled.prompt_token_ids,
             completion_token_ids=completion.token_ids,
             rollout_logprobs=completion.rollout_logprobs,
             weight_spans=completion.weight_spans,
-            loss_mask=_all_true(len(completion.token_ids)),
+            loss_mask=sampled.loss_mask,
+            turn_spans=sampled.turn_spans,
             reward=reward,
             outcome=Outcome.SCORED if reward is not None else Outcome.ERROR,
             finish_reason=completion.finish_reason or FinishReason.ABORT,
@@ -146,9 +153,43 @@ class GroupRunner:
             started_at=started_at,
             finished_at=finished_at,
             scored_at=time.time(),
-            origins=origins,
+            origins=progress.origins if len(completion.token_ids) else (),
             reward_components=progress.reward_components if reward is not None else (),
         )
+
+    # ---- one turn ------------------------------------------------------------------------------------------------
+
+    def _single_turn(self, prompt: Prompt) -> "_Sample":
+        """Samples and scores one completion of the prompt."""
+        prompt_token_ids = self._codec.encode(prompt)
+        scorer = self._scorer
+        assert scorer is not None
+
+        async def sample(lease: Lease, index: int, sampler: Sampler, progress: Progress) -> _Result:
+            request = EngineRequest(
+                request_id=f"{lease.lease_id}.{index}",
+                prompt_token_ids=prompt_token_ids,
+                max_tokens=self._config.rollouts.max_tokens,
+                sampler=sampler,
+                prior=progress.completion() if progress.num_tokens else None,
+            )
+            completion, error, finished_at = _empty_completion(), None, time.time()
+            try:
+                completion = await self._complete(request, progress)
+                finished_at = time.time()
+                if progress.outcome is None:
+                    text = self._codec.decode(completion.token_ids)
+                    progress.score(await scorer.score(prompt, text, completion))
+            except EngineError as failure:
+                finished_at, error = time.time(), f"engine: {failure}"
+            except RewardError as failure:
+                error = f"reward: {failure}"
+                progress.score(None)
+            mask = np.ones(len(completion.token_ids), np.bool_)
+            sampled = _Sampled(prompt_token_ids=prompt_token_ids, completion=completion, loss_mask=mask)
+            return sampled, finished_at, error
+
+        return sample
 
     async def _complete(self, request: EngineRequest, progress: Progress) -> Completion:
         if progress.finish_reason is not None:  # the log of the previous holder has all of it
@@ -156,12 +197,41 @@ class GroupRunner:
         async for chunk in self._engine.generate(request):
             progress.add(chunk)
             if chunk.completion is not None:
+                progress.finish(chunk.completion.finish_reason or FinishReason.ABORT)
                 return chunk.completion
         raise EngineError(f"request {request.request_id} ended without a completion")
 
+    # ---- episodes ------------------------------------------------------------------------------------------------
 
-def _all_true(length: int) -> BoolArray:
-    return np.ones(length, dtype=np.bool_)
+    async def _episode(self, lease: Lease, index: int, sampler: Sampler, progress: Progress) -> "_Result":
+        """Play and score an episode; nothing is played if the log has the reward."""
+        assert self._player is not None
+        episode = self._player.episode(progress, request_id=f"{lease.lease_id}.{index}", sampler=sampler)
+        error = None
+        try:
+            if progress.outcome is None:
+                played = await self._player.play(episode, lease.prompt, sampler.seed)
+                progress.finish(episode.finish_reason)
+                progress.score(played.score)
+        except EngineError as failure:
+            error = f"engine: {failure}"
+        except RewardError as failure:
+            error = f"environment: {failure}"
+        if error is not None:
+            progress.finish(FinishReason.ABORT)
+            progress.score(None)
+        sampled = _Sampled(
+            prompt_token_ids=episode.prompt_token_ids,
+            completion=progress.completion(),
+            loss_mask=episode.loss_mask,
+            turn_spans=episode.turn_spans,
+        )
+        return sampled, time.time(), error
+
+
+_Result = tuple[_Sampled, float, str | None]
+"""Tokens, when the last token was sampled (Unix seconds), and the error, one line."""
+_Sample = Callable[[Lease, int, Sampler, Progress], Awaitable[_Result]]
 
 
 def _empty_completion() -> Completion:

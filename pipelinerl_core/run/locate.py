@@ -19,7 +19,7 @@ from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.run.hub_status import is_descendant, process_lives, refuse_second_hub
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
-from pipelinerl_core.run.reward_code import store_code
+from pipelinerl_core.run.user_code import store_code
 from pipelinerl_core.storage.object_store import open_store
 
 ROOT_VARIABLE = "PIPELINERL_ROOT"

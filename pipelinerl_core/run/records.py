@@ -2,7 +2,7 @@
 
 <root>/<run_id>/
   run.json                               resolved configuration, seeds, code version, MLflow run id; written once
-  code/<sha256>.py                       the file of reward.function
+  code/<sha256>.py                       the file of reward.function or environment.path
   hub.json                               address and heartbeat of the hub; rewritten every second
   control.json                           request to drain the run
   epochs/<k>.json                        one per start of hub and trainer
@@ -147,7 +147,7 @@ class RunRecord(Record):
     mlflow_run_id: str | None = None
     mlflow_uri: str | None = None
     reward_sha256: str | None = None
-    """The file of reward.function, stored as `code_key`; None without such a file."""
+    """The file of reward.function or environment.path, stored as `code_key`; None without such a file."""
 
 
 class EpochRecord(Record):

@@ -12,7 +12,7 @@ from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError, FunctionRaised, RewardError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.run.reward_code import local_code
+from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.types import Prompt
 
 

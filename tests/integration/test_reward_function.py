@@ -12,7 +12,7 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.run.reward_code import local_code
+from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.supervision.checks import check_reward
 from pipelinerl_core.types import Completion, FinishReason, Prompt

@@ -41,7 +41,7 @@ async def add_accuracies(out: Path, num_prompts: int) -> None:
             logger.info("step %d: accuracy %.3f, %.1f tokens", point["step"], record.accuracy, record.mean_tokens)
             write_points(out, document)
     finally:
-        await held_out.scorer.close()
+        await held_out.close()
         await engine.close()
 
 

@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import psutil
 
@@ -48,6 +48,7 @@ from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
+from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
 from pipelinerl_core.run.records import SwapRecord
@@ -66,12 +67,15 @@ class ActorParts:
     """What an actor is built from."""
 
     engine: Engine
-    scorer: Scorer
+    scorer: Scorer | None
+    """None with an environment."""
     codec: TextCodec
     subscriber: Subscriber
     segments: SegmentWriter
     store: ObjectStore
     """The run's store; the log of open groups is written there."""
+    player: EpisodePlayer | None = None
+    """Only with an environment: plays the rollouts."""
     broadcasts: BroadcastSubscriber | None = None
     """Only with weights.transport=nccl."""
     evaluation: ActorEvaluation | None = None
@@ -97,7 +101,8 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
-        self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name)
+        self._player = parts.player
+        self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name, player=parts.player)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
             seal=lambda: self._sealer.seal(everything=True),
@@ -123,7 +128,9 @@ class Actor:
         self._paced_at = time.monotonic()
         self._process = psutil.Process()
         monitor = monitor or RoleMonitor("actor", name, run_id)
-        self._watch = ActorWatch(monitor, parts.engine, epoch=epoch, is_current=self._is_current)
+        self._watch = ActorWatch(
+            monitor, parts.engine, epoch=epoch, is_current=self._is_current, num_tokens=self._num_tokens
+        )
 
     async def run(self, stop: threading.Event) -> None:
         """Run until drained or stopped. The log then holds the unfinished groups, for another actor to continue."""
@@ -230,7 +237,7 @@ class Actor:
             concurrency=stats.slots,
             want=want,
             leases=tuple(self._leases),
-            num_tokens=stats.num_tokens,
+            num_tokens=self._num_tokens(),
             running_seconds=stats.running_seconds,
             swaps=tuple(swap.model_dump() for swap in self._swaps),
             counters={
@@ -241,9 +248,19 @@ class Actor:
                 "step_delay_seconds": self._pacer.delay_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
                 UNREADABLE_COUNTER: float(self._unreadable),
+                **self._episode_counters(),
                 **({} if self._broadcasts is None else {GROUP_COUNTER: float(self._broadcasts.group)}),
             },
         )
+
+    def _num_tokens(self) -> int:
+        """Tokens of completions so far: sampled, and given by an environment."""
+        return self._engine.stats().num_tokens + (self._player.counts.given if self._player is not None else 0)
+
+    def _episode_counters(self) -> dict[str, float]:
+        if self._player is None:
+            return {}
+        return {f"environment_{name}_tokens": float(number) for name, number in asdict(self._player.counts).items()}
 
     async def _next_sync(self) -> None:
         """Wait for the sync interval, or less if slots are about to run empty or the hub has sent a nudge."""

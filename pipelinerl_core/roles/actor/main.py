@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.data.segments import SegmentWriter
+from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
@@ -15,7 +16,7 @@ from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
 from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.runtime.hub_link import HubLink
-from pipelinerl_core.roles.runtime.inference import base_weights, build_codec, open_engine
+from pipelinerl_core.roles.runtime.inference import base_weights, build_chat, build_codec, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import (
     RoleProcess,
@@ -24,9 +25,10 @@ from pipelinerl_core.roles.runtime.process import (
     keep_to_cores,
     run_role,
 )
+from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
-from pipelinerl_core.run.reward_code import stored_code
+from pipelinerl_core.run.user_code import stored_code
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 
@@ -44,11 +46,14 @@ def next_epoch(store: ObjectStore, name: str) -> int:
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
-    scorer = build_scorer(  # may raise ConfigError: before the engine, which takes minutes to load
-        context.config,
-        lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause),
-        stored_code(context),
-    )
+    code = stored_code(context)
+    scorer, environments = None, None  # before the engine, which takes minutes to load: may raise ConfigError
+    if context.config.environment.path:
+        environments = build_environments(context.config, code)
+    else:
+        scorer = build_scorer(
+            context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
+        )
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     segments = SegmentWriter(
         context.store,
@@ -67,6 +72,9 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
+        player=EpisodePlayer(engine, environments, build_chat(context.config), context.config)
+        if environments is not None
+        else None,
         broadcasts=_broadcast_subscriber(context, engine, name),
         evaluation=evaluation,
     )
@@ -86,7 +94,10 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     finally:
         if evaluation is not None:
             await evaluation.close()
-        await scorer.close()
+        if environments is not None:
+            await environments.close()
+        if scorer is not None:
+            await scorer.close()
         await engine.close()
 
 

@@ -19,8 +19,20 @@ SILENCE_SECONDS = 10.0
 class ActorWatch:
     """Called on the actor's event loop; only `reason_not_ready` is called on other threads."""
 
-    def __init__(self, monitor: RoleMonitor, engine: Engine, *, epoch: int, is_current: Callable[[], bool]) -> None:
-        """`is_current`: whether the engine has the newest weights, or any version after the initial version."""
+    def __init__(
+        self,
+        monitor: RoleMonitor,
+        engine: Engine,
+        *,
+        epoch: int,
+        is_current: Callable[[], bool],
+        num_tokens: Callable[[], int],
+    ) -> None:
+        """`is_current`: whether the engine has the newest weights, or any version after the initial version.
+
+        num_tokens: tokens of completions so far.
+        """
+        self._num_tokens = num_tokens
         self._monitor = monitor
         self._epoch = monitor.facts["epoch"] = epoch
         self._engine = engine
@@ -99,7 +111,7 @@ class ActorWatch:
             pause_seconds=report.pause_seconds,
             num_bytes=report.num_bytes,
             num_running=report.num_running,
-            num_tokens=self._engine.stats().num_tokens,
+            num_tokens=self._num_tokens(),
         )
         if self._traces is not None:
             is_known = self._manifest is not None and self._manifest.version == swap.version

@@ -12,22 +12,26 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import EngineError, RewardError
-from pipelinerl_core.interfaces import Engine, Scorer
+from pipelinerl_core.interfaces import ChatCodec, Engine, Environments, Scorer
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.runtime.inference import build_codec
+from pipelinerl_core.roles.runtime.inference import build_chat, build_codec
+from pipelinerl_core.rollouts.episode import EpisodePlayer
+from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import evaluation_line
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import EvalRecord, eval_key
-from pipelinerl_core.run.reward_code import stored_code
+from pipelinerl_core.run.user_code import stored_code
 from pipelinerl_core.telemetry.measures import confidence_interval
 from pipelinerl_core.types import Completion, EngineRequest, Prompt, Sampler, Score
 
@@ -47,7 +51,18 @@ class EvalSet:
     """Name in eval.sets; empty: the run's own held-out prompts."""
     prompts: Sequence[Prompt]
     codec: TextCodec
-    scorer: Scorer
+    scorer: Scorer | None
+    environments: Environments | None = None
+    """Plays and scores the prompts as episodes; then scorer is None."""
+    chat: ChatCodec | None = None
+    """With environments."""
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self.scorer is not None:
+            await self.scorer.close()
+        if self.environments is not None:
+            await self.environments.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +83,9 @@ def build_set(config: RunConfig, name: str = "", code: str | None = None) -> Eva
         name=name,
         prompts=build_source(config).held_out(config.eval.num_prompts),
         codec=build_codec(config),
-        scorer=build_scorer(config, code=code),
+        scorer=None if config.environment.path else build_scorer(config, code=code),
+        environments=build_environments(config, code) if config.environment.path else None,
+        chat=build_chat(config) if config.environment.path else None,
     )
 
 
@@ -118,7 +135,7 @@ class Evaluation:
     async def close(self) -> None:
         """End the scoring processes."""
         for one in self._sets:
-            await one.scorer.close()
+            await one.close()
 
     def _limit(self, name: str, num_prompts: int) -> int:
         first = eval_key(0, name)
@@ -144,10 +161,15 @@ async def measure(
     answers: dict[int, list[_Answer]] = {}
     waiting = iter(enumerate(prompts))
 
+    if one.environments is not None and one.chat is not None:
+        player = EpisodePlayer(engine, one.environments, one.chat, config)
+        ask = partial(_episode, player, one, config)
+    else:
+        ask = partial(_completion, engine, one, config)
+
     async def work() -> None:
         for index, prompt in itertools.takewhile(lambda _: time.monotonic() < started + max_seconds, waiting):
-            requests = [_request(one, prompt, config, index, number) for number in numbers]
-            answers[index] = await asyncio.gather(*(_answer(engine, one, prompt, each) for each in requests))
+            answers[index] = await asyncio.gather(*(ask(prompt, index, number) for number in numbers))
 
     async def show() -> None:
         what = f"version {version}{f' on {one.name}' if one.name else ''}"
@@ -178,28 +200,52 @@ async def measure(
     )
 
 
-def _request(one: EvalSet, prompt: Prompt, config: RunConfig, index: int, number: int) -> EngineRequest:
+def _sampler(config: RunConfig, index: int, number: int) -> Sampler:
     # No lease has a negative group id.
     seed = 0 if number == _GREEDY else rollout_seed(config.seed, -1 - number, index)
-    return EngineRequest(
-        request_id=f"eval.{one.name}.{index}.{'greedy' if number == _GREEDY else number}",
-        prompt_token_ids=one.codec.encode(prompt),
-        max_tokens=config.rollouts.max_tokens,
-        sampler=Sampler(seed=seed, temperature=0.0 if number == _GREEDY else 1.0),
-    )
+    return Sampler(seed=seed, temperature=0.0 if number == _GREEDY else 1.0)
 
 
-async def _answer(engine: Engine, one: EvalSet, prompt: Prompt, request: EngineRequest) -> _Answer:
+def _request_id(one: EvalSet, index: int, number: int) -> str:
+    return f"eval.{one.name}.{index}.{'greedy' if number == _GREEDY else number}"
+
+
+async def _episode(
+    player: EpisodePlayer, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, number: int
+) -> _Answer:
+    sampler = _sampler(config, index, number)
+    progress = Progress(group_id=0, rollout_index=0, attempt=0)
+    episode = player.episode(progress, request_id=_request_id(one, index, number), sampler=sampler)
+    reward = None
+    try:
+        reward = (await player.play(episode, prompt, sampler.seed)).score
+    except (EngineError, RewardError) as error:
+        logger.warning("%s: %s", prompt.text, error)
+    completion = progress.completion()
+    text = one.codec.decode(completion.token_ids)
+    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward)
+
+
+async def _completion(
+    engine: Engine, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, number: int
+) -> _Answer:
     completion, text, reward = None, "", None
     try:
+        request = EngineRequest(
+            request_id=_request_id(one, index, number),
+            prompt_token_ids=one.codec.encode(prompt),
+            max_tokens=config.rollouts.max_tokens,
+            sampler=_sampler(config, index, number),
+        )
         async for chunk in engine.generate(request):
             completion = chunk.completion
         if completion is not None:
             text = one.codec.decode(completion.token_ids)
+            assert one.scorer is not None
             reward = await one.scorer.score(prompt, text, completion)
     except (EngineError, RewardError) as error:
         logger.warning("%s: %s", prompt.prompt_id, error)
-    return _Answer(is_greedy=request.sampler.temperature == 0, completion=completion, text=text, reward=reward)
+    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward)
 
 
 def _figures(answers: Sequence[Sequence[_Answer]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pipelinerl_core.engine.embedded.load import load_engine
 from pipelinerl_core.engine.load import EngineStart, start_engine
 from pipelinerl_core.interfaces import Engine
 from pipelinerl_core.prompts.chat import encode_prompt
+from pipelinerl_core.prompts.turns import ChatTurns
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.rollouts.runner import TextCodec
@@ -72,6 +73,12 @@ def build_codec(config: RunConfig) -> TextCodec:
         return str(tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     return TextCodec(encode=encode, decode=decode)
+
+
+def build_chat(config: RunConfig) -> ChatTurns:
+    """Tokens of conversations, with the model's own tokenizer and chat template."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_directory(config))
+    return ChatTurns(tokenizer, chat_template=config.model.chat_template, system=config.prompts.system)
 
 
 @asynccontextmanager

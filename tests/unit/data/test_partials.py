@@ -196,6 +196,7 @@ def test_growth_adds_up_to_the_completion_wherever_it_is_cut(steps, is_exact):
     merged = [(version_, runs[0][1], runs[-1][2]) for version_, runs in _runs(spans)]
     end = completion(num, *(merged if is_exact else [(version + 1, 0, num)] if num else []))
     progress.add(chunk(num, 0, version, end))
+    progress.finish(FinishReason.STOP)
     rows.append(progress.growth())
     progress.score(1.0)
     rows.append(progress.growth())

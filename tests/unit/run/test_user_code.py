@@ -8,7 +8,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import create_run, run_url
-from pipelinerl_core.run.reward_code import local_code, stored_code, warn_of_changed_code
+from pipelinerl_core.run.user_code import local_code, stored_code, warn_of_changed_code
 
 CODE = "def score(text):\n    return 1.0\n"
 SHA256 = hashlib.sha256(CODE.encode()).hexdigest()

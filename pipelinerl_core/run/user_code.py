@@ -1,10 +1,10 @@
-"""The file of reward.function: read at the start of a run, stored with the run, read back by the roles that score."""
+"""The file of reward.function or environment.path: stored with a new run, read back by the roles that score."""
 
 import hashlib
 import logging
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.config.verifier import function_file
+from pipelinerl_core.config.verifier import code_file
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext
@@ -14,22 +14,24 @@ logger = logging.getLogger(__name__)
 
 
 def local_code(config: RunConfig) -> str | None:
-    """Text of the file that reward.function names; None for a module or no function. Raises ConfigError."""
-    path = function_file(config)
+    """Text of the file that reward.function or environment.path names; None for a module or neither. Raises
+    ConfigError."""
+    path = code_file(config)
     if path is None:
         return None
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"no such file in {path.parent.resolve()}" if isinstance(error, FileNotFoundError) else str(error)
+        key, kind = ("environment.path", "CLASS") if config.environment.path else ("reward.function", "FUNCTION")
         raise ConfigError(
-            f"reward.function={config.reward.function}: {reason}. Set reward.function to FILE.py:FUNCTION, with "
-            "FILE.py relative to the working directory, or to package.module:FUNCTION"
+            f"{key}={config.environment.path or config.reward.function}: {reason}. Set {key} to FILE.py:{kind}, with "
+            f"FILE.py relative to the working directory, or to package.module:{kind}"
         ) from None
 
 
 def store_code(store: ObjectStore, config: RunConfig) -> str | None:
-    """Store the file of reward.function; returns its sha256, None without such a file. Raises ConfigError."""
+    """Store the user's file; returns its sha256, None without such a file. Raises ConfigError."""
     code = local_code(config)
     if code is None:
         return None
@@ -50,8 +52,8 @@ def stored_code(run: RunContext) -> str | None:
 
 
 def warn_of_changed_code(run: RunContext) -> None:
-    """Log one line if the local file of reward.function differs from the copy that the run uses."""
-    path = function_file(run.config)
+    """Log one line if the user's local file differs from the copy that the run uses."""
+    path = code_file(run.config)
     if run.record.reward_sha256 is None or path is None or not path.is_file():
         return
     sha256 = _sha256(path.read_text(encoding="utf-8", errors="replace"))

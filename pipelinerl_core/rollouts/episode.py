@@ -1,0 +1,318 @@
+"""The actor's side of one episode: several turns of the model, and what the environment says in between.
+
+    environment --messages--> chat codec --tokens--> | prompt | turn 0 | given | turn 1 | given | ... <-- engine
+
+The completion of an episode is everything after the prompt. Given tokens come from the environment: they are in no
+turn and carry no loss. Sampled tokens are never rendered again. The log holds the tokens, and notes (JSON texts):
+
+["prompt", [ids]]            the first messages as tokens
+["turn", 17]                 a turn begins at offset 17; the tokens since the end of the previous turn were given
+["end", 25, "stop"]          the turn ends before offset 25
+["once", "weather", "rain"]  a value that the environment has recorded
+
+An episode that is played again (another actor continues it, or the environment's process died) gets the logged turns
+as long as its messages become the logged tokens. From the first difference on the episode is sampled again.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import EngineError, EnvironmentFailed
+from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
+from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.types import (
+    BoolArray,
+    Completion,
+    EngineRequest,
+    FinishReason,
+    Int32Array,
+    Message,
+    Played,
+    Prompt,
+    Reply,
+    Sampler,
+    TurnSpan,
+)
+
+logger = logging.getLogger(__name__)
+
+_NO_PROMPT = np.zeros(1, np.int32)
+"""The prompt of an episode that failed before its first turn: a row needs at least one token."""
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of the noise of one turn: each turn is a request of its own, whose positions count from 0."""
+    if turn == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/turn/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass(slots=True)
+class _Turn:
+    start: int
+    end: int | None = None
+    """None while the turn is sampled."""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class EpisodeCounts:
+    """Tokens of all episodes of one player."""
+
+    given: int = 0
+    """Tokens in completions that were not sampled."""
+    replayed: int = 0
+    """Sampled tokens of earlier plays that were used again."""
+    dropped: int = 0
+    """Tokens of earlier plays that were dropped, because the environment acted differently."""
+
+
+class Episode:
+    """One episode; implements `interfaces.EpisodeHost`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatCodec,
+        config: RunConfig,
+        progress: Progress,
+        *,
+        request_id: str,
+        sampler: Sampler,
+        counts: "EpisodeCounts",
+    ) -> None:
+        """progress: the episode so far, from its log, if the episode is played again."""
+        self._engine = engine
+        self._chat = chat
+        self._config = config
+        self._progress = progress
+        self._request_id = request_id
+        self._sampler = sampler
+        self._counts = counts
+        self._prompt: Int32Array | None = None
+        self._turns: list[_Turn] = []
+        self._asked = 0
+        self._is_spent = False
+        self._is_asking = False
+        self.once: dict[str, Any] = {}
+        for note in progress.notes:
+            self._read(note)
+
+    # ---- what the environment asks for ---------------------------------------------------------------------------
+
+    async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
+        """See `interfaces.EpisodeHost`."""
+        if self._is_asking:
+            raise EnvironmentFailed("ask was called before the previous ask had its reply")
+        self._is_asking = True
+        try:
+            return await self._ask(messages, tools)
+        finally:
+            self._is_asking = False
+
+    def record(self, key: str, value: Any) -> None:
+        """See `interfaces.EpisodeHost`."""
+        self.once[key] = value
+        self._progress.note(json.dumps(["once", key, value]))
+
+    def restart(self) -> None:
+        """See `interfaces.EpisodeHost`."""
+        self._asked = 0
+        self._is_spent = False
+
+    async def _ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
+        index = self._asked
+        given = self._given(index, messages, tools)
+        if index < len(self._turns) and not self._is_logged(index, given):
+            self._drop_from(index)
+        if index == len(self._turns) and not self._begin(index, given):
+            self._is_spent = True
+            return None
+        turn = self._turns[index]
+        self._counts.replayed += (self._progress.num_tokens if turn.end is None else turn.end) - turn.start
+        if turn.end is None:
+            await self._sample(index, turn)
+        assert turn.end is not None
+        assert turn.finish_reason is not None
+        self._asked += 1
+        reply = self._chat.reply(self._progress.completion().token_ids[turn.start : turn.end], turn.finish_reason)
+        return replace(reply, tokens_left=self._config.rollouts.max_tokens - turn.end)
+
+    # ---- turns ---------------------------------------------------------------------------------------------------
+
+    def _given(self, index: int, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Int32Array:
+        """The tokens that the new messages become."""
+        if index == 0:
+            prompt, limit = self._chat.first(messages, tools), self._config.rollouts.max_prompt_tokens
+            if not 0 < len(prompt) <= limit:
+                raise EnvironmentFailed(
+                    f"the first messages have {len(prompt)} tokens; from 1 to rollouts.max_prompt_tokens={limit}"
+                )
+            return prompt
+        end = self._turns[index - 1].end
+        assert end is not None
+        return self._chat.following(messages, tools, int(self._progress.completion().token_ids[end - 1]))
+
+    def _is_logged(self, index: int, given: Int32Array) -> bool:
+        """Whether the log has the same tokens before turn `index`."""
+        if index == 0:
+            return np.array_equal(given, self._prompt if self._prompt is not None else _NO_PROMPT)
+        before = self._turns[index - 1].end
+        return np.array_equal(given, self._progress.completion().token_ids[before : self._turns[index].start])
+
+    def _drop_from(self, index: int) -> None:
+        """Drop turn `index` and all after it: the environment has acted differently than in the log."""
+        num_kept = self._turns[index - 1].end if index else 0
+        assert num_kept is not None
+        num_dropped = self._progress.num_tokens - num_kept
+        logger.warning(
+            "%s: the environment acts differently than in the log from turn %d on; %d tokens are sampled again",
+            self._request_id, index, num_dropped,
+        )  # fmt: skip
+        self._counts.dropped += num_dropped
+        notes, num_turns = [], 0
+        for note in self._progress.notes:
+            kind = json.loads(note)[0]
+            num_turns += kind == "turn"
+            if kind == "once" or (num_turns <= index and index):
+                notes.append(note)
+        self._progress.truncate(num_kept, tuple(notes))
+        del self._turns[index:]
+
+    def _begin(self, index: int, given: Int32Array) -> bool:
+        """Begin turn `index` after the given tokens; False if no token or turn is left."""
+        limits, environment = self._config.rollouts, self._config.environment
+        if index >= environment.max_turns:
+            return False
+        if index == 0:
+            self._prompt = given
+            self._progress.note(json.dumps(["prompt", given.tolist()]))
+        elif self._progress.num_tokens + len(given) >= limits.max_tokens:
+            return False
+        else:
+            self._progress.add_given(given)
+            self._counts.given += len(given)
+        self._turns.append(_Turn(self._progress.num_tokens))
+        self._progress.note(json.dumps(["turn", self._progress.num_tokens]))
+        return True
+
+    async def _sample(self, index: int, turn: _Turn) -> None:
+        """Sample a turn, or the rest of a turn whose first tokens are in the log."""
+        whole = self._progress.completion()
+        assert self._prompt is not None
+        room, limit = self._config.rollouts.max_tokens - turn.start, self._config.environment.turn_tokens
+        request = EngineRequest(
+            request_id=f"{self._request_id}.t{index}",
+            prompt_token_ids=np.concatenate([self._prompt, whole.token_ids[: turn.start]]),
+            max_tokens=min(room, limit) if limit else room,
+            sampler=replace(self._sampler, seed=turn_seed(self._sampler.seed, index)),
+            prior=_part(whole, turn.start),
+            min_version=_newest(whole, turn.start),
+        )
+        async for chunk in self._engine.generate(request):
+            self._progress.add(chunk, turn.start)
+            if chunk.completion is not None:
+                turn.end, turn.finish_reason = self._progress.num_tokens, chunk.completion.finish_reason
+                self._progress.note(json.dumps(["end", turn.end, str(turn.finish_reason)]))
+                return
+        raise EngineError(f"request {request.request_id} ended without a completion")
+
+    # ---- the whole -----------------------------------------------------------------------------------------------
+
+    @property
+    def prompt_token_ids(self) -> Int32Array:
+        """[P] tokens of the first messages; one token 0 if the episode failed before its first turn."""
+        return self._prompt if self._prompt is not None else _NO_PROMPT
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """LENGTH if the last turn was cut off, or if no token or turn was left; else STOP."""
+        is_cut = self._is_spent or any(turn.finish_reason is FinishReason.LENGTH for turn in self._turns[-1:])
+        return FinishReason.LENGTH if is_cut else FinishReason.STOP
+
+    @property
+    def turn_spans(self) -> tuple[TurnSpan, ...]:
+        """The turns with at least one token; empty if the whole completion is one turn."""
+        num_tokens = self._progress.num_tokens
+        spans = [TurnSpan(turn.start, num_tokens if turn.end is None else turn.end) for turn in self._turns]
+        spans = [span for span in spans if span.end > span.start]
+        return () if spans == [TurnSpan(0, num_tokens)] else tuple(spans)
+
+    @property
+    def loss_mask(self) -> BoolArray:
+        """[C] True on sampled tokens."""
+        mask_C = np.zeros(self._progress.num_tokens, np.bool_)
+        for turn in self._turns:
+            mask_C[turn.start : turn.end] = True
+        return mask_C
+
+    def _read(self, note: str) -> None:
+        """Restore the state that a note describes."""
+        kind, *values = json.loads(note)
+        if kind == "prompt":
+            self._prompt = np.array(values[0], np.int32)
+        elif kind == "turn":
+            self._turns.append(_Turn(values[0]))
+        elif kind == "end":
+            self._turns[-1].end, self._turns[-1].finish_reason = values[0], FinishReason(values[1])
+        elif kind == "once":
+            self.once[values[0]] = values[1]
+
+
+class EpisodePlayer:
+    """Plays episodes on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        environments: Environments,
+        chat: ChatCodec,
+        config: RunConfig,
+    ) -> None:
+        self._engine = engine
+        self._environments = environments
+        self._chat = chat
+        self._config = config
+        self.counts = EpisodeCounts()
+
+    def episode(self, progress: Progress, *, request_id: str, sampler: Sampler) -> Episode:
+        """An episode, to be played with `play`."""
+        return Episode(
+            self._engine, self._chat, self._config, progress, request_id=request_id, sampler=sampler,
+            counts=self.counts,
+        )  # fmt: skip
+
+    async def play(self, episode: Episode, prompt: Prompt, seed: int) -> Played:
+        """Play and score an episode. Raises EnvironmentFailed, EngineError."""
+        task = prompt.task if self._config.prompts.kind == "environment" else {**prompt.task, "prompt": prompt.text}
+        played = await self._environments.play(task, seed, episode)
+        if not episode.loss_mask.any():
+            raise EnvironmentFailed("the episode ended without a turn of the model: play has not called ask")
+        return played
+
+
+def _part(whole: Completion, start: int) -> Completion | None:
+    """The tokens from offset `start` on, as the prior of a request; None without such tokens."""
+    if len(whole.token_ids) == start:
+        return None
+    spans = [span._replace(start=max(span.start, start) - start, end=span.end - start)
+             for span in whole.weight_spans if span.end > start]  # fmt: skip
+    return Completion(
+        token_ids=whole.token_ids[start:],
+        rollout_logprobs=whole.rollout_logprobs[start:],
+        weight_spans=tuple(spans),
+        finish_reason=FinishReason.ABORT,
+    )
+
+
+def _newest(whole: Completion, end: int) -> int:
+    """Version of the token before offset `end`; -1 without such a token."""
+    return max((span.version for span in whole.weight_spans if span.start < end), default=-1)
