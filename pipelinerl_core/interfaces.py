@@ -240,8 +240,9 @@ class ChatCodec(Protocol):
 class EpisodeHost(Protocol):
     """What an environment asks for during one episode; the actor's side of the episode. All on one event loop."""
 
-    once: Mapping[str, Any]
-    """Values that the environment has recorded, JSON values by key."""
+    @property
+    def once(self) -> Mapping[str, Any]:
+        """Values that the environment has recorded, JSON values by key."""
 
     async def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Reply | None:
         """The model's next turn after these new messages; None if the budget of tokens or turns is used up.

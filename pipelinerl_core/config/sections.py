@@ -160,6 +160,15 @@ class RewardConfig(Section):
     up to 1 of its reward, before the advantage is computed; 0: no penalty. Set if completions grow to the limit."""
 
 
+class EnvironmentConfig(Section):
+    """Episodes."""
+
+    path: str = ""
+    options: dict[str, Any] = Field({})
+    max_turns: int = Field(32, ge=1)
+    turn_tokens: int = Field(0, ge=0)
+
+
 class RolloutsConfig(Section):
     """How rollouts are sampled."""
 
@@ -417,6 +426,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = SumsPrompts()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     engine: EngineConfig = EngineConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -1,4 +1,4 @@
-"""The tasks of an environment as prompts: a prompt holds a position, from which the environment's process makes a task."""
+"""The tasks of an environment as prompts: a prompt holds the position of a task, not the task."""
 
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.config.verifier import verifier_name

@@ -1,0 +1,340 @@
+"""Episodes of several turns: tokens, masks, versions, budgets, and the log from which another actor continues."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.data.checks import check_groups
+from pipelinerl_core.data.codec import encode_rollouts
+from pipelinerl_core.data.partials import decode_partials, encode_partials, join_rows
+from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
+from pipelinerl_core.errors import EnvironmentFailed
+from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
+from pipelinerl_core.rollouts.progress import Progress
+from pipelinerl_core.rollouts.runner import GroupRunner
+from pipelinerl_core.testing.models import reference_logprobs, tiny_model, weights_of
+from pipelinerl_core.testing.rollout_rows import group_ref
+from pipelinerl_core.types import (
+    FinishReason,
+    Outcome,
+    Played,
+    Prompt,
+    Reply,
+    RewardComponent,
+    Sampler,
+    Score,
+    TurnSpan,
+)
+
+END = 9
+"""The end token of turns."""
+PROMPT = Prompt(prompt_id="p", source="environment", env="Count", text="task 3", task={"index": 3})
+
+
+def config(*more):
+    return load_config("quickstart", ["rollouts.max_tokens=40", "rollouts.max_prompt_tokens=8", *more])
+
+
+class Chat:
+    """A message's content is a list of token ids; turns end with END."""
+
+    def first(self, messages, tools=()):
+        return np.array([1, *sum((one["content"] for one in messages), [])], np.int32)
+
+    def following(self, messages, tools, last_token):
+        closing = [] if last_token == END else [END]
+        return np.array([*closing, *sum((one["content"] for one in messages), []), 2], np.int32)
+
+    def reply(self, token_ids, finish_reason):
+        text = " ".join(map(str, token_ids))
+        return Reply(text=text, content=text, finish_reason=finish_reason, num_tokens=len(token_ids))
+
+
+class Environments:
+    """Says the sum of the turn's tokens, modulo 8, for `turns` turns. `says` replaces what is said before turn k."""
+
+    def __init__(self, turns=3, says=None):
+        self.turns, self.says, self.replies = turns, says or {}, []
+
+    async def play(self, task, seed, host):
+        self.replies, said = [], [task.get("index", 0)]
+        for turn in range(self.turns):
+            reply = await host.ask([{"role": "user", "content": self.says.get(turn, said)}], [])
+            if reply is None:
+                return Played(score=Score(0.0), is_cut=True)
+            self.replies.append(reply)
+            if "greeting" not in host.once:
+                host.record("greeting", turn)
+            said = [sum(map(int, reply.text.split())) % 8]
+        return Played(score=Score(float(self.turns), (RewardComponent("turns", float(self.turns)),)))
+
+    async def close(self):
+        pass
+
+
+class LoggingEngine(EmbeddedEngine):
+    """Collects the log of one episode after every chunk."""
+
+    progress = None
+    rows = ()
+    swap_at = ()
+
+    async def generate(self, request):
+        async for chunk in super().generate(request):
+            yield chunk
+            if self.progress is not None:
+                self.log()
+            for version, position in self.swap_at:
+                if self.stats().num_tokens >= position and self.weight_version < version:
+                    await self.swap(WeightUpdate(version=version, tensors=newer(version), num_bytes=0))
+
+    def log(self):
+        if (row := self.progress.growth()) is not None:
+            self.rows = (*self.rows, row)
+
+
+def newer(version):
+    return {name: weight * (1 + version / 50) for name, weight in weights_of(tiny_model()).items()}
+
+
+def engine(version=0, **more):
+    model = tiny_model()
+    if version:
+        model.load_state_dict(newer(version))
+    return LoggingEngine(
+        model, slots=2, max_len=48, eos_token_ids=(END,), deterministic=True, stream_interval=1,
+        weight_version=version, **more,
+    )  # fmt: skip
+
+
+def play(environments, settings, *, restored=None, version=0, swap_at=(), restart_at=None):
+    """(episode, progress, result or error, log rows, engine, player) of one episode."""
+
+    async def main():
+        one = engine(version)
+        one.swap_at = swap_at
+        progress = Progress(group_id=4, rollout_index=0, attempt=1, restored=restored)
+        one.progress = progress
+        player = EpisodePlayer(one, environments, Chat(), settings)
+        episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
+        try:
+            result = await player.play(episode, PROMPT, 5)
+        except EnvironmentFailed as error:
+            result = error
+        one.log()
+        await one.close()
+        return episode, progress, result, one.rows, one, player
+
+    return asyncio.run(main())
+
+
+OWN = config("environment.path=x.py:Count", "prompts.kind=environment")
+
+
+def test_the_completion_is_turns_and_given_tokens_and_only_turns_carry_loss():
+    environments = Environments()
+    episode, progress, result, _, one, player = play(environments, OWN)
+    tokens, mask = progress.completion().token_ids, episode.loss_mask
+    assert isinstance(result, Played)
+    assert episode.prompt_token_ids.tolist() == [1, 3]
+    assert len(episode.turn_spans) == 3
+    said = [" ".join(map(str, tokens[turn.start : turn.end])) for turn in episode.turn_spans]
+    assert said == [reply.text for reply in environments.replies]
+    given = [tokens[before.end : after.start].tolist() for before, after in pairs(episode.turn_spans)]
+    for turn, reply, between in zip(episode.turn_spans, environments.replies, given, strict=False):
+        closing = [] if tokens[turn.end - 1] == END else [END]
+        assert between == [*closing, sum(map(int, reply.text.split())) % 8, 2]
+    assert mask.sum() == sum(turn.end - turn.start for turn in episode.turn_spans) == one.stats().num_tokens
+    assert player.counts.given == (~mask).sum()
+    assert (progress.completion().rollout_logprobs[~mask] == 0).all()
+
+
+def test_the_logprobs_are_those_of_the_concatenated_tokens():
+    episode, progress, *_ = play(Environments(), OWN)
+    whole = progress.completion()
+    expected = reference_logprobs({0: tiny_model()}, episode.prompt_token_ids, whole)
+    mask = episode.loss_mask
+    np.testing.assert_allclose(whole.rollout_logprobs[mask], np.asarray(expected)[mask], atol=1e-5)
+
+
+def pairs(items):
+    return zip(items, items[1:], strict=False)
+
+
+def same(left, right):
+    """Whether two plays have the same tokens, to the last bit."""
+    assert left[0].prompt_token_ids.tolist() == right[0].prompt_token_ids.tolist()
+    for name in ("token_ids", "rollout_logprobs"):
+        assert getattr(left[1].completion(), name).tolist() == getattr(right[1].completion(), name).tolist()
+    assert left[1].completion().weight_spans == right[1].completion().weight_spans
+    assert left[0].turn_spans == right[0].turn_spans
+    assert left[0].finish_reason == right[0].finish_reason
+    return True
+
+
+def test_an_episode_continues_from_its_log_wherever_the_log_ends():
+    whole = play(Environments(), OWN)
+    rows = whole[3]
+    assert len(rows) > 20  # a chunk per token
+    for end in range(1, len(rows) + 1):
+        written = decode_partials(encode_partials(rows[:end]))
+        (restored,) = join_rows(written).values()
+        again = play(Environments(), OWN, restored=restored)
+        assert same(whole, again)
+        sampled = again[4].stats().num_tokens
+        num_logged = int(whole[0].loss_mask[: len(restored.token_ids)].sum())
+        assert sampled == whole[0].loss_mask.sum() - num_logged, "every logged token is used, none is sampled again"
+        assert again[5].counts.replayed == num_logged
+        assert again[0].once == whole[0].once
+
+
+def test_the_versions_of_turns_never_decrease_when_an_older_engine_continues():
+    swaps = ((1, 4), (2, 9))
+    whole = play(Environments(), OWN, swap_at=swaps)
+    versions = [span.version for span in whole[1].completion().weight_spans]
+    assert versions == sorted(versions)
+    assert max(versions) == 2
+
+    async def main():
+        (restored,) = join_rows(whole[3][:-4]).values()
+        progress = Progress(group_id=4, rollout_index=0, attempt=1, restored=restored)
+        one = engine(0)
+        player = EpisodePlayer(one, Environments(), Chat(), OWN)
+        episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
+        playing = asyncio.create_task(player.play(episode, PROMPT, 5))
+        await asyncio.sleep(0.05)
+        waiting = one.stats().waiting
+        await one.swap(WeightUpdate(version=2, tensors=newer(2), num_bytes=0))
+        await playing
+        await one.close()
+        return waiting, progress.completion().weight_spans
+
+    waiting, spans = asyncio.run(main())
+    assert waiting == 1, "version 0 must not continue tokens of version 2"
+    assert [span.version for span in spans] == sorted(span.version for span in spans)
+
+
+def test_given_tokens_have_the_version_of_the_token_before_them():
+    episode, progress, *_ = play(Environments(), OWN, swap_at=((1, 4), (2, 9)))
+    versions = np.zeros(progress.num_tokens, int)
+    for span in progress.completion().weight_spans:
+        versions[span.start : span.end] = span.version
+    for before, after in pairs(episode.turn_spans):
+        assert set(versions[before.end : after.start]) == {versions[before.end - 1]}
+
+
+def test_an_environment_that_acts_differently_is_sampled_again_from_there_on(caplog):
+    whole = play(Environments(), OWN)
+    (restored,) = join_rows(whole[3]).values()
+    restored = type(restored)(
+        **{**{name: getattr(restored, name) for name in restored.__slots__}, "finish_reason": None}
+    )
+    other = Environments(says={2: [7, 7, 7]})
+    again = play(other, OWN, restored=restored)
+    kept = whole[0].turn_spans[1].end
+    assert again[1].completion().token_ids[:kept].tolist() == whole[1].completion().token_ids[:kept].tolist()
+    third = again[0].turn_spans[2]
+    assert again[1].completion().token_ids[third.start - 4 : third.start - 1].tolist() == [7, 7, 7]
+    assert again[5].counts.dropped == whole[1].num_tokens - kept
+    assert "acts differently" in caplog.text
+    (logged,) = join_rows(again[3]).values()
+    assert logged.token_ids.tolist() == again[1].completion().token_ids.tolist()
+    assert [json.loads(note)[0] for note in logged.notes].count("turn") == 3
+    fresh = play(Environments(says={0: [5]}), OWN, restored=restored)
+    assert fresh[0].prompt_token_ids.tolist() == [1, 5]
+    assert fresh[5].counts.dropped == whole[1].num_tokens
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_turns", "reason"),
+    [
+        (["environment.max_turns=2"], 2, FinishReason.LENGTH),
+        (["rollouts.max_tokens=16"], None, FinishReason.LENGTH),
+        (["environment.turn_tokens=3"], 3, FinishReason.LENGTH),
+    ],
+)
+def test_budgets(keys, num_turns, reason):
+    settings = config("environment.path=x.py:Count", "prompts.kind=environment", *keys)
+    episode, progress, _, _, _, _ = play(Environments(turns=3), settings)
+    limits = settings.rollouts, settings.environment
+    assert progress.num_tokens <= limits[0].max_tokens
+    if num_turns is not None:
+        assert len(episode.turn_spans) == num_turns
+    if limits[1].turn_tokens:
+        assert max(turn.end - turn.start for turn in episode.turn_spans) == limits[1].turn_tokens
+    assert episode.finish_reason is reason
+
+
+def test_a_play_that_begins_again_in_the_same_actor_gets_the_turns_it_had():
+    class Twice(Environments):
+        async def play(self, task, seed, host):
+            self.turns = 2
+            await super().play(task, seed, host)
+            host.restart()
+            self.turns = 3
+            return await super().play(task, seed, host)
+
+    once, twice = play(Environments(), OWN), play(Twice(), OWN)
+    assert same(once, twice)
+    assert twice[4].stats().num_tokens == once[4].stats().num_tokens
+
+
+@pytest.mark.parametrize(
+    ("environments", "text"),
+    [
+        (Environments(turns=0), "without a turn"),
+        (Environments(says={0: [3] * 20}), "the first messages have 21 tokens"),
+    ],
+)
+def test_an_episode_without_tokens_is_an_error_row(environments, text):
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
+
+    async def main():
+        one = engine()
+        player = EpisodePlayer(one, environments, Chat(), OWN)
+        rollouts = await GroupRunner(one, None, None, OWN, actor="a", player=player).run(lease)
+        await one.close()
+        return rollouts
+
+    for rollout in asyncio.run(main()):
+        assert rollout.outcome is Outcome.ERROR
+        assert text in rollout.error
+        assert (rollout.num_tokens, len(rollout.prompt_token_ids)) == (0, 1)
+
+
+def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_their_rewards():
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
+
+    async def main(restored=None):
+        one = engine()
+        player = EpisodePlayer(one, Environments(), Chat(), OWN)
+        runner = GroupRunner(one, None, None, OWN, actor="a", player=player)
+        rollouts = await runner.run(lease, restored)
+        rows = runner.growth()
+        await one.close()
+        return rollouts, rows, one.stats().num_tokens
+
+    rollouts, rows, _ = asyncio.run(main())
+    check_groups([group_ref(rollouts)], encode_rollouts("run", rollouts))
+    assert [rollout.reward for rollout in rollouts] == [3.0, 3.0]
+    assert rollouts[0].completion_token_ids.tolist() != rollouts[1].completion_token_ids.tolist()
+    assert rollouts[0].reward_components == (RewardComponent("turns", 3.0),)
+    again, _, num_sampled = asyncio.run(main(join_rows(rows)))
+    assert num_sampled == 0
+    for left, right in zip(rollouts, again, strict=True):
+        assert left.completion_token_ids.tolist() == right.completion_token_ids.tolist()
+        assert (left.turn_spans, left.loss_mask.tolist()) == (right.turn_spans, right.loss_mask.tolist())
+        assert (left.reward, left.finish_reason) == (right.reward, right.finish_reason)
+
+
+def test_one_turn_alone_has_no_turn_spans():
+    episode, progress, *_ = play(Environments(turns=1), OWN)
+    assert episode.turn_spans == ()
+    assert episode.loss_mask.all()
+    assert isinstance(episode, Episode)
+    assert TurnSpan(0, progress.num_tokens) not in episode.turn_spans
