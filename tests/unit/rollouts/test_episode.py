@@ -1,7 +1,9 @@
 """Episodes of several turns: tokens, masks, versions, budgets, and the log from which another actor continues."""
 
 import asyncio
+import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,11 +46,11 @@ class Chat:
     """A message's content is a list of token ids; turns end with END."""
 
     def first(self, messages, tools=()):
-        return np.array([1, *sum((one["content"] for one in messages), [])], np.int32)
+        return np.array([1, *(token for one in messages for token in one["content"])], np.int32)
 
     def following(self, messages, tools, last_token):
         closing = [] if last_token == END else [END]
-        return np.array([*closing, *sum((one["content"] for one in messages), []), 2], np.int32)
+        return np.array([*closing, *(token for one in messages for token in one["content"]), 2], np.int32)
 
     def reply(self, token_ids, finish_reason):
         text = " ".join(map(str, token_ids))
@@ -163,7 +165,7 @@ def test_the_logprobs_are_those_of_the_concatenated_tokens():
 
 
 def pairs(items):
-    return zip(items, items[1:], strict=False)
+    return itertools.pairwise(items)
 
 
 def same(left, right):
@@ -309,11 +311,12 @@ def test_an_episode_without_tokens_is_an_error_row(environments, text):
 
 def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_their_rewards():
     lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=2, prompt=PROMPT)
+    settings = config("environment.path=x.py:Count", "prompts.kind=environment", "environment.turn_tokens=8")
 
     async def main(restored=None):
         one = engine()
-        player = EpisodePlayer(one, Environments(), Chat(), OWN)
-        runner = GroupRunner(one, None, None, OWN, actor="a", player=player)
+        player = EpisodePlayer(one, Environments(), Chat(), settings)
+        runner = GroupRunner(one, None, None, settings, actor="a", player=player)
         rollouts = await runner.run(lease, restored)
         rows = runner.growth()
         await one.close()
