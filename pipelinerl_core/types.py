@@ -185,6 +185,8 @@ class EngineRequest:
     sampler: Sampler
     prior: Completion | None = None
     """Tokens already sampled; they keep their log-probabilities and versions."""
+    is_turn: bool = False
+    """A request may follow whose prompt begins with this prompt and its completion: keep their keys and values."""
     min_version: int = -1
     """Version of the newest token of the prompt that the model sampled: older weights must not continue it."""
 

@@ -215,6 +215,7 @@ class Episode:
             max_tokens=min(room, limit) if limit else room,
             sampler=replace(self._sampler, seed=turn_seed(self._sampler.seed, index)),
             prior=_part(whole, turn.start),
+            is_turn=True,
             min_version=_newest(whole, turn.start),
         )
         async for chunk in self._engine.generate(request):

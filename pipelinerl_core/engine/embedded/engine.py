@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipelinerl_core.engine.embedded.compact import compact
@@ -82,6 +83,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._stream_interval = stream_interval
         self._in_slot: dict[int, SlotSequence] = {}
         self._free_slots = list(range(slots))  # a heap: low slots first keeps the decoded prefix short
+        self._kept: dict[int, None] = {}
+        """Free slots with keys and values of a finished turn under the current weights, the oldest first."""
         self._task: asyncio.Task[None] | None = None
         self._delay_seconds = 0.0
         self._clock: StepClock | None = None
@@ -214,6 +217,7 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         """Admit into free slots, feed one token to each sequence, sample, retire; returns how many were fed."""
         if not self._waiting and not self._deterministic:
             compact(self._table, self._decoder.memory, self._in_slot, self._free_slots)
+            self._kept = {slot: None for slot in self._kept if slot not in self._in_slot}
         batches = prefill_batches(self._admit())
         num_running = len(self._running)
         with torch.inference_mode():
@@ -259,16 +263,42 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         admitted: list[tuple[int, Int32Array]] = []
         for sequence in self._admissible(len(self._free_slots)):
             request = sequence.request
-            slot = heapq.heappop(self._free_slots)
+            slot, num_kept = self._free_slot(sequence)
             del self._waiting[request.request_id]
             self._running[request.request_id] = sequence
             self._in_slot[slot] = sequence
             sequence.slot = slot
-            # A decode step feeds the last known token and samples the next.
-            num_prefilled = 0 if self._deterministic else len(request.prompt_token_ids) + sequence.num_prior - 1
-            self._table.admit(slot, request, num_fed=num_prefilled)
-            admitted.append((slot, self._table.fed_tokens(slot)))
+            # A decode step feeds the last known token and samples the next. After a kept prefix, decode steps feed
+            # the new tokens too, because a prefill begins at position 0.
+            num_prefilled = len(request.prompt_token_ids) + sequence.num_prior - 1
+            is_prefilled = not num_kept and not self._deterministic
+            self._table.admit(slot, request, num_fed=num_prefilled if is_prefilled else num_kept)
+            if is_prefilled:
+                admitted.append((slot, self._table.fed_tokens(slot)))
         return admitted
+
+    def _free_slot(self, sequence: SlotSequence) -> tuple[int, int]:
+        """Take a free slot: (slot, number of the sequence's first tokens whose keys and values it holds).
+
+        A kept prefix is used if it is at least half of the sequence. Other sequences get the slot that was kept
+        longest only if all free slots are kept.
+        """
+        if not self._kept:
+            return heapq.heappop(self._free_slots), 0
+        token_ids = np.concatenate([sequence.request.prompt_token_ids, sequence.prior_tokens()[0]])
+        for slot in self._kept:
+            kept = self._table.fed_tokens(slot)
+            if len(token_ids) // 2 <= len(kept) < len(token_ids) and np.array_equal(kept, token_ids[: len(kept)]):
+                return self._take(slot), len(kept)
+        if len(self._kept) == len(self._free_slots):
+            return self._take(next(iter(self._kept))), 0
+        return self._take(min(slot for slot in self._free_slots if slot not in self._kept)), 0
+
+    def _take(self, slot: int) -> int:
+        self._kept.pop(slot, None)
+        self._free_slots.remove(slot)
+        heapq.heapify(self._free_slots)
+        return slot
 
     # ---- ends and swaps ------------------------------------------------------------------------------------------
 
@@ -290,7 +320,9 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         if sequence.slot is None:
             return
         self._count_time()
-        self._table.release(sequence.slot)
+        self._table.release(sequence.slot, keep=sequence.request.is_turn)
+        if self._table.num_fed[sequence.slot]:
+            self._kept[sequence.slot] = None
         self._in_slot.pop(sequence.slot)
         heapq.heappush(self._free_slots, sequence.slot)
         del self._running[request_id]
@@ -301,6 +333,9 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
     def _replace_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         for sequence in self._running.values():
             self._emit(sequence)  # tokens up to here have the old version
+        for slot in self._kept:
+            self._table.release(slot)
+        self._kept.clear()
         try:
             self._decoder.load(tensors)
         except Exception as error:

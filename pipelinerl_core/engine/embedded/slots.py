@@ -79,10 +79,15 @@ class SlotTable:
         self._key[slot] = noise_key(request.sampler.seed)
         self.is_running[slot] = True
 
-    def release(self, slot: int) -> None:
-        """Free a slot. Neutral values replace its state, because steps decode the slot while a higher slot runs."""
+    def release(self, slot: int, *, keep: bool = False) -> None:
+        """Free a slot. Neutral values replace its state, because steps decode the slot while a higher slot runs.
+
+        keep: the tokens in the KV memory stay there: such steps write behind them.
+        """
         self.is_running[slot] = False
-        self.num_fed[slot] = self.num_known[slot] = self._prompt_len[slot] = 0
+        self.num_known[slot] = self._prompt_len[slot] = 0
+        if not keep or self.num_fed[slot] >= self.max_len:
+            self.num_fed[slot] = 0
         self._temperature[slot] = self._top_p[slot] = 1.0
 
     def move(self, source: int, target: int) -> None:
@@ -121,7 +126,8 @@ class SlotTable:
             num_rows, num_keys = self.slots, self.max_len
         else:
             num_rows = int(np.flatnonzero(self.is_running)[-1]) + 1
-            num_keys = min(self.max_len, (int(self.num_fed.max()) // _KEY_STEP + 1) * _KEY_STEP)
+            longest = int(self.num_fed[self.is_running].max())
+            num_keys = min(self.max_len, (longest // _KEY_STEP + 1) * _KEY_STEP)
         positions_R = self.num_fed[:num_rows].copy()
         token_ids_R = self._token_ids_SL[self._slot_range[:num_rows], positions_R].astype(np.int64)
         return StepInput(token_ids_R, positions_R, num_keys)

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,6 +194,39 @@ def test_an_episode_continues_from_its_log_wherever_the_log_ends():
         assert again[0].once == whole[0].once
 
 
+def test_a_turn_uses_the_keys_and_values_of_the_turn_before():
+    whole = play(Environments(), OWN)
+    num_fed = len(whole[0].prompt_token_ids) + whole[1].num_tokens - 1
+    assert whole[4].stats().num_steps == num_fed, "the engine without prefill feeds every token but the last once"
+
+
+def test_new_weights_end_the_use_of_kept_keys_and_values():
+    class Swaps(Environments):
+        async def play(self, task, seed, host):
+            reply = await host.ask([{"role": "user", "content": [3]}], [])
+            await self.engine.swap(WeightUpdate(version=1, tensors=newer(1), num_bytes=0))
+            await host.ask([{"role": "user", "content": [reply.num_tokens % 8]}], [])
+            return Played(score=Score(1.0))
+
+    async def main():
+        one, environments = engine(), Swaps()
+        environments.engine = one
+        progress = Progress(group_id=4, rollout_index=0, attempt=1)
+        player = EpisodePlayer(one, environments, Chat(), OWN)
+        episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
+        await player.play(episode, PROMPT, 5)
+        await one.close()
+        return episode, progress.completion()
+
+    episode, whole = asyncio.run(main())
+    second = episode.turn_spans[1]
+    assert [span.version for span in whole.weight_spans] == [0, 1]
+    newest = tiny_model()
+    newest.load_state_dict(newer(1))
+    expected = reference_logprobs({0: newest, 1: newest}, episode.prompt_token_ids, whole)
+    np.testing.assert_allclose(whole.rollout_logprobs[second.start :], expected[second.start :], atol=1e-5)
+
+
 def test_the_versions_of_turns_never_decrease_when_an_older_engine_continues():
     swaps = ((1, 4), (2, 9))
     whole = play(Environments(), OWN, swap_at=swaps)
@@ -233,9 +265,6 @@ def test_given_tokens_have_the_version_of_the_token_before_them():
 def test_an_environment_that_acts_differently_is_sampled_again_from_there_on(caplog):
     whole = play(Environments(), OWN)
     (restored,) = join_rows(whole[3]).values()
-    restored = type(restored)(
-        **{**{name: getattr(restored, name) for name in restored.__slots__}, "finish_reason": None}
-    )
     other = Environments(says={2: [7, 7, 7]})
     again = play(other, OWN, restored=restored)
     kept = whole[0].turn_spans[1].end
