@@ -16,7 +16,10 @@ AUTOMATIC = {
 
 
 def verifier_name(config: RunConfig) -> str:
-    """Name of the run's verifier, `auto` resolved; raises ConfigError if the verifier cannot score these prompts."""
+    """Name of the run's verifier or environment, `auto` resolved; raises ConfigError if the verifier cannot score
+    these prompts."""
+    if config.environment.path:
+        return Path(config.environment.path).name
     if config.reward.function:
         return Path(config.reward.function).name
     prompts, reward = config.prompts.kind, config.reward.kind
