@@ -60,6 +60,7 @@ def first_problem(config: "RunConfig") -> str | None:
         or _engine_problem(config)
         or _loss_problem(config)
         or _reward_problem(config)
+        or _environment_problem(config)
         or _learner_problem(config)
         or _weights_problem(config)
         or _arithmetic_problem(config)
@@ -228,12 +229,16 @@ def _reward_problem(config: "RunConfig") -> str | None:
     reward = config.reward
     location, _, name = reward.function.rpartition(":")
     if not reward.function:
-        if reward.weights or reward.network or reward.environment:
+        if reward.network or reward.environment:
             return (
-                "reward.weights, reward.network and reward.environment are for reward.function, which is empty. "
-                "Set reward.function too"
+                "reward.network and reward.environment are for reward.function, which is empty. Set reward.function "
+                "too, or the keys of the section `environment`"
             )
-        return None
+        if reward.weights and not config.environment.path:
+            return (
+                "reward.weights is for reward.function or environment.path, which are empty. Set reward.function too"
+            )
+        return _weights_of_reward_problem(config)
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
         return (
             f"reward.function={reward.function}: names no function. Write FILE.py:FUNCTION, for example "
@@ -241,13 +246,38 @@ def _reward_problem(config: "RunConfig") -> str | None:
         )
     if reward.kind != "auto":
         return f"reward.function and reward.kind={reward.kind} both choose the verifier. Remove one of them"
-    if not all(math.isfinite(weight) for weight in reward.weights.values()):
-        return f"reward.weights={reward.weights}: a weight is not finite. Set finite weights"
-    if hidden := [one for one in reward.environment if not one.isidentifier() or one.startswith("PIPELINERL_")]:
-        return (
-            f"reward.environment names {hidden[0]!r}, which a reward function cannot get. Name variables of your own"
-        )
+    return _variables_problem("reward.environment", reward.environment) or _weights_of_reward_problem(config)
+
+
+def _weights_of_reward_problem(config: "RunConfig") -> str | None:
+    if not all(math.isfinite(weight) for weight in config.reward.weights.values()):
+        return f"reward.weights={config.reward.weights}: a weight is not finite. Set finite weights"
     return None
+
+
+def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
+    if hidden := [one for one in names if not one.isidentifier() or one.startswith("PIPELINERL_")]:
+        return f"{key} names {hidden[0]!r}, which a user's code cannot get. Name variables of your own"
+    return None
+
+
+def _environment_problem(config: "RunConfig") -> str | None:
+    environment, reward = config.environment, config.reward
+    if not environment.path:
+        if environment != type(environment)():
+            keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
+            return f"{keys}: not used without environment.path. Set environment.path too"
+        return None
+    location, _, name = environment.path.rpartition(":")
+    if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
+        return (
+            f"environment.path={environment.path}: names no class. Write FILE.py:CLASS, for example my_env.py:Guess, "
+            "or package.module:CLASS, or builtin:NAME"
+        )
+    if reward.function or reward.kind != "auto":
+        chosen = f"reward.function={reward.function}" if reward.function else f"reward.kind={reward.kind}"
+        return f"environment.path scores its episodes, and {chosen} chooses a verifier. Remove one of them"
+    return _variables_problem("environment.variables", environment.variables)
 
 
 def _learner_problem(config: "RunConfig") -> str | None:

@@ -139,7 +139,7 @@ class RewardConfig(Section):
     The run stores a copy of the file."""
     weights: dict[str, float] = Field({})
     """reward.function: weight of each named component that the function returns; 1 for a component without an entry.
-    Example: reward.weights.correct=2."""
+    environment.path: replaces weights of the class by name. Example: reward.weights.correct=2."""
     network: bool = False
     """reward.function may open network connections, for example to a judge. Raise reward.workers too, because each
     scoring process waits for one answer at a time."""
@@ -161,12 +161,38 @@ class RewardConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """Episodes."""
+    """Episodes of several turns: a class of your own plays and scores them in processes of its own
+    (docs/environments.md)."""
 
     path: str = ""
+    """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
+    the file. Empty: rollouts of one turn, scored by `reward`."""
     options: dict[str, Any] = Field({})
+    """Keyword arguments of the class. Example: environment.options.limit=50."""
+    workers: int = Field(1, ge=1)
+    """Environment processes per actor; each plays many episodes at once on one core. Raise if the environments
+    compute for longer than the model."""
+    call_seconds: float = Field(30, gt=0)
+    """Seconds that the environment may take between a turn of the model and its next message; then the episode is an
+    error. Raise for slow environments."""
+    episode_seconds: float = Field(600, gt=0)
+    """Seconds that the environment may take during one episode, without the time of the model; then the episode is an
+    error."""
     max_turns: int = Field(32, ge=1)
+    """Turns of the model per episode at most; then the episode is cut and has reward 0, unless the class handles
+    BudgetSpent."""
     turn_tokens: int = Field(0, ge=0)
+    """Tokens of one turn at most; 0: no limit below rollouts.max_tokens, which limits the whole episode. Set if one
+    turn must not use up the tokens of the episode."""
+    network: bool = False
+    """The environment may open network connections and start threads. Set if it calls a service."""
+    variables: tuple[str, ...] = ()
+    """Names of environment variables that the environment may read, for example ["SEARCH_KEY"]; set the variables on
+    every host that runs actors. Values are not stored."""
+    isolation: Literal["auto", "none"] = "auto"
+    """auto: environment processes drop access to files, network and other processes as far as the kernel allows
+    (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
+    environment starts programs."""
 
 
 class RolloutsConfig(Section):

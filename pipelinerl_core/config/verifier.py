@@ -17,7 +17,8 @@ AUTOMATIC = {
 
 
 def verifier_name(config: RunConfig) -> str:
-    """Name of the run's verifier, `auto` resolved; raises ConfigError if the verifier cannot score these prompts."""
+    """Name of the run's verifier or environment, `auto` resolved; raises ConfigError if the verifier cannot score
+    these prompts."""
     if own := config.environment.path or config.reward.function:
         return Path(own).name
     prompts, reward = config.prompts.kind, config.reward.kind

@@ -40,7 +40,8 @@ def check(config: RunConfig) -> list[str]:
             raise ConfigError(f"eval.sets.{name}: {error}") from None
         lines.append(f"eval.sets.{name}: {len(found):,} prompts")
     directory = resolve_model_path(config.model.path)
-    if directory is None or (config.prompts.kind == "sums" and not config.model.chat_template):
+    is_known_to_fit = config.prompts.kind == "sums" and not config.model.chat_template
+    if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages
         return lines
     return [*lines, lengths_line(config, source, load_tokenizer(directory))]
 

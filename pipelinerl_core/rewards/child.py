@@ -15,6 +15,7 @@ from typing import Any
 from pipelinerl_core.errors import FunctionRaised, RewardError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.rewards.forked import CAUSES, TIMEOUT
+from pipelinerl_core.sandbox.child_process import child_environment, printable, without_secrets
 from pipelinerl_core.types import RewardComponent, Score
 
 logger = logging.getLogger(__name__)
@@ -37,20 +38,6 @@ READY = b'{"ready":true}\n'
 READ_BYTES = 1 << 16
 REPLY_BYTES = 2048
 """Maximum length of a child's line."""
-
-SECRET_LETTERS = 8
-"""Least length of a variable's value that is removed from errors; shorter values would match by chance."""
-
-PASSED_ON = ("HOME", "TMPDIR", "PYTHONHASHSEED")
-"""Variables of the actor's environment that a child gets: directories of libraries' caches, and the seed of Python's
-hashes. A verifier processes a model's text and must not get tokens or credentials."""
-SINGLE_THREADED = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow, which pandas, scikit-learn and nltk import
-}
-"""Imports must start no threads, because the process could not be sealed (isolation.py)."""
 
 
 class BadReply(Exception):
@@ -183,7 +170,7 @@ class ScoringChild:
             *(["--network"] * spec.network),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_environment(spec.environment),
+            env=child_environment(spec.environment),
         )
 
     async def _serve(self, process: asyncio.subprocess.Process) -> bool:
@@ -200,7 +187,7 @@ class ScoringChild:
         except ValueError:  # the line exceeds the reader's limit
             return False
         if ready != READY:
-            self._start_error = self._without_secrets(_start_error(ready))
+            self._start_error = without_secrets(_start_error(ready), self._spec.environment)
             return False
         self._input = process.stdin
         self._outbox = [request.line for request in self._pending.values()]
@@ -262,14 +249,8 @@ class ScoringChild:
                 future.set_result(result)
             else:
                 failure = FunctionRaised if answer.get("raised") else RewardError
-                future.set_exception(failure(f"verifier {self._spec.name}: {self._without_secrets(result)}"))
-
-    def _without_secrets(self, text: str) -> str:
-        """The text of an error without the values of the environment variables that only this verifier gets."""
-        for name in self._spec.environment:
-            if len(value := os.environ.get(name, "")) >= SECRET_LETTERS:
-                text = text.replace(value, f"${name}")
-        return text
+                reason = without_secrets(result, self._spec.environment)
+                future.set_exception(failure(f"verifier {self._spec.name}: {reason}"))
 
     def _note_lost(self, cause: str) -> None:
         """Count and log a scoring without a result, which counts as a wrong answer because the text caused it."""
@@ -344,13 +325,6 @@ class ScoringChild:
             self._fail(identity, reason)
 
 
-def _environment(further: tuple[str, ...]) -> dict[str, str]:
-    """The child's environment: the actor's module path and the variables in PASSED_ON, `further`, SINGLE_THREADED."""
-    modules = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-    passed_on = {name: os.environ[name] for name in (*further, *PASSED_ON) if name in os.environ}
-    return {**passed_on, "PYTHONPATH": modules, **SINGLE_THREADED}
-
-
 def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
     try:
         answers = json.loads(b"[" + lines.replace(b"\n", b",") + b"]")
@@ -367,7 +341,7 @@ def _start_error(line: bytes) -> str:
     try:
         match json.loads(line):
             case {"failed": str() as text, **others} if not others:
-                return _printable(text)
+                return printable(text)
     except (ValueError, RecursionError):
         pass
     return ""
@@ -383,7 +357,7 @@ def _result(answer: dict[str, Any]) -> Score | str:
                 return Score(reward, tuple(RewardComponent(*one) for one in others["components"].items()))
         case {"id": int(), "error": str() as text, **others} if len(text) <= REPLY_BYTES:
             if not others or others == {"raised": True}:
-                return _printable(text)
+                return printable(text)
     raise BadReply("a line that is not an answer")
 
 
@@ -391,7 +365,3 @@ def _are_finite(components: Any) -> bool:
     return isinstance(components, dict) and all(
         isinstance(value, float) and math.isfinite(value) for value in components.values()
     )
-
-
-def _printable(text: str) -> str:
-    return "".join(letter for letter in text if letter.isprintable())

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
+from pipelinerl_core.sandbox.child_process import write_all
 from pipelinerl_core.sandbox.isolation import limit_evaluation
 
 REPLY_BYTES = 512
@@ -152,9 +153,3 @@ def _validated(line: bytes) -> dict[str, Any]:
         case {"error": str() as text, **others} if not others or others == {"raised": True}:
             return {"error": "".join(letter for letter in text if letter.isprintable())}
     raise Lost(DIED)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write all bytes, also if the kernel accepts fewer bytes per call."""
-    while data:
-        data = data[os.write(descriptor, data) :]

@@ -1,26 +1,13 @@
-"""A user's reward function, inside a scoring process: loaded, called by parameter names, and its result checked.
-
-The code of a file arrives as text, because actors on other hosts use the copy that is stored with the run.
-"""
+"""A user's reward function, inside a scoring process: called by parameter names, and its result checked."""
 
 import asyncio
 import inspect
-import math
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from numbers import Real
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_REWARD
-from pipelinerl_core.rewards.verifiers import Components, Invalid
-
-_TAKEN_NAMES = ("mean", "std")
-"""Metrics reward/mean and reward/std describe the reward itself."""
+from pipelinerl_core.rewards.verifiers import Components
+from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +29,12 @@ class RewardFunction:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         """Load the function of a FunctionSpec; raises Invalid, or any exception of the loaded code."""
         self._spec = FunctionSpec(**spec)
-        location, _, self._name = self._spec.function.rpartition(":")
-        code = self._spec.code
-        module = _imported(location) if code is None else _executed(Path(location).name, code)
-        self.file = getattr(module, "__file__", "")
-        self._function = _found(module, self._name)
+        self._name = self._spec.function.rpartition(":")[2]
+        self._function, self.file = load(self._spec.function, self._spec.code, "function")
+        if not callable(self._function):
+            raise Invalid(
+                f"{self._name} is not callable, but has the type {type(self._function).__name__}. Name a function"
+            )
         parameters = inspect.signature(self._function).parameters.values()
         if any(one.kind is one.POSITIONAL_ONLY for one in parameters):
             raise Invalid(f"{self._name} has positional-only parameters, but is called by parameter names")
@@ -83,68 +71,12 @@ class RewardFunction:
                     f"{self._name} returned one number, but reward.weights names components "
                     f"({', '.join(weights)}). Return a mapping of these names, or remove reward.weights"
                 )
-            return _number(result, self._name, "")
-        if not 0 < len(result) <= MAX_COMPONENTS:
-            raise Invalid(f"{self._name} returned {len(result)} components; return 1 to {MAX_COMPONENTS}")
-        for name in result:
-            if not isinstance(name, str) or not re.fullmatch(COMPONENT_NAME, name) or name in _TAKEN_NAMES:
-                raise Invalid(
-                    f"{self._name} returned a component named {str(name)[:50]!r}. Name components with up to 40 "
-                    f"letters, digits, '_', '.' or '-', other than {' and '.join(_TAKEN_NAMES)}"
-                )
-        if unknown := [name for name in weights if name not in result]:
+            return finite_number(result, self._name)
+        values = checked_components(result, self._name)
+        if unknown := [name for name in weights if name not in values]:
             raise Invalid(
                 f"reward.weights.{unknown[0]}: {self._name} returned no such component "
-                f"(returned: {', '.join(result)}). Correct the name in reward.weights or in the function"
+                f"(returned: {', '.join(values)}). Correct the name in reward.weights or in the function"
             )
-        values = {name: _number(value, self._name, f" for {name}") for name, value in result.items()}
         total = sum(weights.get(name, 1.0) * value for name, value in values.items())
-        return Components(reward=_number(total, self._name, " as weighted sum"), values=values)
-
-
-def _imported(location: str) -> ModuleType:
-    try:
-        return import_module(location)
-    except ModuleNotFoundError as error:
-        raise Invalid(
-            f"no module named {error.name}. Install the module on every host that runs actors, or name a file: "
-            "FILE.py:FUNCTION"
-        ) from None
-
-
-def _executed(file_name: str, code: str) -> ModuleType:
-    """The module that a file's text defines. Tracebacks name the file."""
-    module = ModuleType(f"reward_function_{Path(file_name).stem}")
-    module.__file__ = file_name
-    sys.modules[module.__name__] = module
-    try:
-        exec(compile(code, file_name, "exec"), module.__dict__)  # the user's own program
-    except ModuleNotFoundError as error:
-        raise Invalid(
-            f"{file_name} imports {error.name}, which is not installed. The run stores {file_name} alone: install "
-            "other modules on every host that runs actors"
-        ) from None
-    return module
-
-
-def _found(module: ModuleType, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if found is None:
-        defined = [one for one, value in vars(module).items() if inspect.isfunction(value) and one[0] != "_"]
-        raise Invalid(f"no function {name} there. Functions: {', '.join(sorted(defined)) or 'none'}")
-    if not callable(found):
-        raise Invalid(f"{name} is not callable, but has the type {type(found).__name__}. Name a function")
-    return found  # type: ignore[no-any-return]
-
-
-def _number(value: Any, function: str, part: str) -> float:
-    """A finite number, also of numpy or torch; raises Invalid for anything else."""
-    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
-        value = value.item()
-    if not isinstance(value, Real):
-        shown = "None (no `return`?)" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
-        raise Invalid(f"{function} returned {shown}{part}, not a number")
-    number = float(value)
-    if not math.isfinite(number) or abs(number) > MAX_REWARD:
-        raise Invalid(f"{function} returned {number}{part}; rewards are finite and within {MAX_REWARD:g} of 0")
-    return number
+        return Components(reward=finite_number(total, self._name, " as weighted sum"), values=values)

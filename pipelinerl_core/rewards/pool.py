@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import asdict
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
 from pipelinerl_core.rewards.function import FunctionSpec
 from pipelinerl_core.sandbox import isolation
+from pipelinerl_core.sandbox.child_process import check_variables
 from pipelinerl_core.types import Completion, FinishReason, Prompt, Score
 
 logger = logging.getLogger(__name__)
@@ -65,11 +65,7 @@ def build_scorer(
 
 def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:
     reward = config.reward
-    if missing := [variable for variable in reward.environment if variable not in os.environ]:
-        raise ConfigError(
-            f"reward.environment={', '.join(reward.environment)}: {missing[0]} is not set in the environment of this "
-            "process. Set the variable on every host that scores, or remove the name"
-        )
+    check_variables("reward.environment", reward.environment)
     function = FunctionSpec(function=reward.function, code=code, weights=reward.weights, has_network=reward.network)
     spec = ChildSpec(
         name=name,

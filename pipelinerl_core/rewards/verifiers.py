@@ -32,10 +32,6 @@ class Components:
     """Component -> value, without its weight."""
 
 
-class Invalid(Exception):
-    """A reward function cannot be used, or returned something that is no reward; the message is complete."""
-
-
 Verifier = Callable[[str, Mapping[str, Any]], float | Evaluation | Components]
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\{|[{}]")

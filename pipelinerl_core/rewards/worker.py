@@ -21,15 +21,16 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.rewards import forked
-from pipelinerl_core.rewards.verifiers import Components, Evaluation, Invalid, Verifier
+from pipelinerl_core.rewards.verifiers import Components, Evaluation, Verifier
 from pipelinerl_core.sandbox import isolation
+from pipelinerl_core.sandbox.child_process import claim_stdout, write_all
+from pipelinerl_core.sandbox.user_code import Invalid, failure_line
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     arguments = _arguments()
     die_with_parent(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent handles it
-    replies = _claim_stdout()
+    replies = claim_stdout()
     resource.setrlimit(resource.RLIMIT_AS, (arguments.memory_bytes, arguments.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
@@ -57,19 +58,19 @@ def main() -> None:
     except RuntimeError as error:  # a module that the verifier imports has started threads
         _refuse(replies, error)
         return
-    forked.write_all(replies, b'{"ready":true}\n')
+    write_all(replies, b'{"ready":true}\n')
     if arguments.forks:
         evaluator.start_next()
     for line in sys.stdin.buffer:
         reply = _reply(verifier, line, evaluator)
-        forked.write_all(replies, json.dumps(reply).encode() + b"\n")  # unbuffered: resets the parent's deadline
+        write_all(replies, json.dumps(reply).encode() + b"\n")  # unbuffered: resets the parent's deadline
         if arguments.forks:
             evaluator.start_next()
 
 
 def _refuse(replies: int, error: Exception) -> None:
     """Tell the parent why the verifier cannot be used."""
-    forked.write_all(replies, json.dumps({"failed": _failure(error)["error"]}).encode() + b"\n")
+    write_all(replies, json.dumps({"failed": failure_line(error)}).encode() + b"\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -131,34 +132,10 @@ def _caught(scored: Callable[[], dict[str, Any]], file: str = "") -> dict[str, A
     try:
         result = scored()
     except Exception as error:  # noqa: BLE001  (the boundary: whatever a verifier raises is data)
-        return _failure(error, file)
+        return {"error": failure_line(error, file), **({} if isinstance(error, Invalid) else {"raised": True})}
     if "reward" in result and not math.isfinite(reward := float(result["reward"])):
         return {"error": f"the reward is {reward}, not a finite number"}
     return {**result, "reward": float(result["reward"])} if "reward" in result else result
-
-
-def _failure(error: Exception, file: str = "") -> dict[str, Any]:
-    """Type, first line of the message, and file and line of an exception: the innermost in the user's file, if any.
-
-    file: of the verifier's module. The code of a stored file is compiled under a name without directory.
-    """
-    message = (str(error).splitlines() or [""])[0]
-    if isinstance(error, Invalid):
-        return {"error": message[:500]}
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if one.filename == file or one.filename[0] not in "/<"]
-    shown = (own or [one for one in frames if one.filename[0] != "<"] or frames)[-1]
-    name, line = shown.filename, shown.lineno
-    if isinstance(error, SyntaxError) and error.filename:  # of a loaded file, which has no frame
-        name, line, message = error.filename, error.lineno, error.msg
-    return {"error": f"{type(error).__name__}: {message[:200]} ({os.path.basename(name)}:{line})", "raised": True}
-
-
-def _claim_stdout() -> int:
-    """A private descriptor for the replies; afterwards, prints of a verifier go to stderr."""
-    replies = os.dup(1)
-    os.dup2(2, 1)
-    return replies
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Isolation of a scoring process before it gets a model's text: from files, network, other processes and memory.
+"""Isolation of a process before it gets a model's text: from files, network, other processes and memory.
 
 The process keeps read access to its Python's modules, its open descriptors, and the system calls needed to compute.
-child.py sets its environment. A process that evaluates has further limits (`limit_evaluation`).
+child_process.py sets its environment variables. A process that evaluates has further limits (`limit_evaluation`).
 """
 
 import ctypes
@@ -31,12 +31,14 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Permissions of a scoring process besides computing and reading its Python's modules."""
+    """Permissions of the process besides computing and reading its Python's modules."""
 
     forks: bool = False
     """Start and end processes: each evaluation runs in a fork, which has no such permission."""
     network: bool = False
     """Open connections, read the system's files for names and certificates, and start threads."""
+    key: str = "reward.isolation"
+    """Key of the configuration that turns the isolation off, for messages."""
 
 
 def missing() -> tuple[str, ...]:
@@ -58,7 +60,7 @@ def seal(policy: Policy) -> None:
     if others := _other_threads():
         raise RuntimeError(
             f"an imported module has started threads ({', '.join(others)}), which cannot be isolated. Do without the "
-            "module, or set reward.isolation=none"
+            f"module, or set {policy.key}=none"
         )
     _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _drop_capabilities()

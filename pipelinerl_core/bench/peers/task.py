@@ -87,11 +87,9 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
             f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
             "Set prompts.tasks without these tasks"
         )
-    if config.reward.function:
-        raise ConfigError(
-            f"reward.function={config.reward.function}: reference trainers score with built-in verifiers only. "
-            "Remove reward.function"
-        )
+    for key, own in (("reward.function", config.reward.function), ("environment.path", config.environment.path)):
+        if own:
+            raise ConfigError(f"{key}={own}: reference trainers score with built-in verifiers only. Remove {key}")
     module, _, function = VERIFIERS[verifier_name(config)][0].partition(":")
     return PeerTask(
         config=config,

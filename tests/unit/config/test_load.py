@@ -21,6 +21,7 @@ from pipelinerl_core.config.load import fields, override_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.config.sections import TrackingConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "config_keys.txt"
@@ -141,6 +142,40 @@ def test_schedules_that_contradict_themselves_are_refused_in_one_line(overrides,
     with pytest.raises(ConfigError, match=says) as raised:
         load_config("quickstart", ["schedule.max_lag=0", *overrides])
     assert "\n" not in str(raised.value)
+
+
+ENVIRONMENT = "environment.path=my_env.py:Guess"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["environment.workers=2", "environment.options.a=1"],
+         r"environment\.options, environment\.workers: not used.*Set environment\.path too"),
+        (["environment.path=my_env.py"], "names no class. Write FILE.py:CLASS"),
+        (["environment.path=my_env:"], "names no class"),
+        ([ENVIRONMENT, "reward.function=a.py:b"], r"reward\.function=a\.py:b chooses a verifier. Remove one"),
+        ([ENVIRONMENT, "reward.kind=exact_match"], r"reward\.kind=exact_match chooses a verifier. Remove one"),
+        ([ENVIRONMENT, 'environment.variables=["PIPELINERL_TOKEN"]'], "'PIPELINERL_TOKEN', which a user's code"),
+        ([ENVIRONMENT, "reward.weights.a=nan"], "a weight is not finite"),
+        ([ENVIRONMENT, "environment.max_turns=0"], "greater than or equal to 1"),
+        (["reward.weights.a=1"], "Set reward.function too"),
+        (["reward.network=true"], "Set reward.function too"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_contradicts_other_keys_is_refused_in_one_line(overrides, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config("quickstart", overrides)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ["my_env.py:Guess", "some.package:Guess", "builtin:guess"])
+def test_an_environment_may_be_a_file_a_module_or_builtin_and_its_weights_may_be_replaced(path):
+    options = ["environment.options.limit=5", "reward.weights.solved=2"]
+    config = load_config("quickstart", [f"environment.path={path}", *options])
+    assert config.environment.options == {"limit": 5}
+    assert build_config(tomllib.loads(as_toml(config))) == config
+    assert verifier_name(config) == path
 
 
 def test_phases_end_where_versions_are_announced():

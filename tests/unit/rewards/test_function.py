@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.rewards.function import FunctionSpec, RewardFunction
-from pipelinerl_core.rewards.verifiers import Components, Invalid
+from pipelinerl_core.rewards.verifiers import Components
+from pipelinerl_core.sandbox.user_code import Invalid
 
 ROW = {"answer": "4", "level": "hard", "prompt": "2+2=", "token_ids": [7, 8], "finish_reason": "stop"}
 

@@ -1,0 +1,131 @@
+"""A user's code inside a child process: loaded from a file's text or a module, its failures as one line, its numbers
+checked.
+
+The code of a file arrives as text, because actors on other hosts use the copy that is stored with the run.
+"""
+
+import inspect
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from importlib import import_module
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_REWARD
+
+_TAKEN_NAMES = ("mean", "std")
+"""Metrics reward/mean and reward/std describe the reward itself."""
+
+
+class Invalid(Exception):
+    """A user's code cannot be used, or returned a wrong value; the message is complete."""
+
+
+def load(location: str, code: str | None, kind: str) -> Any:
+    """The object that `location` names, FILE.py:NAME or package.module:NAME, and its module's file.
+
+    code: text of FILE.py; None for a module. kind: "function" or "class", for messages. Returns (object, file).
+    Raises Invalid, or any exception of the loaded code.
+    """
+    place, _, name = location.rpartition(":")
+    module = _imported(place, kind) if code is None else _executed(Path(place).name, code)
+    found = getattr(module, name, None)
+    if found is None:
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+        own = [one for one, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
+        defined = ", ".join(sorted(one for one in own if one[0] != "_"))
+        plural = "Classes" if kind == "class" else "Functions"
+        raise Invalid(f"no {kind} {name} there. {plural}: {defined or 'none'}")
+    return found, getattr(module, "__file__", None) or ""
+
+
+def _imported(location: str, kind: str) -> ModuleType:
+    try:
+        return import_module(location)
+    except ModuleNotFoundError as error:
+        raise Invalid(
+            f"no module named {error.name}. Install the module on every host that runs actors, or name a file: "
+            f"FILE.py:{kind.upper()}"
+        ) from None
+
+
+def _executed(file_name: str, code: str) -> ModuleType:
+    """The module that a file's text defines. Tracebacks name the file."""
+    module = ModuleType(f"user_code_{Path(file_name).stem}")
+    module.__file__ = file_name
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(code, file_name, "exec"), module.__dict__)  # the user's own program
+    except ModuleNotFoundError as error:
+        raise Invalid(
+            f"{file_name} imports {error.name}, which is not installed. The run stores {file_name} alone: install "
+            "other modules on every host that runs actors"
+        ) from None
+    return module
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------
+
+
+def is_own(file_name: str, file: str) -> bool:
+    """Whether the name of a frame's file is the user's: `file`, or the name of a stored file, without directory."""
+    return file_name == file or file_name[0] not in "/<"
+
+
+def failure_line(error: BaseException, file: str = "") -> str:
+    """Type, first line of the message, and file and line of an exception: the innermost in the user's file, if any.
+
+    file: of the user's module. The code of a stored file is compiled under a name without directory. An Invalid has
+    its message only.
+    """
+    message = (str(error).splitlines() or [""])[0]
+    if isinstance(error, Invalid):
+        return message[:500]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if is_own(one.filename, file)]
+    shown = (own or [one for one in frames if one.filename[0] != "<"] or frames)[-1]
+    name, line = shown.filename, shown.lineno
+    if isinstance(error, SyntaxError) and error.filename:  # of a loaded file, which has no frame
+        name, line, message = error.filename, error.lineno, error.msg
+    return f"{type(error).__name__}: {message[:200]} ({os.path.basename(name)}:{line})"
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+def checked_components(result: Mapping[Any, Any], name: str) -> dict[str, float]:
+    """The named components of a reward as finite floats. `name`: what returned them, for the message of Invalid."""
+    if not 0 < len(result) <= MAX_COMPONENTS:
+        raise Invalid(f"{name} returned {len(result)} components; return 1 to {MAX_COMPONENTS}")
+    for component in result:
+        if not is_component(component):
+            raise Invalid(
+                f"{name} returned a component named {str(component)[:50]!r}. Name components with up to 40 letters, "
+                f"digits, '_', '.' or '-', other than {' and '.join(_TAKEN_NAMES)}"
+            )
+    return {component: finite_number(value, name, f" for {component}") for component, value in result.items()}
+
+
+def is_component(name: Any) -> bool:
+    """Whether a name may be the name of a component."""
+    return isinstance(name, str) and re.fullmatch(COMPONENT_NAME, name) is not None and name not in _TAKEN_NAMES
+
+
+def finite_number(value: Any, name: str, part: str = "") -> float:
+    """A finite number within MAX_REWARD of 0, also of numpy or torch. Raises Invalid, with the name of what returned
+    the value, and its part."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) == ():
+        value = value.item()
+    if not isinstance(value, Real):
+        shown = "None (no `return`?)" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
+        raise Invalid(f"{name} returned {shown}{part}, not a number")
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > MAX_REWARD:
+        raise Invalid(f"{name} returned {number}{part}; rewards are finite and within {MAX_REWARD:g} of 0")
+    return number
