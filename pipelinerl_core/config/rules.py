@@ -267,6 +267,8 @@ def _environment_problem(config: "RunConfig") -> str | None:
         if environment != type(environment)():
             keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
             return f"{keys}: not used without environment.path. Set environment.path too"
+        if config.prompts.kind == "environment":
+            return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
     location, _, name = environment.path.rpartition(":")
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
