@@ -1,5 +1,6 @@
-"""Encodes a prompt as the input tokens of the model."""
+"""Encodes a prompt as the input tokens of the model; renders conversations with the chat template."""
 
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -7,7 +8,9 @@ import numpy as np
 from jinja2 import TemplateError
 
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.types import Int32Array, Prompt
+from pipelinerl_core.types import Int32Array, Message, Prompt
+
+Messages = Sequence[Message]
 
 _MARK = "<the-system-message>"
 """Stands for the system message while the system turn of a chat template is located."""
@@ -21,11 +24,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, chat_template: bool, system: s
     of transformers; `system` is prompts.system. Raises ConfigError if the tokenizer lacks a chat template or cannot
     encode the prompt, or if the chat template does not support `system`.
     """
-    if chat_template and not tokenizer.chat_template:
-        raise ConfigError(
-            "model.chat_template=true, but the tokenizer of model.path has no chat template. "
-            "Set model.chat_template=false or use a chat model"
-        )
+    if chat_template:
+        require_chat_template(tokenizer)
     try:
         ids = _token_ids(prompt.text, tokenizer, chat_template, system)
     except ConfigError:
@@ -40,32 +40,52 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, chat_template: bool, system: s
     return np.asarray(ids, dtype=np.int32)
 
 
+def require_chat_template(tokenizer: Any) -> None:
+    """Raises ConfigError if the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "model.chat_template=true, but the tokenizer of model.path has no chat template. "
+            "Set model.chat_template=false or use a chat model"
+        )
+
+
+def conversation_text(tokenizer: Any, messages: Messages, tools: Messages = (), system: str = "default") -> str:
+    """The messages as the chat template writes them, then the beginning of the assistant's next turn.
+
+    `system` is prompts.system; without effect if the first message is a system message. With tools, `none` keeps the
+    system turn, which may describe the tools, without the text that the template inserts by itself. Raises
+    ConfigError if the chat template does not support `system`, and the errors of the template.
+    """
+    if system == "default" or messages[0].get("role") == "system":
+        return render(tokenizer, messages, tools)
+    if system == "none":
+        return _without_system(tokenizer, messages, tools)
+    return _with_system(tokenizer, messages, tools, system)
+
+
+def render(tokenizer: Any, messages: Messages, tools: Messages = (), *, is_prompt: bool = True) -> str:
+    """The messages as text; if is_prompt, the beginning of the assistant's next turn follows."""
+    rendered = tokenizer.apply_chat_template(
+        list(messages), tools=list(tools) or None, add_generation_prompt=is_prompt, tokenize=False
+    )
+    return str(rendered)
+
+
 def _token_ids(text: str, tokenizer: Any, chat_template: bool, system: str) -> list[int]:
     if not chat_template:
         ids: list[int] = tokenizer(text)["input_ids"]
         return ids
-    if system == "default":
-        rendered = _render(tokenizer, text)
-    elif system == "none":
-        rendered = _without_system(tokenizer, text)
-    else:
-        rendered = _with_system(tokenizer, text, system)
+    rendered = conversation_text(tokenizer, [{"role": "user", "content": text}], system=system)
     ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]  # the template writes the special tokens
     return ids
 
 
-def _render(tokenizer: Any, user: str | None, system: str | None = None) -> str:
-    """The messages as text; with a message of the user, the beginning of the assistant's answer follows."""
-    given = {"system": system, "user": user}
-    messages = [{"role": role, "content": content} for role, content in given.items() if content is not None]
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=user is not None, tokenize=False))
-
-
-def _with_system(tokenizer: Any, user: str, system: str) -> str:
+def _with_system(tokenizer: Any, messages: Messages, tools: Messages, system: str) -> str:
     advice = "Set prompts.system=none, or write the text into prompts.template"
     try:
-        rendered = _render(tokenizer, user, system)
+        rendered = render(tokenizer, [{"role": "system", "content": system}, *messages], tools)
     except TemplateError as error:
+        render(tokenizer, messages, tools)  # raises if the messages are the cause
         raise ConfigError(
             f"prompts.system={system[:40]!r}: the chat template of model.path refuses a system message ({error}). "
             + advice
@@ -77,20 +97,21 @@ def _with_system(tokenizer: Any, user: str, system: str) -> str:
     return rendered
 
 
-def _without_system(tokenizer: Any, user: str) -> str:
+def _without_system(tokenizer: Any, messages: Messages, tools: Messages) -> str:
     """The messages without the system turn that a chat template may insert by itself.
 
-    A template that is given a system message shows where its system turn ends and the user's turn begins. Only a
-    leading turn with the same beginning and end is removed; the text after the turn stays as rendered. Raises
-    ConfigError if the turns cannot be told apart.
+    A template that is given a system message shows where its system turn ends and the next turn begins. Only a
+    leading turn with the same beginning and end is removed; the text after the turn stays as rendered. With tools
+    only the text inside the system turn is removed. Raises ConfigError if the turns cannot be told apart.
     """
-    plain = _render(tokenizer, user)
+    plain = render(tokenizer, messages, tools)
+    marked_message = {"role": "system", "content": _MARK}
     try:
-        marked = _render(tokenizer, user, _MARK)
+        marked = render(tokenizer, [marked_message, *messages], tools)
     except TemplateError:  # a template that refuses system messages inserts none
         return plain
     try:
-        turn = _render(tokenizer, None, _MARK)
+        turn = "" if tools else render(tokenizer, [marked_message], is_prompt=False)
     except (TemplateError, TypeError):  # the template requires a message of the user
         turn = ""
     before, mark, after = turn.partition(_MARK)
@@ -100,8 +121,12 @@ def _without_system(tokenizer: Any, user: str) -> str:
         start = bos if turn.startswith(bos) and not rest.startswith(bos) else ""  # ChatML: every turn begins with it
         if plain == start + rest or (plain.startswith(before) and plain.endswith(after + rest)):
             return start + rest
-    elif _is_part(plain, marked):  # a template that writes a given system message into the user's turn
+    elif _is_part(plain, marked):  # a template that writes a given system message into another turn
         return plain
+    elif tools:
+        before, mark, after = marked.partition(_MARK)
+        if mark and plain.startswith(before) and plain.endswith(after):
+            return before + after
     raise ConfigError(
         "prompts.system=none: the chat template of model.path may insert a system message that cannot be told from "
         "the prompt. Set prompts.system=default, or a text"
