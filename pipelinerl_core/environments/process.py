@@ -182,7 +182,7 @@ class EnvironmentProcess:
         try:
             self._running = RunningStep(descriptor)
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-W", "ignore", "-m", "pipelinerl_core.environments.worker"),
+                *(sys.executable, "-u", "-P", "-W", "ignore", "-m", "pipelinerl_core.environments.worker"),
                 *(str(os.getpid()), str(descriptor)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -376,6 +376,10 @@ class EnvironmentProcess:
     ) -> None:
         try:
             reply = await episode.host.ask(messages, tools)
+        except asyncio.CancelledError:
+            if episode.asking is not None:  # the host has cancelled the turn, not end_asking
+                episode.future.cancel()
+            raise
         except Exception as error:  # noqa: BLE001  (play raises the exception)
             if not episode.future.done():
                 episode.future.set_exception(error)

@@ -18,7 +18,6 @@ input closes, and the kernel kills the process when its parent dies.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import resource
@@ -388,8 +387,6 @@ def main() -> None:
         write_all(answers, json.dumps({"failed": failure_line(error)}).encode() + b"\n")
         return
     worker.run(requests)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
     os._exit(0)  # tasks and threads of episodes need not end
 
 

@@ -38,14 +38,14 @@ class Env:
 PLAY = {
     "raises": ("raise ValueError('bad\\nsecond line')  # here", "ValueError: bad (my_env.py:{line})"),
     "exits": ("sys.exit(3)  # here", "SystemExit: 3 (my_env.py:{line})"),
-    "interrupts": ("raise KeyboardInterrupt  # here", "KeyboardInterrupt:  (my_env.py:{line})"),
+    "interrupts": ("raise KeyboardInterrupt  # here", "KeyboardInterrupt (my_env.py:{line})"),
     "exits_in_a_task": (
         "async def other(): sys.exit(3)\nawait asyncio.create_task(other())  # here",
         "Exited: SystemExit: 3 (my_env.py:{line})",
     ),
     "cancels_itself": (
         "asyncio.current_task().cancel()\nawait asyncio.sleep(0)  # here",
-        "CancelledError:  (my_env.py:{line})",
+        "CancelledError (my_env.py:{line})",
     ),
     "waits_for_input": ("input()  # here", "EOFError: EOF when reading a line (my_env.py:{line})"),
     "blocks_in_python": (
@@ -114,7 +114,7 @@ PLAY = {
         "asyncio.create_task(asyncio.sleep(1e9))  # here",
         "play returned before a task that it had started (my_env.py:{line}). Await each task",
     ),
-    "keeps_ask": ("kept.append(ask)\nraise ValueError  # here", "ValueError:  (my_env.py:{line})"),
+    "keeps_ask": ("kept.append(ask)\nraise ValueError  # here", "ValueError (my_env.py:{line})"),
     "asks_after_the_end": (
         "await kept[0](HELLO)  # here",
         "AskError: ask was called after the end of its episode (my_env.py:{line})",
@@ -125,7 +125,7 @@ PLAY = {
     ),
     "prints": (
         "for _ in range(50): print('x' * 100_000)\nraise ValueError  # here",
-        "ValueError:  (my_env.py:{line})",
+        "ValueError (my_env.py:{line})",
     ),
     "records_no_json": (
         "async def fetch(): return object()\nawait ask.once('key', fetch)  # here",
@@ -314,3 +314,51 @@ def test_secrets_are_removed_from_errors(monkeypatch):
     variables = ('environment.variables=["SEARCH_KEY"]',)
     (error,) = played(code, ScriptedHost("a"), tasks=[{"is_bad": True}], overrides=variables)
     assert error == "environment my_env.py:Env: ValueError: $SEARCH_KEY (my_env.py:8)"
+
+
+ANSWERS = """
+import asyncio, os
+class Env:
+    weights = {"a": 1.0}
+    async def play(self, task, ask, seed):
+        for number in range(3, 64):
+            try:
+                os.write(number, task["line"].encode() + b"\\n")
+            except OSError:
+                pass
+        await asyncio.sleep(1e9)
+    def score(self, task, transcript): return {"a": 1.0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 100_000, "a line that names no episode"),
+        ('{"done": 99, "components": {"a": 1.0}}', "a line that names no episode"),
+        ('{"done": true, "components": {"a": 1.0}}', "a line that names no episode"),
+        ('{"done": 0, "components": {"a": NaN}}', "score returned nan for a"),
+        ('{"done": 0, "components": {"b": 1.0}}', "score returned no a"),
+        ('{"ask": 0, "messages": [], "tools": []}', "a line with wrong fields"),
+        ('{"ask": 0, "messages": ["text"], "tools": []}', "a line with wrong fields"),
+        ('{"ask": 0, "messages": [{"role": "user"}], "tools": [1]}', "an ask that is not possible now"),
+        ('{"once": 0, "key": 1, "value": 2}', "a line with wrong fields"),
+    ],
+)
+def test_lines_of_the_process_are_checked(line, reason):
+    (error,) = played(ANSWERS, ScriptedHost(), task={"line": line})
+    assert "3 times during this episode, the process was killed, because its answer is not valid" in error
+    assert reason in error
+
+
+def test_a_host_that_cancels_its_turn_cancels_the_episode():
+    class Cancelling(ScriptedHost):
+        async def ask(self, messages, tools):
+            raise asyncio.CancelledError
+
+    async def work(pool):
+        play = asyncio.create_task(pool.play({"is_bad": False}, 0, Cancelling()))
+        await asyncio.wait({play})
+        return play.cancelled()
+
+    assert run(TURNS, work)
