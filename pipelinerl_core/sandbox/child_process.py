@@ -56,6 +56,15 @@ def claim_stdout() -> int:
     return answers
 
 
+def claim_stdin() -> int:
+    """In the child: a private descriptor for the requests; afterwards, the user's code reads an empty input."""
+    requests = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return requests
+
+
 def write_all(descriptor: int, data: bytes) -> None:
     """Write all bytes, also if the kernel accepts fewer bytes per call."""
     while data:

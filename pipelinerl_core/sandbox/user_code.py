@@ -93,7 +93,8 @@ def failure_line(error: BaseException, file: str = "") -> str:
     name, line = shown.filename, shown.lineno
     if isinstance(error, SyntaxError) and error.filename:  # of a loaded file, which has no frame
         name, line, message = error.filename, error.lineno, error.msg
-    return f"{type(error).__name__}: {message[:200]} ({os.path.basename(name)}:{line})"
+    text = f"{type(error).__name__}: {message[:200]}" if message else type(error).__name__
+    return f"{text} ({os.path.basename(name)}:{line})"
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------

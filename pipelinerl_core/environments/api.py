@@ -1,0 +1,174 @@
+"""The objects that an environment's code uses: `ask`, its replies, and the exceptions that it raises.
+
+async def play(self, task, ask, seed):
+    messages = [{"role": "user", "content": "Guess a number"}]
+    reply = await ask(messages)
+    messages += [reply.message, {"role": "user", "content": "higher"}]
+    weather = await ask.once("weather", fetch)
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_KEY_LETTERS = 200
+"""Longest key of a recorded value."""
+
+
+class BudgetSpent(Exception):
+    """The episode has used up its tokens or environment.max_turns. Uncaught, the episode has reward 0."""
+
+
+class TooLong(Exception):
+    """A line to the parent exceeds the limit."""
+
+
+class AskError(Exception):
+    """`ask` was called in a way that has no reply; the episode is an error, also if the exception is caught."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One turn of the model."""
+
+    text: str
+    """The whole turn, without the token that ends the turn."""
+    content: str
+    """The text without reasoning and tool calls."""
+    reasoning: str = ""
+    """The text of the reasoning block; empty without such a block."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """[{"name": str, "arguments": dict}, ...]. A call that is not valid JSON stays in the text."""
+    finish_reason: str = "stop"
+    """stop, or length if a limit of tokens cut the turn off."""
+    num_tokens: int = 0
+    """Tokens of the turn."""
+    tokens_left: int = 0
+    """Tokens that the episode may still have."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The turn as a message, to append to the history."""
+        calls = [{"type": "function", "function": call} for call in self.tool_calls]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """The connection of an Ask to its episode."""
+
+    ask: Callable[[str, str], asyncio.Future[Reply | None]]
+    """Send new messages and tools, both JSON; the future is None if the budget is used up. Raises TooLong."""
+    record: Callable[[str, str], None]
+    """Send a key and the value of this key, as JSON. Raises TooLong."""
+    place: Callable[[], str]
+    """File and line of the environment's code that runs now, in brackets after a space; empty if unknown."""
+
+
+class Ask:
+    """The model, as one episode calls it. Bound to the loop of the process."""
+
+    def __init__(self, port: Port, once: Mapping[str, Any]) -> None:
+        """once: values that an earlier start of this episode has recorded."""
+        self._port = port
+        self._recorded = dict(once)
+        self._history: list[str] = []  # each message as JSON, up to and including the model's latest turn
+        self._is_waiting = False
+        self._is_spent = False
+        self._is_closed = False
+        self.problem = ""
+        """The first misuse, with file and line; empty: none."""
+
+    async def __call__(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Reply:
+        """The model's next turn.
+
+        messages: the whole history, which must continue the history of the previous call: its messages,
+        reply.message, then new messages. tools: function tools as JSON schemas. Raises BudgetSpent and AskError.
+        """
+        if self._is_closed:
+            raise AskError("ask was called after the end of its episode")
+        if self._is_waiting:
+            raise self._misused("ask was called while an earlier call waits for its reply. Await each call")
+        if self.problem:
+            raise AskError("ask was called after an error of ask")
+        history = [self._text(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        new = self._new_messages(history)
+        tools_text = f"[{','.join(self._text(tool, 'tools') for tool in tools)}]"
+        if self._is_spent:
+            raise BudgetSpent
+        self._is_waiting = True
+        try:
+            reply = await self._port.ask(f"[{','.join(new)}]", tools_text)
+        except TooLong as error:
+            raise self._misused(str(error)) from None
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                self._misused("a call of ask was cancelled. Await each call, without a time limit")
+            raise
+        finally:
+            self._is_waiting = False
+        if reply is None:
+            self._is_spent = True
+            raise BudgetSpent
+        self._history = [*history, json_text(reply.message)]
+        return reply
+
+    async def once(self, key: str, fetch: Callable[[], Awaitable[Any]]) -> Any:
+        """The value of `fetch`, an async function without parameters, which is called once per key and episode.
+
+        If the process ends and the episode is played again, the recorded value is returned. The value is JSON.
+        """
+        if self._is_closed:
+            raise AskError("ask.once was called after the end of its episode")
+        if not isinstance(key, str) or len(key) > MAX_KEY_LETTERS:
+            raise self._misused(f"the key of ask.once is not a string of at most {MAX_KEY_LETTERS} characters")
+        if key not in self._recorded:
+            value = await fetch()
+            if key not in self._recorded:  # else another call with this key was faster
+                text = self._text(value, f"the value of ask.once({key[:40]!r})", is_message=False)
+                try:
+                    self._port.record(key, text)
+                except TooLong as error:
+                    raise self._misused(str(error)) from None
+                self._recorded[key] = json.loads(text)
+        return self._recorded[key]
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self._is_closed = True
+
+    def _new_messages(self, history: list[str]) -> list[str]:
+        known = self._history
+        if history[: len(known)] != known:
+            pairs = zip(history, known, strict=False)
+            index = next((at for at, (given, old) in enumerate(pairs) if given != old), len(history))
+            reason = f"messages[{index}] is missing or differs from the previous call"
+            raise self._misused(
+                f"the history was rewritten: {reason}. Append reply.message and new messages to the same list"
+            )
+        if len(history) == len(known):
+            raise self._misused("ask was called without a new message")
+        return history[len(known) :]
+
+    def _text(self, value: Any, name: str, *, is_message: bool = True) -> str:
+        if is_message and not isinstance(value, Mapping):
+            raise self._misused(f"{name} is not a mapping, but has the type {type(value).__name__}")
+        if is_message and name != "tools" and not isinstance(value.get("role"), str):
+            raise self._misused(f"{name} has no role")
+        try:
+            return json_text(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._misused(f"{name} is not JSON: {error}") from None
+
+    def _misused(self, reason: str) -> AskError:
+        self.problem = self.problem or f"AskError: {reason}{self._port.place()}"
+        return AskError(reason)
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON that encodes as UTF-8; raises TypeError, ValueError or RecursionError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    text.encode()  # a lone surrogate is a UnicodeEncodeError, which is a ValueError
+    return text

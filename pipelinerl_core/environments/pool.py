@@ -1,0 +1,94 @@
+"""The environments of a run: a pool of environment processes."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
+from pipelinerl_core.environments.worker import Prepare
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.interfaces import EpisodeHost
+from pipelinerl_core.sandbox import isolation
+from pipelinerl_core.sandbox.child_process import check_variables
+from pipelinerl_core.types import Played
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 16 << 30
+"""Limit of a process's address space; the environment may import any library."""
+BUILTIN: Mapping[str, str] = MappingProxyType({})
+"""Name of environment.path=builtin:NAME -> module:CLASS."""
+
+
+def build_environments(config: RunConfig, code: str | None) -> "EnvironmentPool":
+    """The environments of a run; starts no process.
+
+    code: text of the file that environment.path names; None for a module. Raises ConfigError if the name of a
+    built-in environment is unknown, or a variable of environment.variables is not set.
+    """
+    section = config.environment
+    check_variables("environment.variables", section.variables)
+    prepare = Prepare(
+        path=_location(section.path),
+        code=code,
+        options=section.options,
+        weights=config.reward.weights,
+        call_seconds=section.call_seconds,
+        episode_seconds=section.episode_seconds,
+        network=section.network,
+        is_sealed=section.isolation == "auto",
+        memory_bytes=MEMORY_BYTES,
+    )
+    spec = EnvironmentSpec(name=Path(section.path).name, prepare=prepare, variables=section.variables)
+    if prepare.is_sealed and (lacks := " and ".join(isolation.missing())):
+        logger.warning("environment %s: processes are only partly isolated: this host has no %s", spec.name, lacks)
+    return EnvironmentPool(spec, section.workers)
+
+
+def _location(path: str) -> str:
+    kind, _, name = path.partition(":")
+    if kind != "builtin":
+        return path
+    if name not in BUILTIN:
+        raise ConfigError(
+            f"environment.path={path}: no such environment. Built-in environments: {', '.join(BUILTIN) or 'none'}"
+        )
+    return BUILTIN[name]
+
+
+class EnvironmentPool:
+    """Plays episodes in processes; each episode goes to the process with the fewest episodes.
+
+    Processes start with the first episodes. All methods run on one event loop, whose thread must outlive the pool.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, num_workers: int) -> None:
+        """Start no process yet; `spec` applies to each of the `num_workers` processes."""
+        self._name = spec.name
+        self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
+        self._is_closed = False
+
+    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played:
+        """Play and score one episode, as described in interfaces.py.
+
+        task: {"index": i} or {"held_out": i, "of": count} if the class has tasks of its own, else the row of a
+        prompt; JSON values. Raises EnvironmentFailed (one line), or the exception of `host.ask`. If the process dies
+        during a turn of the model, `host.ask` is cancelled before `host.restart` is called.
+        """
+        if self._is_closed:
+            raise EnvironmentFailed(f"environment {self._name}: the environment was closed")
+        process = min(self._processes, key=lambda candidate: candidate.num_episodes)
+        return await process.play(task, seed, host)
+
+    async def check(self) -> Loaded:
+        """Load the environment in a process. Raises EnvironmentFailed with the reason if it cannot be used."""
+        return await self._processes[0].check()
+
+    async def close(self) -> None:
+        """End the processes; unfinished episodes fail with EnvironmentFailed."""
+        self._is_closed = True
+        await asyncio.gather(*(process.close() for process in self._processes))

@@ -1,0 +1,259 @@
+"""Episodes of a user's class in a process: turns, history, recorded values, options, weights, tasks."""
+
+import asyncio
+import re
+
+import pytest
+
+from pipelinerl_core.environments.loading import UserEnvironment
+from pipelinerl_core.environments.pool import build_environments
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.sandbox.user_code import Invalid, failure_line
+from pipelinerl_core.types import FinishReason, Played, Reply, ToolCall
+from tests.unit.environments.episode_case import ScriptedHost, configured, played, run
+
+GUESS = """
+class Env:
+    weights = {"solved": 2.0, "short": -0.5}
+
+    def __init__(self, greeting="Guess", *, limit: int = 2):
+        self.greeting, self.limit = greeting, limit
+
+    async def play(self, task, ask, seed):
+        messages, replies = [{"role": "user", "content": f"{self.greeting} {seed}"}], []
+        for _ in range(self.limit):
+            reply = await ask(messages, tools=[{"type": "function", "function": {"name": "f"}}])
+            replies.append([reply.text, reply.content, reply.reasoning, reply.tool_calls, reply.finish_reason,
+                            reply.num_tokens, reply.tokens_left])
+            messages += [reply.message, {"role": "tool", "content": "higher"}]
+        return replies
+
+    def score(self, task, transcript):
+        return {"solved": transcript == task["replies"], "short": 1, "turns": len(transcript)}
+"""
+
+
+def test_an_episode_of_two_turns_is_scored_and_each_turn_asks_with_new_messages_only():
+    full = Reply(
+        text="Hm. <call>",
+        content="Hm.",
+        reasoning="think",
+        tool_calls=(ToolCall("f", {"a": [1, None]}),),
+        finish_reason=FinishReason.LENGTH,
+        num_tokens=4,
+        tokens_left=9,
+    )
+    replies = [
+        ["Hm. <call>", "Hm.", "think", [{"name": "f", "arguments": {"a": [1, None]}}], "length", 4, 9],
+        ["5\n\x1b\u2028", "5\n\x1b\u2028", "", [], "stop", 4, 0],
+    ]
+    host = ScriptedHost(full, "5\n\x1b\u2028")
+    (result,) = played(GUESS, host, task={"replies": replies})
+    assert result == Played(score=1.5)
+    assert dict(result.score.components) == {"solved": 1.0, "short": 1.0, "turns": 2.0}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert host.asked == [
+        ([{"role": "user", "content": "Guess 11"}], tools),
+        ([{"role": "tool", "content": "higher"}], tools),
+    ]
+
+
+def test_options_are_the_arguments_of_the_class_and_weights_are_replaced_by_name():
+    host = ScriptedHost("1", "2", "3")
+    overrides = ["environment.options.limit=3", "environment.options.greeting=Hi", "reward.weights.short=3"]
+    (result,) = played(GUESS, host, task={"replies": []}, overrides=overrides)
+    assert result.score == 3.0
+    assert host.asked[0][0] == [{"role": "user", "content": "Hi 11"}]
+    assert len(host.asked) == 3
+
+
+def test_an_episode_without_budget_is_cut_with_all_components_0():
+    (result,) = played(GUESS, ScriptedHost("1"), task={"replies": []})
+    assert result == Played(score=0.0, is_cut=True)
+    assert dict(result.score.components) == {"solved": 0.0, "short": 0.0}
+
+
+def test_an_environment_may_handle_the_end_of_the_budget():
+    code = """
+from pipelinerl_core.environments.api import BudgetSpent
+class Env:
+    weights = {"a": 1.0}
+    async def play(self, task, ask, seed):
+        for _ in range(2):
+            try:
+                await ask([{"role": "user", "content": "Hello"}])
+            except BudgetSpent:
+                pass
+    async def score(self, task, transcript): return {"a": transcript is None}
+"""
+    host = ScriptedHost()
+    assert played(code, host, task={}) == [Played(score=1.0)]
+    assert len(host.asked) == 1
+
+
+ONCE = """
+import os
+class Env:
+    weights = {"value": 1.0}
+    async def play(self, task, ask, seed):
+        calls = []
+        async def fetch():
+            calls.append(1)
+            return [len(calls), None]
+        first = await ask.once("weather", fetch)
+        second = await ask.once("weather", fetch)
+        reply = await ask([{"role": "user", "content": str(first)}])
+        if reply.text == "end" and not task["ended"]:
+            os._exit(3)
+        return [first, second, len(calls)]
+    def score(self, task, transcript):
+        return {"value": transcript[0][0], "same": transcript[0] == transcript[1], "calls": transcript[2]}
+"""
+
+
+def test_a_value_is_fetched_once_recorded_and_returned_again_when_the_episode_is_played_again():
+    fresh, again = ScriptedHost("1"), ScriptedHost("1")
+    again.once = {"weather": [7, None]}
+    first, second = played(ONCE, fresh, again, task={"ended": False})
+    assert fresh.once == {"weather": [1, None]}
+    assert dict(first.score.components) == {"value": 1.0, "same": 1.0, "calls": 1.0}
+    assert dict(second.score.components) == {"value": 7.0, "same": 1.0, "calls": 0.0}
+
+
+def test_an_episode_whose_process_dies_is_played_again_and_is_an_error_after_three_deaths():
+    class Turning(ScriptedHost):
+        """Ends the process in the first two starts of the episode."""
+
+        async def ask(self, messages, tools):
+            await super().ask(messages, tools)
+            text = "end" if self.restarts < 2 else "go"
+            return Reply(text=text, content=text)
+
+    ends, turns = ScriptedHost("end"), Turning("end", "end")
+    error, result = played(ONCE, ends, turns, task={"ended": False})
+    assert error == ("environment my_env.py:Env: 3 times during this episode, the process ended (exit code 3)")
+    assert result.score == 1.0
+    assert turns.once == {"weather": [1, None]}
+
+
+TASKS = """
+class Env:
+    weights = {"number": 1.0}
+    calls = 0
+    def task(self, index): return {"number": index}
+    def held_out(self, count):
+        self.calls += 1
+        return [{"number": 100 * self.calls + one} for one in range(min(count, 5))]
+    async def play(self, task, ask, seed): task["number"] = 0
+    async def score(self, task, transcript): return {"number": task["number"]}
+"""
+
+
+def test_the_class_may_make_its_own_tasks_and_held_out_is_called_once_per_count():
+    async def work(pool):
+        assert (await pool.check()).has_tasks
+        tasks = [{"index": 7}, *({"held_out": index, "of": 5} for index in (0, 4)), {"held_out": 0, "of": 3}]
+        results = [(await pool.play(task, 0, ScriptedHost())).score for task in tasks]
+        with pytest.raises(EnvironmentFailed, match=r"held_out\(6\) returned 5 tasks. Set eval.num_prompts to at m"):
+            await pool.play({"held_out": 2, "of": 6}, 0, ScriptedHost())
+        return results
+
+    assert run(TASKS, work) == [7.0, 100.0, 104.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "weights", "message"),
+    [
+        (GUESS, {"limt": 3}, {}, r"environment\.options\.limt: Env has no such option. Options: greeting, limit"),
+        (
+            GUESS.replace("int = 2", "int"),
+            {},
+            {},
+            r"environment\.options\.limit is not set, but Env requires this opt",
+        ),
+        (GUESS, {}, {"solvd": 3}, r"reward\.weights\.solvd: Env\.weights names no such .*: solved, short"),
+        (GUESS.replace("class Env", "class Guess"), {}, {}, "no class Env there. Classes: Guess"),
+        ("Env = 3", {}, {}, "Env is not a class, but has the type int"),
+        (GUESS.replace(": 2.0", ": 'much'"), {}, {}, "Env.weights has str 'much' for solved, not a number"),
+        (GUESS.replace(": 2.0", ": float('nan')"), {}, {}, "Env.weights has nan for solved"),
+        (GUESS.replace("weights = {", "other = {"), {}, {}, "Env.weights is None, not a mapping"),
+        (GUESS.replace("async def", "def").replace("await", ""), {}, {}, "Env.play is not async"),
+        (
+            GUESS.replace("ask, seed):", "ask):"),
+            {},
+            {},
+            r"Env.play is called with \(task, ask, seed\): .* \(my_env.py:8\)",
+        ),
+        (GUESS.replace("def score", "def scores"), {}, {}, r"Env has no method score\(self, task, transcript\)"),
+        (TASKS.replace("def held_out", "def held"), {}, {}, "Env has task, but no held_out. Write both, or neither"),
+        (TASKS.replace("def task", "async def task"), {}, {}, r"Env.task is async. Write `def task\(self, index\)`"),
+        (GUESS.replace("= greeting", "= greting"), {}, {}, r"NameError: .*greting.* \(my_env.py:6\)"),
+        (GUESS.replace("class Env:", "class Env"), {}, {}, r"SyntaxError: .* \(my_env.py:2\)"),
+        ("import no_such_module", {}, {}, "my_env.py imports no_such_module, which is not installed"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_in_one_line(code, options, weights, message):
+    with pytest.raises((Invalid, NameError, SyntaxError)) as refused:
+        UserEnvironment("my_env.py:Env", code, options, weights)
+    line = failure_line(refused.value)
+    assert re.search(message, line)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(4)", GUESS.replace("= greeting", "= exit(4)")])
+def test_a_class_that_cannot_be_loaded_fails_the_check_and_every_episode(code):
+    async def work(pool):
+        with pytest.raises(EnvironmentFailed, match=r"environment my_env.py:Env: \w+: .* \(my_env.py:\d\)$"):
+            await pool.check()
+        with pytest.raises(EnvironmentFailed, match=r"\(my_env.py:\d\)$"):
+            await pool.play({}, 0, ScriptedHost())
+
+    run(code, work)
+
+
+def test_unknown_builtin_environments_and_variables_that_are_not_set_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"environment\.path=builtin:guess: no such environment"):
+        build_environments(configured("builtin:guess"), None)
+    monkeypatch.delenv("SEARCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"environment\.variables=SEARCH_KEY: SEARCH_KEY is not set"):
+        build_environments(configured("my_env.py:Env", 'environment.variables=["SEARCH_KEY"]'), GUESS)
+
+
+def test_errors_of_the_host_and_cancellation_end_the_episode_and_no_other():
+    class Failing(ScriptedHost):
+        async def ask(self, messages, tools):
+            raise EnvironmentFailed("the chat template has no tools")
+
+    async def work(pool):
+        task = {"replies": []}
+        with pytest.raises(EnvironmentFailed, match=r"^the chat template has no tools$"):
+            await pool.play(task, 0, Failing())
+        waiting = ScriptedHost("1", "2", hold=asyncio.Event())
+        play = asyncio.create_task(pool.play(task, 0, waiting))
+        await waiting.is_asked.wait()
+        play.cancel()
+        await asyncio.wait({play})
+        return await pool.play(task, 0, ScriptedHost("1", "2"))
+
+    assert run(GUESS, work).score == -0.5
+
+
+def test_close_ends_an_episode_that_is_played():
+    async def work(pool):
+        waiting = ScriptedHost("1", hold=asyncio.Event())
+        play = asyncio.create_task(pool.play({"replies": []}, 0, waiting))
+        await waiting.is_asked.wait()
+        await pool.close()
+        with pytest.raises(EnvironmentFailed, match="the environment was closed"):
+            await play
+        with pytest.raises(EnvironmentFailed, match="the environment was closed"):
+            await pool.play({}, 0, ScriptedHost())
+
+    run(GUESS, work)
+
+
+def test_a_class_of_an_installed_module_is_played(tmp_path, monkeypatch):
+    (tmp_path / "installed_env.py").write_text(GUESS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (result,) = played(None, ScriptedHost("1", "2"), task={"replies": []}, path="installed_env:Env")
+    assert result.score == -0.5
