@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from itertools import islice
 
 from pipelinerl_core.types import FinishReason, Reply, ToolCall
 
 MAX_LEVELS = 32
 """Nested lists and objects in the arguments of a call."""
+MAX_CALLS = 64
+"""Beginnings of calls that are read in one turn; a failed attempt takes time linear in the text."""
 _CALL_START = re.compile(r"<tool_call>\s*")
 _CALL_END = re.compile(r"\s*</tool_call>")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -21,7 +24,7 @@ def read_reply(
 
     text: without the end token. begins_in_reasoning: the prompt already ended with <think>. Tool calls are
     `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, or a content that is {"name": ..., "parameters":
-    {...}} as a whole. A call that cannot be read stays in the content.
+    {...}} as a whole. A call that cannot be read, or follows MAX_CALLS others, stays in the content.
     """
     reasoning, content = split_reasoning(text, begins_in_reasoning=begins_in_reasoning)
     calls, content = _split_calls(content)
@@ -53,7 +56,7 @@ def _split_calls(content: str) -> tuple[tuple[ToolCall, ...], str]:
     if found and found[1] == len(whole):
         return (found[0],), ""
     calls, kept, position = [], [], 0
-    for start in _CALL_START.finditer(content):
+    for start in islice(_CALL_START.finditer(content), MAX_CALLS):
         if start.start() < position:
             continue  # inside an argument of the call before
         found = _read_call(content, start.end(), "arguments")

@@ -99,8 +99,8 @@ class ChatTurns:
 
     def reply(self, token_ids: Int32Array, finish_reason: FinishReason) -> Reply:
         """The text of a turn, with reasoning and tool calls separated; tokens_left is 0."""
-        text = str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
         with _one_line():
+            text = str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
             return read_reply(text, finish_reason, len(token_ids), begins_in_reasoning=self._begins_in_reasoning)
 
     def _plain(self, value: Any) -> Any:
@@ -108,7 +108,7 @@ class ChatTurns:
         if isinstance(value, str):
             return self._first_letter.sub(lambda letter: letter[0] + _MARK, value)
         if isinstance(value, Mapping):
-            return {key: self._plain(inner) for key, inner in value.items()}
+            return {self._plain(key): self._plain(inner) for key, inner in value.items()}
         return [self._plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _plain_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelinerl_core.prompts.reply import MAX_LEVELS, read_reply
+from pipelinerl_core.prompts.reply import MAX_CALLS, MAX_LEVELS, read_reply
 from pipelinerl_core.types import FinishReason, ToolCall
 
 
@@ -113,6 +113,13 @@ def test_a_call_that_cannot_be_read_stays_in_the_content(body):
 def test_text_that_is_no_call_stays_in_the_content(text):
     reply = read(text)
     assert (reply.tool_calls, reply.content) == ((), text)
+
+
+def test_a_turn_has_a_limit_of_calls():
+    call = hermes('{"name": "f"}')
+    reply = read(call * (MAX_CALLS + 2))
+    assert len(reply.tool_calls) == MAX_CALLS
+    assert reply.content == call * 2
 
 
 PARTS = st.sampled_from(
