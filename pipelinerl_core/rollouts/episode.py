@@ -293,11 +293,15 @@ class EpisodePlayer:
 
     async def play(self, episode: Episode, prompt: Prompt, seed: int) -> Played:
         """Play and score an episode. Raises EnvironmentFailed, EngineError."""
-        task = prompt.task if self._config.prompts.kind == "environment" else {**prompt.task, "prompt": prompt.text}
-        played = await self._environments.play(task, seed, episode)
+        played = await self._environments.play(task_of(self._config, prompt), seed, episode)
         if not episode.loss_mask.any():
             raise EnvironmentFailed("the episode ended without a turn of the model: play has not called ask")
         return played
+
+
+def task_of(config: RunConfig, prompt: Prompt) -> Mapping[str, Any]:
+    """What an environment gets: the position of a task of its own, or the row of a prompt with the prompt's text."""
+    return prompt.task if config.prompts.kind == "environment" else {**prompt.task, "prompt": prompt.text}
 
 
 def _part(whole: Completion, start: int) -> Completion | None:

@@ -190,11 +190,15 @@ def check_prompts(config: RunConfig) -> list[str]:
 
 
 def check_reward(config: RunConfig) -> list[str]:
-    """A user's reward function loads and scores two completions of the first prompt, in a scoring process.
+    """A user's reward function loads and scores two completions of the first prompt, in a scoring process; or an
+    environment loads and plays two tasks up to their first messages, in an environment process.
 
     Returns warnings: one line with file and line for each exception of the function, because the completions are no
     real ones.
     """
+    if config.environment.path:
+        seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
+        return _check_in_child("environment.path", "pipelinerl_core.tools.check_environment", config, seconds)
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds

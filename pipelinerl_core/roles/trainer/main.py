@@ -329,8 +329,9 @@ class Trainer:
 
 def check_parity(learner: Learner, rollouts: list[Rollout], config: RunConfig) -> ParityReport:
     """Apply the parity gate to rollouts sampled with the learner's weights. Raises ParityError beyond the bound."""
-    trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))
-    rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])
+    is_sampled = np.concatenate([rollout.loss_mask for rollout in rollouts])
+    trainer_logprobs = np.concatenate(learner.logprobs_of(rollouts))[is_sampled]
+    rollout_logprobs = np.concatenate([rollout.rollout_logprobs for rollout in rollouts])[is_sampled]
     report = logprob_parity(rollout_logprobs, trainer_logprobs, config.dtype)
     logger.info("parity gate: %s", report)
     return report.check()

@@ -70,7 +70,10 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("rollouts.group_size=1", "rollouts.group_size=1"),
         ("engine.kind=vlm", "engine.kind=vlm: must be embedded or vllm"),
         ("engine.compile=maybe", "engine.compile=maybe: must be auto, always or never"),
-        ("prompts.kind=foo", "prompts.kind=foo: must be sums, largest_number, reasoning_gym, environment, file or huggingface"),
+        (
+            "prompts.kind=foo",
+            "prompts.kind=foo: must be sums, largest_number, reasoning_gym, environment, file or huggingface",
+        ),
         ("loss.kind=foo", "loss.kind=foo: must be reinforce, cispo, ppo,"),
         ("prompts.path=a.jsonl", "prompts.path needs prompts.kind=file or huggingface (it is sums)"),
         ("loss.clip_low=0.1", "loss.clip_low needs loss.kind=cispo, ppo, grpo,"),

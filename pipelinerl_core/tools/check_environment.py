@@ -1,0 +1,113 @@
+"""Check the environment of the configuration on stdin, in an environment process.
+
+Exit code 2 and one line on stderr if the environment cannot be used; lines on stdout are warnings.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.prompts import build_source
+from pipelinerl_core.rollouts.episode import task_of
+from pipelinerl_core.run.user_code import local_code
+from pipelinerl_core.types import Prompt, Reply
+
+
+class _FirstMessages(Exception):
+    """The environment has sent its first messages."""
+
+
+class _TrialHost:
+    """An episode that ends with the first call of `ask`."""
+
+    once: Mapping[str, Any] = {}
+
+    async def ask(self, messages: Sequence[Any], tools: Sequence[Any]) -> Reply | None:
+        raise _FirstMessages
+
+    def record(self, key: str, value: Any) -> None:
+        """No trial is repeated."""
+
+    def restart(self) -> None:
+        """No trial is repeated."""
+
+
+async def check(config: RunConfig) -> list[str]:
+    """Load the class, and play the first training task and the last held-out task up to their first messages.
+
+    Returns warnings. Raises ConfigError.
+    """
+    subject = f"environment.path={config.environment.path}"
+    environments = build_environments(config, local_code(config))
+    source = build_source(config)
+    warnings: list[str] = []
+    try:
+        loaded = await environments.check()
+        _check_tasks(config, subject, has_tasks=loaded.has_tasks)
+        for name, prompts in (
+            ("training", [source.prompt(0)]),
+            ("held-out", source.held_out(config.eval.num_prompts)),
+        ):
+            if prompts and (error := await _trial(environments, config, prompts[-1])):
+                if "held_out(" in error:
+                    raise ConfigError(f"{subject}: {error}")
+                warnings.append(
+                    f"{subject}: the first {name} task failed before its first message: {error}. Rollouts with such "
+                    "errors have no reward and are not trained"
+                )
+    except EnvironmentFailed as error:
+        raise ConfigError(f"{subject}: {_reason(str(error))}") from None
+    finally:
+        await environments.close()
+    return warnings
+
+
+def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
+    is_own = config.prompts.kind == "environment"
+    if has_tasks and not is_own:
+        raise ConfigError(
+            f"{subject}: the class has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
+            "prompts.kind=environment, or remove the methods task and held_out"
+        )
+    if is_own and not has_tasks:
+        raise ConfigError(
+            f"{subject}: prompts.kind=environment, but the class has no methods task and held_out. Write both, or set "
+            "another prompts.kind, whose rows are the tasks"
+        )
+
+
+async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Prompt) -> str:
+    """The error of an episode before its first message; empty: none."""
+    try:
+        await environments.play(task_of(config, prompt), 0, _TrialHost())
+    except _FirstMessages:
+        return ""
+    except EnvironmentFailed as error:
+        return _reason(str(error))
+    return "play returned without a call of ask"
+
+
+def _reason(message: str) -> str:
+    """The message without the name of the environment, `environment FILE.py:CLASS: `."""
+    return message.split(": ", 1)[1] if message.startswith("environment ") else message
+
+
+def main() -> int:
+    """Returns the exit code."""
+    try:
+        for line in asyncio.run(check(build_config(json.load(sys.stdin)))):
+            sys.stdout.write(f"{line}\n")
+    except ConfigError as error:
+        sys.stderr.write(f"{' '.join(str(error).split())}\n")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
