@@ -45,6 +45,8 @@ def comparison_text(config: Mapping[str, Any]) -> str:
         name = verifier_name(run_config)
     except PipelineRLError:
         return ""
+    if run_config.environment.path:
+        return f"environment.path={run_config.environment.path} scores the episodes."
     if run_config.reward.function:
         return f"reward.function={run_config.reward.function} scores the completions."
     document = inspect.getdoc(getattr(verifiers, name, None)) or ""

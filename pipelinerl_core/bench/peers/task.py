@@ -87,6 +87,10 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
             f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
             "Set prompts.tasks without these tasks"
         )
+    if config.environment.path:
+        raise ConfigError(
+            f"environment.path={config.environment.path}: reference trainers sample one turn. Remove environment.path"
+        )
     if config.reward.function:
         raise ConfigError(
             f"reward.function={config.reward.function}: reference trainers score with built-in verifiers only. "
