@@ -229,14 +229,10 @@ def _reward_problem(config: "RunConfig") -> str | None:
     reward = config.reward
     location, _, name = reward.function.rpartition(":")
     if not reward.function:
-        if reward.network or reward.environment:
+        if reward.network or reward.environment or (reward.weights and not config.environment.path):
             return (
-                "reward.network and reward.environment are for reward.function, which is empty. Set reward.function "
-                "too, or the keys of the section `environment`"
-            )
-        if reward.weights and not config.environment.path:
-            return (
-                "reward.weights is for reward.function or environment.path, which are empty. Set reward.function too"
+                "reward.weights, reward.network and reward.environment are for reward.function, which is empty. "
+                "Set reward.function too, or environment.path and the keys of its section"
             )
         return _weights_of_reward_problem(config)
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):

@@ -263,7 +263,8 @@ class Worker:
 
     def _fail(self, episode: Episode, text: str) -> None:
         """End an episode as an error; no effect if the episode is over."""
-        self._end(episode, {"error": episode.identity, "text": text})
+        encodable = text.encode(errors="replace").decode()  # without lone surrogates
+        self._end(episode, {"error": episode.identity, "text": encodable})
 
     def _end(self, episode: Episode, line: Mapping[str, Any] | None = None) -> None:
         """Send the last line of an episode, and cancel its tasks; no effect if the episode is over."""

@@ -84,7 +84,10 @@ def failure_line(error: BaseException, file: str = "") -> str:
     file: of the user's module. The code of a stored file is compiled under a name without directory. An Invalid has
     its message only.
     """
-    message = (str(error).splitlines() or [""])[0]
+    try:
+        message = (str(error).splitlines() or [""])[0]
+    except Exception:  # noqa: BLE001  (an exception class of the user has a __str__ that raises)
+        message = ""
     if isinstance(error, Invalid):
         return message[:500]
     frames = traceback.extract_tb(error.__traceback__)

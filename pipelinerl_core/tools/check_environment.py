@@ -77,8 +77,8 @@ def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
         )
     if is_own and not has_tasks:
         raise ConfigError(
-            f"{subject}: prompts.kind=environment, but the class has no methods task and held_out. Write both, or set "
-            "another prompts.kind, whose rows are the tasks"
+            f"{subject}: prompts.kind=environment, but the class has no methods task and held_out. Write both, or "
+            "set another prompts.kind, whose rows are the tasks"
         )
 
 

@@ -87,9 +87,15 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
             f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
             "Set prompts.tasks without these tasks"
         )
-    for key, own in (("reward.function", config.reward.function), ("environment.path", config.environment.path)):
-        if own:
-            raise ConfigError(f"{key}={own}: reference trainers score with built-in verifiers only. Remove {key}")
+    if config.environment.path:
+        raise ConfigError(
+            f"environment.path={config.environment.path}: reference trainers sample one turn. Remove environment.path"
+        )
+    if config.reward.function:
+        raise ConfigError(
+            f"reward.function={config.reward.function}: reference trainers score with built-in verifiers only. "
+            "Remove reward.function"
+        )
     module, _, function = VERIFIERS[verifier_name(config)][0].partition(":")
     return PeerTask(
         config=config,

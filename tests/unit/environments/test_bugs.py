@@ -37,6 +37,11 @@ class Env:
 # Method of the environment -> (code of its body, text of the error). {line} is the line of the comment `# here`.
 PLAY = {
     "raises": ("raise ValueError('bad\\nsecond line')  # here", "ValueError: bad (my_env.py:{line})"),
+    "raises_a_surrogate": ("raise ValueError('\\ud800')  # here", "ValueError: ? (my_env.py:{line})"),
+    "raises_without_text": (
+        "class Mine(Exception):\n    def __str__(self): return 1 / 0\nraise Mine  # here",
+        "Mine (my_env.py:{line})",
+    ),
     "exits": ("sys.exit(3)  # here", "SystemExit: 3 (my_env.py:{line})"),
     "interrupts": ("raise KeyboardInterrupt  # here", "KeyboardInterrupt (my_env.py:{line})"),
     "exits_in_a_task": (
