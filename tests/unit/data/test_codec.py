@@ -239,7 +239,7 @@ def test_another_major_version_is_refused_by_name():
 
 
 def test_a_newer_minor_version_may_have_more_columns():
-    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.4")
+    newer = with_version(ROLLOUT_SCHEMA.append(pa.field("novelty", pa.float32())), "1.5")
     check_schema(newer)
     plain = encode_rollouts("run", [by_hand()])
     batch = pa.RecordBatch.from_arrays([*plain.columns, pa.array([0.5], pa.float32())], schema=newer)

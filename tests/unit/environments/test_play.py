@@ -212,8 +212,8 @@ def test_a_class_that_cannot_be_loaded_fails_the_check_and_every_episode(code):
 
 
 def test_unknown_builtin_environments_and_variables_that_are_not_set_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"environment\.path=builtin:guess: no such environment"):
-        build_environments(configured("builtin:guess"), None)
+    with pytest.raises(ConfigError, match=r"environment\.path=builtin:gues: no such environment"):
+        build_environments(configured("builtin:gues"), None)
     monkeypatch.delenv("SEARCH_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"environment\.variables=SEARCH_KEY: SEARCH_KEY is not set"):
         build_environments(configured("my_env.py:Env", 'environment.variables=["SEARCH_KEY"]'), GUESS)

@@ -126,7 +126,7 @@ async def test_an_actor_is_ready_once_the_hub_answers_and_unhealthy_when_its_eng
     monkeypatch.setattr(inference, "HEARTBEAT_SECONDS", 0.005)
     engine, one = Engine(), RoleMonitor("actor", "a", healthy_seconds=2.0)
     is_current = [False]
-    watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0])
+    watch = ActorWatch(one, engine, epoch=1, is_current=lambda: is_current[0], num_tokens=lambda: 0)
     assert one.readiness() == (False, "not registered at the hub yet")
     watch.synced(SyncReply(re=1, boot_id="b"), num_unsent=2)
     assert one.readiness() == (False, "the newest weights are not loaded yet")

@@ -76,7 +76,7 @@ def act(run, rollouts, now):
     """What an actor does with group 17: generates it, with a swap in the middle, and sends it."""
     engine = SimpleNamespace(weight_version=0, stats=lambda: SimpleNamespace(num_tokens=8))
     one = monitor(run, "actor", "actor-0")
-    watch = ActorWatch(one, engine, epoch=3, is_current=lambda: True)
+    watch = ActorWatch(one, engine, epoch=3, is_current=lambda: True, num_tokens=lambda: engine.stats().num_tokens)
     files = (FileEntry(name="f", size=10, sha256="0"),)
     manifest = weight_manifest(1, epoch=4, files=files, host="h", published_at=now)
     watch.synced(SyncReply(re=1, boot_id="b", manifest=manifest), num_unsent=0)
