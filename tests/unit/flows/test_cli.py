@@ -47,7 +47,14 @@ def test_config_keys_lists_every_setting_with_its_meaning():
     assert listed["schedule.max_lag"]["default"] == "4"
     assert all(entry["meaning"] for entry in listed.values())
     assert all(entry["values"] for entry in listed.values() if entry["key"].endswith(".kind"))
-    assert listed["prompts.kind"]["values"] == ["sums", "largest_number", "reasoning_gym", "environment", "file", "huggingface"]
+    assert listed["prompts.kind"]["values"] == [
+        "sums",
+        "largest_number",
+        "reasoning_gym",
+        "environment",
+        "file",
+        "huggingface",
+    ]
     text = pipelinerl("config", "--keys").stdout
     assert text.index("# with prompts.kind=file or huggingface:") < text.index("prompts.path = (required)")
     assert text.index("prompts.answer_column =") < text.index("# with prompts.kind=huggingface:")
