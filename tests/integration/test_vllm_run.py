@@ -138,5 +138,7 @@ def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
     report = finished(command, tmp_path)
     check_report(report, run)
     assert report["multi_version_fraction"] > 0  # weights were swapped in the middle of sequences
+    evaluated = [evaluation["version"] for evaluation in report["evaluations"]]
+    assert any(0 < version < STEPS for version in evaluated), evaluated  # on the actor's engine, beside its groups
     assert report["num_swaps"] >= 3  # an actor that is behind takes the newest, and the last come too late
     wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
