@@ -20,6 +20,7 @@ Decode = Callable[[int], str]
 _PER_GROUP = 3
 _MAX_TOKENS = 400
 _NUM_TINTS = 6
+_GIVEN = 'class="prompt" title="given by the environment"'
 _RETURN = "&#8629;\n"
 
 
@@ -137,20 +138,22 @@ def _rollout(row: TrainedRollout, decode: Decode | None) -> str:
         f"{num} tokens: {versions}"
     )
     pieces = [f'<span class="prompt">{_text(row.prompt_token_ids, decode)}</span>']
+    use_C = row.loss_mask.astype(np.int8) + row.loss_mask_trained
     for version, start, end in row.weight_spans:
-        for begin, stop in _runs(row.loss_mask_trained, start, min(end, _MAX_TOKENS)):
-            stale = "" if row.loss_mask_trained[begin] else " stale"
+        for begin, stop in _runs(use_C, start, min(end, _MAX_TOKENS)):
             text = _text(row.completion_token_ids[begin:stop], decode)
-            pieces.append(f'<span class="v{version % _NUM_TINTS}{stale}" title="version {version}">{text}</span>')
+            stale = "" if row.loss_mask_trained[begin] else " stale"
+            look = f'class="v{version % _NUM_TINTS}{stale}" title="version {version}"'
+            pieces.append(f"<span {look if row.loss_mask[begin] else _GIVEN}>{text}</span>")
     more = f" ... {num - _MAX_TOKENS} more tokens" if num > _MAX_TOKENS else ""
     return f'<div class="rollout"><p class="meta">{meta}</p><pre>{"".join(pieces)}{more}</pre></div>'
 
 
-def _runs(mask: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
-    """Subranges of [start, end) in which the mask is constant."""
+def _runs(use_C: np.ndarray, start: int, end: int) -> list[tuple[int, int]]:
+    """Subranges of [start, end) in which the use of the tokens is constant."""
     if end <= start:
         return []
-    cuts = np.flatnonzero(np.diff(mask[start:end].astype(np.int8))) + start + 1
+    cuts = np.flatnonzero(np.diff(use_C[start:end])) + start + 1
     edges = [start, *cuts.tolist(), end]
     return list(itertools.pairwise(edges))
 

@@ -3,8 +3,10 @@
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from pipelinerl.flows.cli.training import summary
@@ -33,6 +35,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
+from pipelinerl_core.types import TurnSpan
 from tests.builders import run_record
 
 _VOID = {"meta", "br", "link"}
@@ -120,6 +123,19 @@ def test_tokens_carry_the_version_that_sampled_them_and_masked_ones_are_struck_o
     assert '<span class="prompt">3+4=</span>' in page
     without = render_report(store)
     assert '<span class="v1 stale" title="version 7">1 2 3 </span>' in without
+
+
+def test_tokens_that_an_environment_has_given_are_grey(store):
+    put_record(store, RUN_KEY, run_record())
+    made = make_rollout(spans=[(7, 0, 6)], prompt="3+4=", completion="12345")
+    is_sampled = np.array([True, True, False, False, True, True])
+    rows = [training_row(replace(made, loss_mask=is_sampled, turn_spans=(TurnSpan(0, 2), TurnSpan(4, 6))))]
+    put_record(store, commit_key(9, 2), make_commit(9).model_copy(update={"batches": put_batch(store, 9, 2, rows)}))
+    page = render_report(store, decode=decode)
+    assert (
+        '<span class="v1" title="version 7">12</span><span class="prompt" title="given by the environment">34</span>'
+        '<span class="v1" title="version 7">5&lt;end&gt;</span>'
+    ) in page
 
 
 def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret(store):
