@@ -129,6 +129,8 @@ class Played:
 
     score: Score
     """Weighted sum of the components, with the components."""
+    turn_rewards: tuple[float, ...] = ()
+    """Parts of the score that belong to single turns, weighted, one per turn; empty without such parts."""
     is_cut: bool = False
     """The episode used up its tokens or turns, and the environment did not handle this: every component is 0."""
 
@@ -286,6 +288,8 @@ class Rollout:
     """Components of the reward, in the verifier's order; empty if the verifier returned one number."""
     turn_spans: tuple[TurnSpan, ...] = ()
     """Turns in order; loss_mask is False outside of turns. Empty if the whole completion is one turn."""
+    turn_rewards: tuple[float, ...] = ()
+    """Parts of the reward that belong to single turns, one per turn_spans; empty without such parts."""
 
     @property
     def num_tokens(self) -> int:

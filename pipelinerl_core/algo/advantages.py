@@ -54,8 +54,14 @@ def without_baseline(rewards: Sequence[float]) -> list[float]:
     return list(rewards)
 
 
-def per_turn(rewards: Sequence[float], num_turns: Sequence[int]) -> list[tuple[float, ...]]:
-    """For each rollout the advantages of its turns: A_ik = r_i - mean of r_j over the siblings that reached turn k.
+def per_turn(
+    rewards: Sequence[float], num_turns: Sequence[int], turn_rewards: Sequence[Sequence[float]] = ()
+) -> list[tuple[float, ...]]:
+    """For each rollout the advantages of its turns: A_ik = G_ik - mean of G_jk over the siblings that reached turn k.
+
+    G_ik is the return from turn k on: the reward r_i of the whole rollout without the rewards of earlier turns,
+    G_ik = r_i - sum of turn_rewards[i][l] over l < k. turn_rewards: for each rollout the parts of its reward that
+    belong to single turns, one per turn; empty for a rollout without such parts, whose G_ik = r_i for all k.
 
     The siblings are the other rollouts j with more than k turns, k from 0; without a sibling, A_ik = 0. For rollouts
     of one turn the result equals `leave_one_out`. ServiceNow's PipelineRL uses this rule since pull request 135, with
@@ -65,16 +71,18 @@ def per_turn(rewards: Sequence[float], num_turns: Sequence[int]) -> list[tuple[f
     rollouts that also reached this turn, so tokens that lead to more turns get no credit there, and the last turns of
     the longest rollout have no gradient.
 
-    Example: rewards [1, 0, 1] of rollouts with [1, 2, 3] turns -> [(1/2,), (-1, -1), (1/2, 1, 0)].
+    Example: rewards [1, 0, 1] of rollouts with [1, 2, 3] turns -> [(1/2,), (-1, -1), (1/2, 1, 0)]. With rewards
+    [3, 1] and turn_rewards [(2, 0), (0, 1)] the returns are (3, 1) and (1, 1), the advantages (2, 0) and (-2, 0).
     """
     _check(rewards)
+    parts = turn_rewards or [()] * len(rewards)
     if len(num_turns) != len(rewards) or min(num_turns) < 1:
         raise ValueError(f"{len(rewards)} rollouts with {list(num_turns)} turns: each has at least one")
     turns: list[list[float]] = [[] for _ in rewards]
     for turn in range(max(num_turns)):
         reached = [place for place, num in enumerate(num_turns) if num > turn]
-        scores = [rewards[place] for place in reached]
-        advantages = leave_one_out(scores) if len(scores) > 1 else [0.0]
+        returns = [rewards[place] - sum(parts[place][:turn]) for place in reached]
+        advantages = leave_one_out(returns) if len(returns) > 1 else [0.0]
         for place, advantage in zip(reached, advantages, strict=True):
             turns[place].append(advantage)
     return [tuple(advantages) for advantages in turns]

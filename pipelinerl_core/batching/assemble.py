@@ -69,7 +69,8 @@ def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float
     """For each rollout one advantage, or one per turn."""
     rewards = _rewards(group, config)
     if config.loss.advantage == "turn":
-        return per_turn(rewards, [rollout.num_turns for rollout in group])
+        turn_rewards = [rollout.turn_rewards for rollout in group]
+        return per_turn(rewards, [rollout.num_turns for rollout in group], turn_rewards)
     return [(advantage,) for advantage in ADVANTAGES[config.loss.advantage](rewards)]
 
 

@@ -120,6 +120,8 @@ def _check_rows(batch: pa.RecordBatch, max_tokens_per_row: int) -> _Columns:
     _check_weight_spans(columns, lengths_R)
     if columns["turn_spans"].null_count < batch.num_rows:
         _check_turn_spans(columns, offsets_R, mask_T)
+    if columns["turn_rewards"].null_count < batch.num_rows:
+        _check_turn_rewards(columns)
     if columns["origins"].null_count < batch.num_rows:
         _check_origins(columns, lengths_R)
     if columns["reward_components"].null_count < batch.num_rows:
@@ -205,6 +207,16 @@ def _check_turn_spans(columns: _Columns, offsets_R: NDArray[Any], mask_T: BoolAr
     place_T = np.arange(len(mask_T)) - np.repeat(offsets_R[:-1], lengths_R)
     rule = "is true at token {}, in none of its turn_spans; tokens outside of turn_spans were not sampled"
     _require(is_right_T, "loss_mask", rule, place_T, offsets_R=offsets_R)
+
+
+def _check_turn_rewards(columns: _Columns) -> None:
+    has_rewards_R = _is_valid(columns["turn_rewards"])
+    offsets_R, value_S = flat_list(columns["turn_rewards"])
+    nums_R, turns_R = _sizes(offsets_R), _sizes(flat_structs(columns["turn_spans"])[0])
+    rule = "has {} numbers for {} turns; null, or one for each of at least two turns"
+    _require(~has_rewards_R | ((nums_R == turns_R) & (turns_R > 1)), "turn_rewards", rule, nums_R, turns_R)
+    rule = f"holds {{}}; finite numbers within {MAX_REWARD:g} of 0"
+    _require(np.abs(value_S) <= MAX_REWARD, "turn_rewards", rule, value_S, offsets_R=offsets_R)
 
 
 def _sizes(offsets_R: NDArray[Any]) -> NDArray[Any]:

@@ -85,7 +85,7 @@ def decode_batch(batch: pa.RecordBatch) -> list[TrainingRow]:
     if np.any(np.diff(order_R) != 1):
         raise SchemaMismatch(f"batch rows are not in training order: order is {order_R.tolist()}")
     rollouts = _decode(batch)
-    turn_advantages = _turn_advantages_of(batch.column("turn_advantages"))
+    turn_advantages = _numbers_of(batch.column("turn_advantages"))
     for row, (rollout, advantages) in enumerate(zip(rollouts, turn_advantages, strict=True)):
         if advantages and len(advantages) != rollout.num_turns:
             raise SchemaMismatch(f"row {row}: {len(advantages)} turn_advantages, {rollout.num_turns} turns; one each")
@@ -233,6 +233,7 @@ def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]
     columns["origins"] = origin_column([rollout.origins for rollout in rollouts])
     columns["reward_components"] = component_column([rollout.reward_components for rollout in rollouts])
     columns["turn_spans"] = [rollout.turn_spans or None for rollout in rollouts]
+    columns["turn_rewards"] = [rollout.turn_rewards or None for rollout in rollouts]
     return columns
 
 
@@ -281,6 +282,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
     columns["origins"] = origins_of(batch.column("origins"))
     columns["reward_components"] = components_of(batch.column("reward_components"))
     columns["turn_spans"] = turns_of(batch.column("turn_spans"))
+    columns["turn_rewards"] = _numbers_of(batch.column("turn_rewards"))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     try:
         return [_rollout(row) for row in rows]
@@ -288,7 +290,7 @@ def _decode(batch: pa.RecordBatch) -> list[Rollout]:
         raise SchemaMismatch(f"rollout rows have an unknown value: {error}") from error
 
 
-def _turn_advantages_of(column: pa.ListArray) -> list[tuple[float, ...]]:
+def _numbers_of(column: pa.ListArray) -> list[tuple[float, ...]]:
     if column.null_count == len(column):
         return [()] * len(column)
     return [tuple(row or ()) for row in column.to_pylist()]

@@ -55,7 +55,7 @@ _COMPONENTS = _field(
     "Components of the reward, before their weights; null if the verifier returned one number.",
     nullable=True,
 )
-_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3, "notes": 4}
+_SINCE = {"origins": 1, "turn_advantages": 2, "reward_components": 3, "notes": 4, "turn_rewards": 4}
 """Column -> minor version that introduced the column. In rows of an earlier version the column is read as null."""
 
 _ROLLOUT_FIELDS = [
@@ -82,6 +82,12 @@ _ROLLOUT_FIELDS = [
         "turn_spans",
         pa.list_(TURN_TYPE),
         "Tokens [start, end) of each turn, in order; tokens between turns were not sampled. Null for one turn.",
+        nullable=True,
+    ),
+    _field(
+        "turn_rewards",
+        pa.list_(pa.float32()),
+        "Parts of the reward that belong to single turns, one per turn; null without such parts.",
         nullable=True,
     ),
     _field("reward", pa.float32(), "Score; null with outcome error.", nullable=True),

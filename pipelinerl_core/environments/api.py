@@ -78,6 +78,8 @@ class Ask:
         self._is_waiting = False
         self._is_spent = False
         self._is_closed = False
+        self.num_turns = 0
+        """Turns of the model so far."""
         self.problem = ""
         """The first misuse, with file and line; empty: none."""
 
@@ -113,6 +115,7 @@ class Ask:
             self._is_spent = True
             raise BudgetSpent
         self._history = [*history, json_text(reply.message)]
+        self.num_turns += 1
         return reply
 
     async def once(self, key: str, fetch: Callable[[], Awaitable[Any]]) -> Any:

@@ -57,8 +57,12 @@ class UserEnvironment:
         """Play one episode; returns its transcript as JSON."""
         return self._json(await self._play(json.loads(task), ask, seed), "play")
 
-    async def score(self, task: str, transcript: str) -> dict[str, float]:
-        """The components of an episode's reward, all finite; each name of `weights` is there."""
+    async def score(self, task: str, transcript: str, num_turns: int) -> tuple[dict[str, float], list[float]]:
+        """The components of an episode's reward, all finite, and the weighted parts of single turns.
+
+        Each name of `weights` is there. A component of the environment may be a list with a number for each of the
+        `num_turns` turns; its value is the sum. Without such a component the second list is empty.
+        """
         result = self._score(json.loads(task), json.loads(transcript))
         if inspect.isawaitable(result):
             result = await result
@@ -67,7 +71,8 @@ class UserEnvironment:
             if not isinstance(result, Mapping):
                 shown = "None (no `return`?)" if result is None else f"{type(result).__name__} {str(result)[:50]!r}"
                 raise Invalid(f"score returned {shown}, not a mapping of component names to numbers")
-            return weighted_components(result, self.weights)[1]
+            summed, turn_rewards = _by_turn(result, self.weights, num_turns)
+            return weighted_components(summed, self.weights)[1], turn_rewards
         except Invalid as error:
             raise Invalid(f"{error}{place}") from None
 
@@ -137,6 +142,24 @@ def weighted_components(result: Mapping[Any, Any], weights: Mapping[str, float])
         raise Invalid(f"score returned no {missing[0]}, which weights names (returned: {', '.join(components)})")
     total = sum(weight * components[name] for name, weight in weights.items())
     return finite_number(total, "score", " as weighted sum"), components
+
+
+def _by_turn(
+    result: Mapping[Any, Any], weights: Mapping[str, float], num_turns: int
+) -> tuple[dict[Any, Any], list[float]]:
+    """The components with the sums of lists, and for each turn the weighted sum of the lists' numbers."""
+    summed, turn_rewards = dict(result), list[float]()
+    for name, values in result.items():
+        if not isinstance(values, list | tuple):
+            continue
+        if len(values) != num_turns:
+            raise Invalid(f"score returned {len(values)} numbers for {name}; the episode has {num_turns} turns")
+        numbers = [finite_number(value, "score", f" for {name}") for value in values]
+        summed[name] = sum(numbers)
+        turn_rewards = turn_rewards or [0.0] * num_turns
+        for turn, number in enumerate(numbers):
+            turn_rewards[turn] += weights.get(name, 0.0) * number
+    return summed, turn_rewards
 
 
 def _place(method: Callable[..., Any]) -> str:

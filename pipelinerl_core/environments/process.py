@@ -19,7 +19,7 @@ from pipelinerl_core.errors import EnvironmentFailed
 from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.sandbox.child_process import child_environment, printable, without_secrets
-from pipelinerl_core.sandbox.user_code import Invalid, checked_components
+from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number
 from pipelinerl_core.types import Played, Reply, RewardComponent, Score
 
 logger = logging.getLogger(__name__)
@@ -355,9 +355,10 @@ class EnvironmentProcess:
                 episode.asking = asyncio.create_task(asking, name=f"environment {self._spec.name}: ask")
             case {"once": _, "key": str() as key, "value": value} if len(key) <= MAX_KEY_LETTERS:
                 episode.host.record(key, value)
-            case {"done": _, "components": dict() as components}:
+            case {"done": _, "components": dict() as components, "turn_rewards": list() as turn_rewards}:
                 reward, values = weighted_components(components, self._loaded.weights)
-                self._finish(episode, Played(score=_score(reward, values)))
+                parts = tuple(finite_number(value, "score", " for a turn") for value in turn_rewards)
+                self._finish(episode, Played(score=_score(reward, values), turn_rewards=parts))
             case {"cut": _}:
                 zeros = dict.fromkeys(self._loaded.weights, 0.0)
                 self._finish(episode, Played(score=_score(0.0, zeros), is_cut=True))

@@ -7,7 +7,7 @@ in   {"play": 7, "task": {"index": 3}, "seed": 1, "once": {}}
 out  {"ask": 7, "messages": [...], "tools": []}    new messages only
 in   {"reply": 7, "text": "5", ...}                fields of api.Reply; or {"spent": 7}
 out  {"once": 7, "key": "weather", "value": ...}   no answer
-out  {"done": 7, "components": {"solved": 1.0}}; or {"cut": 7}; or
+out  {"done": 7, "components": {"solved": 1.0}, "turn_rewards": []}; or {"cut": 7}; or
 out  {"error": 7, "text": "ValueError: ... (my_env.py:9)"}
 in   {"cancel": 7}                                 no answer
 
@@ -250,9 +250,9 @@ class Worker:
             return {"cut": episode.identity}
         ask.close()
         _check_tasks(episode, "play")
-        components = await environment.score(task, transcript)
+        components, turn_rewards = await environment.score(task, transcript, ask.num_turns)
         _check_tasks(episode, "score")
-        return {"done": episode.identity, "components": components}
+        return {"done": episode.identity, "components": components, "turn_rewards": turn_rewards}
 
     def _answer(self, identity: int, reply: Reply | None) -> None:
         episode = self._episodes.get(identity)

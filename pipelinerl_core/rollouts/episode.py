@@ -9,6 +9,7 @@ turn and carry no loss. Sampled tokens are never rendered again. The log holds t
 ["turn", 17]                 a turn begins at offset 17; the tokens since the end of the previous turn were given
 ["end", 25, "stop"]          the turn ends before offset 25
 ["once", "weather", "rain"]  a value that the environment has recorded
+["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
 
 An episode that is played again (another actor continues it, or the environment's process died) gets the logged turns
 as long as its messages become the logged tokens. From the first difference on the episode is sampled again.
@@ -102,6 +103,7 @@ class Episode:
         self._asked = 0
         self._is_spent = False
         self._is_asking = False
+        self._turn_rewards: tuple[float, ...] = ()
         self.once: dict[str, Any] = {}
         for note in progress.notes:
             self._read(note)
@@ -248,6 +250,23 @@ class Episode:
         return () if spans == [TurnSpan(0, num_tokens)] else tuple(spans)
 
     @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Parts of the reward by turn, one per turn_spans; empty without such parts or with one turn."""
+        return self._turn_rewards if len(self.turn_spans) > 1 else ()
+
+    def end(self, played: Played) -> None:
+        """Store the result. Raises EnvironmentFailed if it does not belong to these turns."""
+        if not self.loss_mask.any():
+            raise EnvironmentFailed("the episode ended without a turn of the model: play has not called ask")
+        if played.turn_rewards and len(played.turn_rewards) != len(self._turns):
+            raise EnvironmentFailed(f"{len(played.turn_rewards)} rewards of turns for {len(self._turns)} turns")
+        self._turn_rewards = played.turn_rewards
+        if played.turn_rewards:
+            self._progress.note(json.dumps(["turn_rewards", played.turn_rewards]))
+        self._progress.finish(self.finish_reason)
+        self._progress.score(played.score)
+
+    @property
     def loss_mask(self) -> BoolArray:
         """[C] True on sampled tokens."""
         mask_C = np.zeros(self._progress.num_tokens, np.bool_)
@@ -266,6 +285,8 @@ class Episode:
             self._turns[-1].end, self._turns[-1].finish_reason = values[0], FinishReason(values[1])
         elif kind == "once":
             self.once[values[0]] = values[1]
+        elif kind == "turn_rewards":
+            self._turn_rewards = tuple(values[0])
 
 
 class EpisodePlayer:
@@ -294,8 +315,7 @@ class EpisodePlayer:
     async def play(self, episode: Episode, prompt: Prompt, seed: int) -> Played:
         """Play and score an episode. Raises EnvironmentFailed, EngineError."""
         played = await self._environments.play(task_of(self._config, prompt), seed, episode)
-        if not episode.loss_mask.any():
-            raise EnvironmentFailed("the episode ended without a turn of the model: play has not called ask")
+        episode.end(played)
         return played
 
 

@@ -60,6 +60,7 @@ class _Sampled:
     completion: Completion
     loss_mask: BoolArray
     turn_spans: tuple[TurnSpan, ...] = ()
+    turn_rewards: tuple[float, ...] = ()
 
 
 class GroupRunner:
@@ -144,6 +145,7 @@ class GroupRunner:
             weight_spans=completion.weight_spans,
             loss_mask=sampled.loss_mask,
             turn_spans=sampled.turn_spans,
+            turn_rewards=sampled.turn_rewards if reward is not None else (),
             reward=reward,
             outcome=Outcome.SCORED if reward is not None else Outcome.ERROR,
             finish_reason=completion.finish_reason or FinishReason.ABORT,
@@ -210,9 +212,7 @@ class GroupRunner:
         error = None
         try:
             if progress.outcome is None:
-                played = await self._player.play(episode, lease.prompt, sampler.seed)
-                progress.finish(episode.finish_reason)
-                progress.score(played.score)
+                await self._player.play(episode, lease.prompt, sampler.seed)
         except EngineError as failure:
             error = f"engine: {failure}"
         except RewardError as failure:
@@ -225,6 +225,7 @@ class GroupRunner:
             completion=progress.completion(),
             loss_mask=episode.loss_mask,
             turn_spans=episode.turn_spans,
+            turn_rewards=episode.turn_rewards,
         )
         return sampled, time.time(), error
 

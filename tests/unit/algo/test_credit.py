@@ -46,6 +46,14 @@ def test_a_turn_is_compared_with_the_siblings_that_got_that_far():
     ]
 
 
+def test_rewards_of_turns_count_from_their_turn_on():
+    # returns (3, 1) and (1, 1): the first turn of the first rollout earned 2, the second turn of the second earned 1
+    assert per_turn([3.0, 1.0], [2, 2], [(2.0, 0.0), (0.0, 1.0)]) == [(2.0, 0.0), (-2.0, 0.0)]
+    # returns (4, 3, 0), (1, 1) and (2): turn 0: 4 - 3/2, 1 - 6/2, 2 - 5/2; turn 1: 3 - 1 and 1 - 3; turn 2: alone
+    found = per_turn([4.0, 1.0, 2.0], [3, 2, 1], [(1.0, 3.0, 0.0), (), ()])
+    assert found == [(2.5, 2.0, 0.0), (-2.0, -2.0), (-0.5,)]
+
+
 GROUPS = st.integers(2, 9).flatmap(
     lambda size: st.tuples(
         st.lists(st.floats(-100, 100), min_size=size, max_size=size),

@@ -83,6 +83,24 @@ def test_each_token_has_the_advantage_of_its_turn():
     assert batch.loss_weights_N.tolist() == pytest.approx([1 / 11] * 11)
 
 
+def test_rewards_of_turns_reach_the_advantages_through_segment_and_batch_file():
+    made = [turned(*columns) for columns in zip(range(3), TURNS, [1.0, 0.0, 2.0], (3, 5, 7), strict=True)]
+    made[1] = replace(made[1], turn_rewards=(1.0, -1.0))
+    made[2] = replace(made[2], turn_rewards=(0.5, 0.5, 0.0))
+    (stored,) = from_segment(to_segment([encode_rollouts("run", made)]))
+    split_groups(stored)
+    rollouts = decode_rollouts(stored)
+    assert [one.turn_rewards for one in rollouts] == [(), (1.0, -1.0), (0.5, 0.5, 0.0)]
+    rows = rows_of(config(loss=TURN), rollouts)
+    # returns 1; 0, -1; 2, 1.5, 1. Turn 0: 1 - 1, 0 - 3/2, 2 - 1/2; turn 1: -1 - 1.5 and 1.5 + 1; turn 2: alone
+    assert [row.turn_advantages for row in rows] == [(), (-1.5, -2.5), (1.5, 2.5, 0.0)]
+    assert [row.advantage for row in rows] == [0.0, -1.5, 1.5]
+    assert [row.rollout.turn_rewards for row in recorded(rows)] == [one.turn_rewards for one in rollouts]
+    whole = rows_of(config(), rollouts)
+    assert [row.advantage for row in whole] == [0.0, -1.5, 1.5]
+    assert not any(row.turn_advantages for row in whole)
+
+
 def test_an_old_turn_keeps_its_advantage_and_is_not_trained():
     rollouts = group()
     old = turned(2, TURNS[2], 1.0, 7, num_versions=7)  # a version per token

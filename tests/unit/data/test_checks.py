@@ -377,6 +377,21 @@ def test_turns_may_follow_each_other_or_leave_tokens_to_the_environment(turns):
 
 
 @pytest.mark.parametrize(
+    ("turns", "rewards", "says"),
+    [
+        ([(0, 2), (2, 5)], (1.0,), "row 1: turn_rewards has 1 numbers for 2 turns; null, or one for each"),
+        ([(0, 5)], (1.0,), "row 1: turn_rewards has 1 numbers for 1 turns"),
+        ([], (1.0,), "row 1: turn_rewards has 1 numbers for 0 turns"),
+        ([(0, 2), (2, 5)], (1.0, np.nan), "row 1: turn_rewards holds nan; finite numbers"),
+        ([(0, 2), (2, 5)], (1.0, 2e9), "row 1: turn_rewards holds 2000000000.0"),
+    ],
+)
+def test_rewards_of_turns_are_one_finite_number_for_each_turn(turns, rewards, says):
+    with pytest.raises(SchemaMismatch, match=says):
+        check(by_hand(0), replace(by_hand(1), turn_spans=tuple(TurnSpan(*t) for t in turns), turn_rewards=rewards))
+
+
+@pytest.mark.parametrize(
     ("turns", "says"),
     [
         ([(0, 2), (2, 6)], r"row 1: turn_spans has \[2, 6\) after 2 of 5 completion tokens"),

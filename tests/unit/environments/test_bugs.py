@@ -75,8 +75,8 @@ PLAY = {
     ),
     "asks_too_long": (
         "messages = list(HELLO)\nfor _ in itertools.count():\n    reply = await ask(messages)\n"
-        "    messages += [reply.message, *HELLO]\n    await asyncio.sleep(0.5)  # here",
-        "the environment took more than environment.episode_seconds=2 (my_env.py:{line})",
+        "    messages += [reply.message, *HELLO]\n    await asyncio.sleep(0.5)",
+        "the environment took more than environment.episode_seconds=2 (my_env.py:*)",
     ),
     "is_not_json": (
         "return {1, 2}",
@@ -340,10 +340,11 @@ class Env:
     ("line", "reason"),
     [
         ("[" * 100_000, "a line that names no episode"),
-        ('{"done": 99, "components": {"a": 1.0}}', "a line that names no episode"),
-        ('{"done": true, "components": {"a": 1.0}}', "a line that names no episode"),
-        ('{"done": 0, "components": {"a": NaN}}', "score returned nan for a"),
-        ('{"done": 0, "components": {"b": 1.0}}', "score returned no a"),
+        ('{"done": 99, "components": {"a": 1.0}, "turn_rewards": []}', "a line that names no episode"),
+        ('{"done": true, "components": {"a": 1.0}, "turn_rewards": []}', "a line that names no episode"),
+        ('{"done": 0, "components": {"a": NaN}, "turn_rewards": []}', "score returned nan for a"),
+        ('{"done": 0, "components": {"b": 1.0}, "turn_rewards": []}', "score returned no a"),
+        ('{"done": 0, "components": {"a": 1.0}, "turn_rewards": ["1"]}', "score returned str '1' for a turn"),
         ('{"ask": 0, "messages": [], "tools": []}', "a line with wrong fields"),
         ('{"ask": 0, "messages": ["text"], "tools": []}', "a line with wrong fields"),
         ('{"ask": 0, "messages": [{"role": "user"}], "tools": [1]}', "an ask that is not possible now"),

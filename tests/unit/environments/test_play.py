@@ -67,6 +67,37 @@ def test_options_are_the_arguments_of_the_class_and_weights_are_replaced_by_name
     assert len(host.asked) == 3
 
 
+BY_TURN = """
+class Env:
+    weights = {"good": 2.0, "solved": 1.0}
+
+    async def play(self, task, ask, seed):
+        messages = [{"role": "user", "content": "begin"}]
+        for _ in range(2):
+            reply = await ask(messages)
+            messages += [reply.message, {"role": "user", "content": "next"}]
+        return [0.5, -1]
+
+    def score(self, task, transcript):
+        return {"good": transcript, "solved": 1, "words": [3, 4], **task["more"]}
+"""
+
+
+def test_a_component_may_have_a_number_for_each_turn():
+    (result,) = played(BY_TURN, ScriptedHost("a", "b"), task={"more": {}})
+    assert result == Played(score=0.0, turn_rewards=(1.0, -2.0))  # 2 x (0.5 - 1) + 1
+    assert dict(result.score.components) == {"good": -0.5, "solved": 1.0, "words": 7.0}
+
+
+def test_numbers_for_turns_are_one_finite_number_for_each_turn():
+    for more, says in (
+        ({"good": [1]}, r"score returned 1 numbers for good; the episode has 2 turns \(my_env\.py:\d+\)"),
+        ({"good": [1, "x"]}, r"score returned str 'x' for good, not a number"),
+    ):
+        (error,) = played(BY_TURN, ScriptedHost("a", "b"), task={"more": more})
+        assert re.search(says, error), error
+
+
 def test_an_episode_without_budget_is_cut_with_all_components_0():
     (result,) = played(GUESS, ScriptedHost("1"), task={"replies": []})
     assert result == Played(score=0.0, is_cut=True)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -362,6 +363,24 @@ def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_t
         assert left.completion_token_ids.tolist() == right.completion_token_ids.tolist()
         assert (left.turn_spans, left.loss_mask.tolist()) == (right.turn_spans, right.loss_mask.tolist())
         assert (left.reward, left.finish_reason) == (right.reward, right.finish_reason)
+
+
+def test_rewards_of_turns_are_in_the_row_and_in_the_log():
+    class Rewarding(Environments):
+        async def play(self, task, seed, host):
+            result = await super().play(task, seed, host)
+            return replace(result, turn_rewards=self.parts)
+
+    rewarding = Rewarding()
+    rewarding.parts = (1.0, 0.5, 1.5)
+    episode, _, _, rows, *_ = play(rewarding, OWN)
+    assert episode.turn_rewards == (1.0, 0.5, 1.5)
+    (restored,) = join_rows(rows).values()
+    again = Progress(group_id=4, rollout_index=0, attempt=1, restored=restored)
+    player = EpisodePlayer(None, rewarding, Chat(), OWN)
+    assert player.episode(again, request_id="e", sampler=Sampler()).turn_rewards == (1.0, 0.5, 1.5)
+    rewarding.parts = (1.0, 0.5)
+    assert "2 rewards of turns for 3 turns" in str(play(rewarding, OWN)[2])
 
 
 def test_one_turn_alone_has_no_turn_spans():
