@@ -20,7 +20,13 @@ logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 16 << 30
 """Limit of a process's address space; the environment may import any library."""
-BUILTIN: Mapping[str, str] = MappingProxyType({"guess": "pipelinerl_core.environments.builtin.guess:Guess"})
+BUILTIN: Mapping[str, str] = MappingProxyType(
+    {
+        "guess": "pipelinerl_core.environments.builtin.guess:Guess",
+        "calculator": "pipelinerl_core.environments.builtin.calculator:Calculator",
+        "math": "pipelinerl_core.environments.builtin.math:Math",
+    }
+)
 """Name of environment.path=builtin:NAME -> module:CLASS."""
 
 

@@ -1,0 +1,66 @@
+"""Environments that ship, played by hand."""
+
+import asyncio
+
+import pytest
+
+from pipelinerl_core.environments.api import Reply
+from pipelinerl_core.environments.builtin.calculator import Calculator
+from pipelinerl_core.environments.builtin.guess import Guess
+
+
+def play(environment, task, texts):
+    """(contents of the messages, transcript, components) of an episode in which the model says these texts."""
+    contents = []
+
+    async def ask(messages):
+        contents.append(messages[-1]["content"])
+        return Reply(text=texts[len(contents) - 1], content=texts[len(contents) - 1])
+
+    transcript = asyncio.run(environment.play(task, ask, 0))
+    assert len(contents) == len(texts)
+    return contents, transcript, environment.score(task, transcript)
+
+
+def test_each_guess_narrows_the_range():
+    contents, transcript, score = play(Guess(plain=True), {"secret": 7}, ["4", "8.", "7"])
+    assert (contents, transcript) == (["0,9=", "5,9=", "5,7="], [4, 8, 7])
+    assert score == {"solved": 1.0, "guesses": 3, "legal": 1.0}
+
+
+def test_a_reply_without_a_number_or_outside_of_the_range_uses_a_guess_up():
+    contents, _, score = play(Guess(), {"secret": 0}, ["no", "99", "5"])
+    assert [text.split(".")[0] for text in contents] == ["I think of a number from 0 to 9"] * 3
+    assert score == {"solved": 0.0, "guesses": 3, "legal": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize(
+    ("texts", "correct", "called"),
+    [
+        (["It is 347 + 585 = 1", "So it is 932."], 1.0, 1.0),
+        (["347+585=", "347"], 0.0, 1.0),
+        (["1+1=", "932"], 1.0, 1.0),
+        (["932"], 1.0, 0.0),
+        (["no idea"], 0.0, 0.0),
+    ],
+)
+def test_the_calculator_answers_the_sum_that_the_model_writes(texts, correct, called):
+    contents, _, score = play(Calculator(), {"first": 347, "second": 585}, texts)
+    assert score == {"correct": correct, "called": called}
+    if called:
+        wanted = "932" if "347" in texts[0] else "2"
+        assert contents[1] == f"The calculator answers {wanted}. What is 347 + 585?"
+
+
+@pytest.mark.parametrize("environment", [Guess(highest=99), Calculator(digits=2)])
+def test_tasks_are_the_same_at_every_call_and_held_out_tasks_are_as_many_as_asked(environment):
+    assert [environment.task(index) for index in range(50)] == [environment.task(index) for index in range(50)]
+    assert len({str(environment.task(index)) for index in range(50)}) > 30
+    assert environment.held_out(7) == environment.held_out(7)[:7]
+    assert len(environment.held_out(7)) == 7
+
+
+def test_no_held_out_sum_is_trained():
+    calculator = Calculator(digits=1)
+    trained = {tuple(calculator.task(index).values()) for index in range(500)}
+    assert not trained & {tuple(task.values()) for task in calculator.held_out(100)}
