@@ -132,7 +132,7 @@ def open_at(
     refuse_if_live(url)
     count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
     if not is_checked:
-        preflight(config, url.rpartition("/")[0], is_new=run is None)
+        preflight(config, url.rpartition("/")[0], run=run)
     config = config if run else pinned(config)
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
     if run is None:

@@ -12,7 +12,7 @@ from pipelinerl_core.supervision.checks import check_all
 
 def carry_out(job: Job, *, as_json: bool) -> None:
     """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
-    for line in check_all(job.config, root_url(job.root), is_new=job.run is None):
+    for line in check_all(job.config, root_url(job.root), run=job.run):
         say(line)
     from pipelinerl.flows.cli.launch import run_training
 

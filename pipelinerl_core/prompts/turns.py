@@ -75,7 +75,8 @@ class ChatTurns:
             else:
                 ids = self._tokenizer(_contents(messages, tools))["input_ids"]
         if not ids:
-            raise EnvironmentFailed("the first messages have no tokens. Begin with a message that has a content")
+            shown = "".join(str(message["content"]) for message in messages)[:40]
+            raise EnvironmentFailed(f"the tokenizer of model.path has no token for the first messages, {shown!r}")
         return np.asarray(ids, dtype=np.int32)
 
     def following(self, messages: Messages, tools: Sequence[Mapping[str, Any]], last_token: int) -> Int32Array:

@@ -125,8 +125,8 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
         "reward_last": _reward(steps[-window:]),
         "reward_components": _components(facts, window),
         "reward_window_steps": window,
-        "eval_first": evals[0].accuracy if evals else None,
-        "eval_last": evals[-1].accuracy if evals else None,
+        "eval_first": evals[0].known_accuracy if evals else None,
+        "eval_last": evals[-1].known_accuracy if evals else None,
         "eval_last_low": evals[-1].low if evals else None,
         "eval_last_high": evals[-1].high if evals else None,
         "evaluations": [

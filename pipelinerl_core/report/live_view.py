@@ -64,7 +64,7 @@ class LiveView:
         if self._console.is_terminal:
             commits = follower.commits.values()
             rewards = [one.metrics["reward/mean"] for one in commits if "reward/mean" in one.metrics]
-            accuracies = [one.accuracy for one in follower.evals.values()]
+            accuracies = [one.accuracy for one in follower.evals.values() if one.known_accuracy is not None]
             sparklines = sparkline(rewards, self._marks), sparkline(accuracies, self._marks)
             self._live.update(_panel(status, *sparklines), refresh=True)
             return
@@ -129,8 +129,8 @@ def status_of(
         "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
         "newest_version": live.get("newest_version", step if last else None),
         **{short_key(name): metrics.get(name) for name in _SHOWN},
-        "eval_first": evals[0].accuracy if evals else None,
-        "eval_last": evals[-1].accuracy if evals else None,
+        "eval_first": evals[0].known_accuracy if evals else None,
+        "eval_last": evals[-1].known_accuracy if evals else None,
         "eval_version": evals[-1].version if evals else None,
         "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
         "evaluating": evaluating,
@@ -182,7 +182,8 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
     if status["eval_last"] is None:
         body.add_row("held-out", "-", status["evaluating"])
     else:
-        origin = f"  version {status['eval_version']}; before training {status['eval_first']:.1%}"
+        first = "" if status["eval_first"] is None else f"; before training {status['eval_first']:.1%}"
+        origin = f"  version {status['eval_version']}{first}"
         body.add_row("held-out", f"{status['eval_last']:.1%}", Text(eval_history, style="cyan") + Text(origin))
     elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
     facts = status_line({**status, **elsewhere}).partition("  ")[2]

@@ -66,13 +66,14 @@ def evaluation_table(facts: RunFacts) -> str:
         "version": lambda one: (
             f"{one.version}" + (f" to {one.last_version}" if one.last_version > one.version else "")
         ),
-        "accuracy": lambda one: _percent(one.accuracy),
+        "accuracy": lambda one: _percent(one.known_accuracy),
         "95 % interval": lambda one: " to ".join(filter(None, (_percent(one.low), _percent(one.high)))),
         "best": lambda one: _percent(one.best),
         "greedy": lambda one: _percent(one.greedy),
         **{name: partial(_component, name) for name in names},
         "tokens": lambda one: f"{one.mean_tokens:,.1f}",
         "seconds": lambda one: f"{one.seconds:,.1f}",
+        "failed": lambda one: f"{one.errors:,}" if one.errors else "",
         "lag": lambda one: f"{one.lag}",
     }
     cells = {head: [text(one) for one in records] for head, text in columns.items()}

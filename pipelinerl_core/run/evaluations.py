@@ -51,10 +51,13 @@ def next_to_evaluate(
 def evaluation_line(record: EvalRecord) -> str:
     """Example: version 12: accuracy 0.513 (0.426 to 0.598) on 128 prompts, mean length 7.2 tokens, 4.1 s."""
     what = f" on {record.set}" if record.set else ""
+    if record.known_accuracy is None:
+        return f"version {record.version}{what}: no reward, all {record.errors:,} completions failed; {record.error}"
     interval = "" if record.low is None else f" ({record.low:.3f} to {record.high:.3f})"
     components = ", ".join(f"{name} {mean:.3f}" for name, mean in record.components.items())
     return (
         f"version {record.version}{what}: accuracy {record.accuracy:.3f}{interval} on {record.num_prompts:,} "
         f"prompts, mean length {record.mean_tokens:.1f} tokens, {record.seconds:.1f} s"
         + (f"; {components}" if components else "")
+        + (f"; {record.errors:,} completions failed: {record.error}" if record.errors else "")
     )

@@ -124,7 +124,7 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
 def eval_metrics(record: EvalRecord) -> dict[str, float]:
     """The metrics of an evaluation."""
     values = {
-        "accuracy": record.accuracy,
+        "accuracy": record.known_accuracy,
         "accuracy_low": record.low,
         "accuracy_high": record.high,
         "best": record.best,

@@ -337,6 +337,14 @@ class EvalRecord(Record):
     samples: tuple[dict[str, Any], ...] = ()
     """A few {prompt, completion, reward}."""
 
+    error: str = ""
+    """The error of the first completion without a reward; empty without errors."""
+
+    @property
+    def known_accuracy(self) -> float | None:
+        """The accuracy; None if completions failed and none has a reward."""
+        return None if self.errors > 0 and self.low is None else self.accuracy
+
     @property
     def lag(self) -> int:
         """Optimizer steps between the evaluated version and the end of the evaluation."""

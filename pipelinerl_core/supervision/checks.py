@@ -5,10 +5,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -19,7 +20,9 @@ from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
+from pipelinerl_core.run.user_code import local_code, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
@@ -73,11 +76,11 @@ def check_context(config: RunConfig, directory: Path) -> None:
         )
 
 
-def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> list[str]:
+def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) -> list[str]:
     """All checks of a configuration, cheap checks first; builds a missing built-in model.
 
-    is_new: the run does not exist yet. A run that exists uses its stored copy of the reward function. Returns lines
-    of text: number, held-out share and lengths of the prompts, and warnings about the reward function.
+    run: the run, if the run exists: it uses its stored copy of a user's file. Returns lines of text: number, held-out
+    share and lengths of the prompts, and warnings about the reward function.
     """
     check_root(root)
     check_hub_address(config)
@@ -87,7 +90,7 @@ def check_all(config: RunConfig, root: str, *, is_new: bool = True) -> list[str]
     check_mlflow(config.tracking.chosen_uri)
     is_model_there = resolve_model_path(config.model.path) is not None
     facts = check_prompts(config)
-    warnings = check_reward(config) if is_new else []
+    warnings = check_reward(config, run)
     check_model(config)
     check_space(config, root)
     # Again without a model so far: prompts are measured with the tokenizer.
@@ -186,10 +189,12 @@ def check_prompts(config: RunConfig) -> list[str]:
     """The prompt source opens and returns a prompt, and the model's tokenizer, if the model is on this host, encodes
     the prompts; checked in a child process, because the libraries are heavy. Returns lines of text about the
     prompts."""
-    return _check_in_child("prompts", "pipelinerl_core.prompts.check", config, PROMPTS_SECONDS)
+    return _check_in_child(
+        "prompts", "pipelinerl_core.prompts.check", config.model_dump(mode="json"), PROMPTS_SECONDS
+    )
 
 
-def check_reward(config: RunConfig) -> list[str]:
+def check_reward(config: RunConfig, run: RunContext | None = None) -> list[str]:
     """A user's reward function loads and scores two completions of the first prompt, in a scoring process; or an
     environment loads and plays two tasks up to their first messages, in an environment process.
 
@@ -198,22 +203,29 @@ def check_reward(config: RunConfig) -> list[str]:
     """
     if config.environment.path:
         seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
-        return _check_in_child("environment.path", "pipelinerl_core.tools.check_environment", config, seconds)
+        return _check_in_child(
+            "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, run), seconds
+        )
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
-    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", config, seconds)
+    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, run), seconds)
 
 
-def _check_in_child(subject: str, module: str, config: RunConfig, seconds: float) -> list[str]:
-    """Run a module that checks the configuration on its stdin. Returns the lines of its stdout.
+def _with_code(config: RunConfig, run: RunContext | None) -> dict[str, Any]:
+    code = local_code(config) if run is None else stored_code(run)
+    return {"config": config.model_dump(mode="json"), "code": code}
+
+
+def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds: float) -> list[str]:
+    """Run a module that checks the JSON value on its stdin. Returns the lines of its stdout.
 
     Raises ConfigError with the last line of its stderr if its exit code is not 0.
     """
     try:
         ended = subprocess.run(
             ending_with_parent([sys.executable, "-m", module]),
-            input=json.dumps(config.model_dump(mode="json")),
+            input=json.dumps(given),
             env=role_environment(1, ""),
             capture_output=True,
             text=True,

@@ -1,6 +1,6 @@
-"""Check the environment of the configuration on stdin, in an environment process.
+"""Check an environment in an environment process. stdin: JSON, {"config": ..., "code": text of its file or null}.
 
-Exit code 2 and one line on stderr if the environment cannot be used; lines on stdout are warnings.
+Exit code 2 and one line on stderr if the environment cannot be used.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from pipelinerl_core.environments.pool import EnvironmentPool, build_environment
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rollouts.episode import task_of
-from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.types import Prompt, Reply
 
 
@@ -38,15 +37,14 @@ class _TrialHost:
         """No trial is repeated."""
 
 
-async def check(config: RunConfig) -> list[str]:
+async def check(config: RunConfig, code: str | None) -> None:
     """Load the class, and play the first training task and the last held-out task up to their first messages.
 
-    Returns warnings. Raises ConfigError.
+    Raises ConfigError if any of this fails.
     """
     subject = f"environment.path={config.environment.path}"
-    environments = build_environments(config, local_code(config))
+    environments = build_environments(config, code)
     source = build_source(config)
-    warnings: list[str] = []
     try:
         loaded = await environments.check()
         _check_tasks(config, subject, has_tasks=loaded.has_tasks)
@@ -55,17 +53,11 @@ async def check(config: RunConfig) -> list[str]:
             ("held-out", source.held_out(config.eval.num_prompts)),
         ):
             if prompts and (error := await _trial(environments, config, prompts[-1])):
-                if "held_out(" in error:
-                    raise ConfigError(f"{subject}: {error}")
-                warnings.append(
-                    f"{subject}: the first {name} task failed before its first message: {error}. Rollouts with such "
-                    "errors have no reward and are not trained"
-                )
+                raise ConfigError(f"{subject}: a {name} task failed before its first message: {error}{_hint(error)}")
     except EnvironmentFailed as error:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
     finally:
         await environments.close()
-    return warnings
 
 
 def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
@@ -93,6 +85,15 @@ async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Promp
     return "play returned without a call of ask"
 
 
+def _hint(error: str) -> str:
+    """What allows the call that the isolation has refused."""
+    if "Operation not permitted" in error:
+        return ". If the environment needs the network, set environment.network=true"
+    if "Permission denied" in error:
+        return ". Read files in __init__, or set environment.isolation=none"
+    return ""
+
+
 def _reason(message: str) -> str:
     """The message without the name of the environment, `environment FILE.py:CLASS: `."""
     return message.split(": ", 1)[1] if message.startswith("environment ") else message
@@ -101,8 +102,8 @@ def _reason(message: str) -> str:
 def main() -> int:
     """Returns the exit code."""
     try:
-        for line in asyncio.run(check(build_config(json.load(sys.stdin)))):
-            sys.stdout.write(f"{line}\n")
+        given = json.load(sys.stdin)
+        asyncio.run(check(build_config(given["config"]), given["code"]))
     except ConfigError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 2

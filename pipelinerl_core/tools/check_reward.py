@@ -1,5 +1,6 @@
-"""Check the reward function of the configuration on stdin, with the first training prompt, in a scoring process.
+"""Check a reward function with the first training prompt, in a scoring process.
 
+stdin: JSON, {"config": ..., "code": text of its file or null}.
 Exit code 2 and one line on stderr if the function cannot be used; lines on stdout are warnings.
 """
 
@@ -12,11 +13,10 @@ from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError, FunctionRaised, RewardError
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.run.user_code import local_code
 from pipelinerl_core.types import Prompt
 
 
-async def check(config: RunConfig, prompt: Prompt) -> list[str]:
+async def check(config: RunConfig, prompt: Prompt, code: str | None) -> list[str]:
     """Score the reference answer and an empty completion; returns warnings. Raises ConfigError."""
     subject = f"reward.function={config.reward.function}"
     warnings: list[str] = []
@@ -25,7 +25,7 @@ async def check(config: RunConfig, prompt: Prompt) -> list[str]:
         lambda cause: warnings.append(
             f"{subject}: a trial call took more than reward.timeout_seconds={config.reward.timeout_seconds:g}"
         ),
-        local_code(config),
+        code,
     )
     try:
         for text in dict.fromkeys((str(prompt.task.get("answer", "")), "")):
@@ -60,8 +60,9 @@ def _reason(error: RewardError) -> str:
 def main() -> int:
     """Returns the exit code."""
     try:
-        config = build_config(json.load(sys.stdin))
-        for line in asyncio.run(check(config, build_source(config).prompt(0))):
+        given = json.load(sys.stdin)
+        config = build_config(given["config"])
+        for line in asyncio.run(check(config, build_source(config).prompt(0), given["code"])):
             sys.stdout.write(f"{line}\n")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

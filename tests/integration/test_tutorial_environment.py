@@ -59,6 +59,10 @@ def test_the_tutorial_trains_evaluates_and_closes(tmp_path, prepared_model):
     [
         (("weights = {", "weight = {"), r"environment\.path=guess\.py:Guess: Guess\.weights is None"),
         (("for index in range(count)", "for index in range(5)"), r"held_out\(20\) returned 5 tasks\. Set eval"),
+        (
+            ("0, self.highest, None", "0, self.high, None"),
+            r"before its first message: AttributeError: .*guess\.py:19",
+        ),
     ],
 )
 def test_a_class_that_cannot_be_used_is_one_line_and_exit_code_2(tmp_path, prepared_model, mistake, says):

@@ -32,9 +32,9 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.errors import (
     ChecksumMismatch,
+    ConfigError,
     HubUnavailable,
     MissingObject,
-    RewardError,
     RunOver,
     SwapError,
 )
@@ -210,7 +210,10 @@ class Actor:
             for group in self._sealer.groups_to_send_again():
                 self._unsent.put_nowait(group)
             if self._errors.is_spent:
-                raise RewardError(f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}")
+                raise ConfigError(  # the same code would fail again: no restart
+                    f"over 20 % of the last 200 rollouts failed; first: {self._errors.first_error}. Correct the code "
+                    "and start a new run; if a service was unavailable, resume the run"
+                )
             await self._next_sync()
             want = self._want() if self._is_current() else 0
 

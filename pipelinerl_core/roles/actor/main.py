@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.data.segments import SegmentWriter
-from pipelinerl_core.environments.pool import build_environments
+from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
 from pipelinerl_core.rewards.pool import build_scorer
@@ -49,7 +50,7 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     code = stored_code(context)
     scorer, environments = None, None  # before the engine, which takes minutes to load: may raise ConfigError
     if context.config.environment.path:
-        environments = build_environments(context.config, code)
+        environments = await _loaded(build_environments(context.config, code))
     else:
         scorer = build_scorer(
             context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
@@ -99,6 +100,16 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
         if scorer is not None:
             await scorer.close()
         await engine.close()
+
+
+async def _loaded(environments: EnvironmentPool) -> EnvironmentPool:
+    """The pool, after a process has loaded the environment. Raises ConfigError, before any lease is taken."""
+    try:
+        await environments.check()
+    except EnvironmentFailed as error:
+        await environments.close()
+        raise ConfigError(str(error)) from None
+    return environments
 
 
 def _broadcast_subscriber(context: RunContext, engine: Engine, name: str) -> BroadcastSubscriber | None:

@@ -74,6 +74,8 @@ class _Answer:
     """None after an error of the engine."""
     text: str
     reward: Score | None
+    error: str = ""
+    """Why there is no reward."""
 
 
 def build_set(config: RunConfig, name: str = "", code: str | None = None) -> EvalSet:
@@ -216,20 +218,21 @@ async def _episode(
     sampler = _sampler(config, index, number)
     progress = Progress(group_id=0, rollout_index=0, attempt=0)
     episode = player.episode(progress, request_id=_request_id(one, index, number), sampler=sampler)
-    reward = None
+    reward, failure = None, ""
     try:
         reward = (await player.play(episode, prompt, sampler.seed)).score
     except (EngineError, RewardError) as error:
+        failure = str(error)
         logger.warning("%s: %s", prompt.text, error)
     completion = progress.completion()
     text = one.codec.decode(completion.token_ids)
-    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward)
+    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward, error=failure)
 
 
 async def _completion(
     engine: Engine, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, number: int
 ) -> _Answer:
-    completion, text, reward = None, "", None
+    completion, text, reward, failure = None, "", None, ""
     try:
         request = EngineRequest(
             request_id=_request_id(one, index, number),
@@ -244,8 +247,9 @@ async def _completion(
             assert one.scorer is not None
             reward = await one.scorer.score(prompt, text, completion)
     except (EngineError, RewardError) as error:
+        failure = str(error)
         logger.warning("%s: %s", prompt.prompt_id, error)
-    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward)
+    return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward, error=failure)
 
 
 def _figures(answers: Sequence[Sequence[_Answer]]) -> dict[str, Any]:
@@ -272,6 +276,7 @@ def _figures(answers: Sequence[Sequence[_Answer]]) -> dict[str, Any]:
         "components": {name: float(np.mean(values)) for name, values in components.items()},
         "mean_tokens": float(np.mean([len(one.token_ids) for one in completions])) if completions else 0.0,
         "errors": sum(one.reward is None for given in answers for one in given),
+        "error": next((one.error for given in answers for one in given if one.reward is None), ""),
         "last_version": max((one.weight_spans[-1].version for one in completions if one.weight_spans), default=-1),
     }
 

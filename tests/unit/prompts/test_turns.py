@@ -466,7 +466,7 @@ def test_without_a_chat_template_contents_are_concatenated():
         chat.first([user("1")], [TOOL])
     with pytest.raises(EnvironmentFailed, match="a message needs a role and a text as content"):
         chat.first([{"role": "user", "content": None}])
-    with pytest.raises(EnvironmentFailed, match="have no tokens"):
+    with pytest.raises(EnvironmentFailed, match="no token for the first messages"):
         chat.first([user("")])
 
 

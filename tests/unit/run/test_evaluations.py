@@ -43,3 +43,14 @@ def test_the_line_of_an_evaluation_names_set_interval_and_components():
         "version 2 on hard: accuracy 0.500 (0.150 to 0.850) on 4 prompts, mean length 3.0 tokens, 1.2 s; "
         "correct 0.500, brief 1.000"
     )
+
+
+def test_an_evaluation_without_a_reward_has_no_accuracy_and_names_the_error():
+    values = {"num_prompts": 20, "accuracy": 0.0, "mean_tokens": 0.0, "seconds": 1.0, "error": "reward: ValueError"}
+    failed = EvalRecord(version=0, errors=20, **values)
+    assert failed.known_accuracy is None
+    assert evaluation_line(failed) == "version 0: no reward, all 20 completions failed; reward: ValueError"
+    some = EvalRecord(version=0, errors=3, low=0.0, high=0.2, **values)
+    assert some.known_accuracy == 0.0
+    assert evaluation_line(some).endswith("1.0 s; 3 completions failed: reward: ValueError")
+    assert EvalRecord(version=0, errors=0, **values).known_accuracy == 0.0
