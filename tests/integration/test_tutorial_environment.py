@@ -61,7 +61,7 @@ def test_the_tutorial_trains_evaluates_and_closes(tmp_path, prepared_model):
         (("for index in range(count)", "for index in range(5)"), r"held_out\(20\) returned 5 tasks\. Set eval"),
         (
             ("0, self.highest, None", "0, self.high, None"),
-            r"before its first message: AttributeError: .*guess\.py:19",
+            r"first message: AttributeError: .*guess\.py:19",
         ),
     ],
 )
