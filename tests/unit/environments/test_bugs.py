@@ -75,8 +75,8 @@ PLAY = {
     ),
     "asks_too_long": (
         "messages = list(HELLO)\nfor _ in itertools.count():\n    reply = await ask(messages)\n"
-        "    messages += [reply.message, *HELLO]\n    await asyncio.sleep(0.5)  # here",
-        "the environment took more than environment.episode_seconds=2 (my_env.py:{line})",
+        "    messages += [reply.message, *HELLO]\n    await asyncio.sleep(0.5)",
+        "the environment took more than environment.episode_seconds=2 (my_env.py:*)",
     ),
     "is_not_json": (
         "return {1, 2}",
