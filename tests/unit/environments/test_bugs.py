@@ -1,4 +1,4 @@
-"""Bugs of an environment: each ends its own episode as one line with the place, and another episode goes on."""
+"""Bugs of an environment: a bug ends its own episode with one line that names the place; other episodes go on."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Conversations become tokens: sampled tokens stay, and the tokens between turns are those of the chat template."""
+"""Conversations become tokens: sampled tokens stay; the chat template writes the tokens between turns."""
 
 import json
 from collections.abc import Mapping

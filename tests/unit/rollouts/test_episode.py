@@ -383,6 +383,23 @@ def test_rewards_of_turns_are_in_the_row_and_in_the_log():
     assert "2 rewards of turns for 3 turns" in str(play(rewarding, OWN)[2])
 
 
+def test_each_turn_has_noise_of_its_own_and_needs_the_version_of_the_tokens_before(monkeypatch):
+    requests, generate = [], LoggingEngine.generate
+
+    def recorded(self, request):
+        requests.append(request)
+        return generate(self, request)
+
+    monkeypatch.setattr(LoggingEngine, "generate", recorded)
+    episode, progress, *_ = play(Environments(), OWN, swap_at=((1, 4), (2, 9)))
+    assert len({request.sampler.seed for request in requests}) == len(requests) == 3
+    newest = [-1]
+    for turn in episode.turn_spans[:-1]:
+        newest.append(max(one.version for one in progress.completion().weight_spans if one.start < turn.end))
+    assert [request.min_version for request in requests] == newest
+    assert newest[-1] > 0
+
+
 def test_one_turn_alone_has_no_turn_spans():
     episode, progress, *_ = play(Environments(turns=1), OWN)
     assert episode.turn_spans == ()
