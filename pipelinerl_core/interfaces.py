@@ -32,6 +32,7 @@ from pipelinerl_core.types import (
     Score,
     SwapReport,
     TrainingRow,
+    Transcript,
     WeightManifest,
 )
 
@@ -260,12 +261,16 @@ class EpisodeHost(Protocol):
 class Environments(Protocol):
     """Plays episodes of the run's environment in its processes."""
 
-    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played:
+    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play and score one episode. Raises EnvironmentFailed with one line that names file and line if known.
 
-        If the environment's process dies, the episode is played again from the start: `host.restart()` is called,
-        and the host answers turns that it knows. Cancelling the call ends the episode.
+        If the environment scores groups, the episode is not scored: the result is its transcript. If the process of
+        the environment dies, the episode is played again from the start: `host.restart()` is called, and the host
+        answers turns that it knows. Cancelling the call ends the episode.
         """
+
+    async def score_group(self, task: Mapping[str, Any], transcripts: Sequence[Transcript]) -> list[Played]:
+        """Score the episodes of a group together; one result per transcript. Raises EnvironmentFailed."""
 
     async def close(self) -> None:
         """End the processes."""

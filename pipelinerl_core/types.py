@@ -135,6 +135,15 @@ class Played:
     """The episode used up its tokens or turns, and the environment did not handle this: every component is 0."""
 
 
+class Transcript(NamedTuple):
+    """The result of an episode whose environment scores the episodes of a group together."""
+
+    text: str
+    """What `play` returned, as JSON."""
+    num_turns: int
+    """Turns of the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """One problem of a prompt source."""

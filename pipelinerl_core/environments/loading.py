@@ -3,7 +3,7 @@
 import inspect
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipelinerl_core.environments.api import Ask, json_text
@@ -26,7 +26,11 @@ class UserEnvironment:
         self._instance: Any = found(**options)
         self.weights = self._checked_weights(weights)
         self._play = self._method("play", "task", "ask", "seed")
-        self._score = self._method("score", "task", "transcript")
+        self.scores_groups = hasattr(found, "score_group")
+        if self.scores_groups and hasattr(found, "score"):
+            raise Invalid(f"{self._name} has both score and score_group. Write one of them")
+        name, parameter = ("score_group", "transcripts") if self.scores_groups else ("score", "transcript")
+        self._score = self._method(name, "task", parameter)
         if not inspect.iscoroutinefunction(self._play):
             raise Invalid(f"{self._name}.play is not async. Write `async def play(self, task, ask, seed)`")
         self.has_tasks = hasattr(found, "task")
@@ -63,18 +67,31 @@ class UserEnvironment:
         Each name of `weights` is there. A component of the environment may be a list with a number for each of the
         `num_turns` turns; its value is the sum. Without such a component the second list is empty.
         """
-        result = self._score(json.loads(task), json.loads(transcript))
-        if inspect.isawaitable(result):
-            result = await result
-        place = _place(self._score)
+        result = await _awaited(self._score(json.loads(task), json.loads(transcript)))
+        return self._scored(result, num_turns)
+
+    async def score_group(
+        self, task: str, transcripts: Sequence[Any], nums_turns: Sequence[int]
+    ) -> list[tuple[dict[str, float], list[float]]]:
+        """For each transcript of a group what `score` returns for one; nums_turns: turns of the episodes."""
+        results = await _awaited(self._score(json.loads(task), transcripts))
+        if not isinstance(results, list) or len(results) != len(transcripts):
+            shown = (
+                f"{len(results)} results" if isinstance(results, list) else f"{type(results).__name__}, not a list"
+            )
+            raise Invalid(f"score_group returned {shown} for {len(transcripts)} transcripts{_place(self._score)}")
+        return [self._scored(result, num) for result, num in zip(results, nums_turns, strict=True)]
+
+    def _scored(self, result: Any, num_turns: int) -> tuple[dict[str, float], list[float]]:
+        name = "score_group" if self.scores_groups else "score"
         try:
             if not isinstance(result, Mapping):
                 shown = "None (no `return`?)" if result is None else f"{type(result).__name__} {str(result)[:50]!r}"
-                raise Invalid(f"score returned {shown}, not a mapping of component names to numbers")
-            summed, turn_rewards = _by_turn(result, self.weights, num_turns)
-            return weighted_components(summed, self.weights)[1], turn_rewards
+                raise Invalid(f"{name} returned {shown}, not a mapping of component names to numbers")
+            summed, turn_rewards = _by_turn(result, self.weights, num_turns, name)
+            return weighted_components(summed, self.weights, name)[1], turn_rewards
         except Invalid as error:
-            raise Invalid(f"{error}{place}") from None
+            raise Invalid(f"{error}{_place(self._score)}") from None
 
     def _check_options(self, found: type, options: Mapping[str, Any]) -> None:
         parameters = list(inspect.signature(found).parameters.values())
@@ -135,17 +152,23 @@ class UserEnvironment:
             raise Invalid(f"{name} returned {type(value).__name__} that is not JSON: {error}{place}") from None
 
 
-def weighted_components(result: Mapping[Any, Any], weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def weighted_components(
+    result: Mapping[Any, Any], weights: Mapping[str, float], method: str = "score"
+) -> tuple[float, dict[str, float]]:
     """The reward and its components; components without a weight are metrics. Raises Invalid."""
-    components = checked_components(result, "score")
+    components = checked_components(result, method)
     if missing := [name for name in weights if name not in components]:
-        raise Invalid(f"score returned no {missing[0]}, which weights names (returned: {', '.join(components)})")
+        raise Invalid(f"{method} returned no {missing[0]}, which weights names (returned: {', '.join(components)})")
     total = sum(weight * components[name] for name, weight in weights.items())
-    return finite_number(total, "score", " as weighted sum"), components
+    return finite_number(total, method, " as weighted sum"), components
 
 
 def _by_turn(
-    result: Mapping[Any, Any], weights: Mapping[str, float], num_turns: int
+    result: Mapping[Any, Any], weights: Mapping[str, float], num_turns: int, method: str
 ) -> tuple[dict[Any, Any], list[float]]:
     """The components with the sums of lists, and for each turn the weighted sum of the lists' numbers."""
     summed, turn_rewards = dict(result), list[float]()
@@ -153,8 +176,8 @@ def _by_turn(
         if not isinstance(values, list | tuple):
             continue
         if len(values) != num_turns:
-            raise Invalid(f"score returned {len(values)} numbers for {name}; the episode has {num_turns} turns")
-        numbers = [finite_number(value, "score", f" for {name}") for value in values]
+            raise Invalid(f"{method} returned {len(values)} numbers for {name}; the episode has {num_turns} turns")
+        numbers = [finite_number(value, method, f" for {name}") for value in values]
         summed[name] = sum(numbers)
         turn_rewards = turn_rewards or [0.0] * num_turns
         for turn, number in enumerate(numbers):

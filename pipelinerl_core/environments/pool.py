@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
-from pipelinerl_core.types import Played
+from pipelinerl_core.types import Played, Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +78,23 @@ class EnvironmentPool:
         self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
         self._is_closed = False
 
-    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played:
+    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play and score one episode, as described in interfaces.py.
 
         task: {"index": i} or {"held_out": i, "of": count} if the class has tasks of its own, else the row of a
         prompt; JSON values. Raises EnvironmentFailed (one line), or the exception of `host.ask`. If the process dies
         during a turn of the model, `host.ask` is cancelled before `host.restart` is called.
         """
+        return await self._process().play(task, seed, host)
+
+    async def score_group(self, task: Mapping[str, Any], transcripts: Sequence[Transcript]) -> list[Played]:
+        """Score the episodes of a group, as described in interfaces.py. Raises EnvironmentFailed (one line)."""
+        return await self._process().score_group(task, transcripts)
+
+    def _process(self) -> EnvironmentProcess:
         if self._is_closed:
             raise EnvironmentFailed(f"environment {self._name}: the environment was closed")
-        process = min(self._processes, key=lambda candidate: candidate.num_episodes)
-        return await process.play(task, seed, host)
+        return min(self._processes, key=lambda candidate: candidate.num_episodes)
 
     async def check(self) -> Loaded:
         """Load the environment in a process. Raises EnvironmentFailed with the reason if it cannot be used."""

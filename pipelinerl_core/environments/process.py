@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipelinerl_core.interfaces import EpisodeHost
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.sandbox.child_process import child_environment, printable, without_secrets
 from pipelinerl_core.sandbox.user_code import Invalid, checked_components, finite_number
-from pipelinerl_core.types import Played, Reply, RewardComponent, Score
+from pipelinerl_core.types import Played, Reply, RewardComponent, Score, Transcript
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ GRACE_SECONDS = 2.0
 """Time for a process to interrupt a step after environment.call_seconds; then the process is killed."""
 WATCH_SECONDS = 0.5
 """Interval of the checks for a blocked process."""
-KINDS = ("ask", "once", "done", "cut", "error")
+KINDS = ("ask", "once", "done", "played", "scored", "cut", "error")
 """Fields that name the episode of a line."""
 MAX_DEATHS = 3
 """Deaths of the process during one episode, after which the episode is an error."""
@@ -69,10 +69,16 @@ class Loaded:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Episode:
+    """One episode, or the scoring of a group of episodes."""
+
     task: Mapping[str, Any]
-    seed: int
-    host: EpisodeHost
-    future: asyncio.Future[Played]
+    seed: int = 0
+    host: EpisodeHost | None = None
+    """None while a group is scored."""
+    transcripts: Sequence[Transcript] = ()
+    """Of the group that is scored."""
+    future: asyncio.Future[Any]
+    """Played, Transcript, or a list of Played."""
     asking: asyncio.Task[None] | None = None
     """The model's turn; None while the environment has the turn."""
     is_playing: bool = False
@@ -118,11 +124,21 @@ class EnvironmentProcess:
         """Episodes that are played or wait for the process."""
         return len(self._episodes)
 
-    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played:
+    async def play(self, task: Mapping[str, Any], seed: int, host: EpisodeHost) -> Played | Transcript:
         """Play one episode. Raises EnvironmentFailed, or the exception of `host.ask`."""
+        future = asyncio.get_running_loop().create_future()
+        result: Played | Transcript = await self._run(_Episode(task=task, seed=seed, host=host, future=future))
+        return result
+
+    async def score_group(self, task: Mapping[str, Any], transcripts: Sequence[Transcript]) -> list[Played]:
+        """Score the episodes of a group. Raises EnvironmentFailed."""
+        future = asyncio.get_running_loop().create_future()
+        result: list[Played] = await self._run(_Episode(task=task, transcripts=transcripts, future=future))
+        return result
+
+    async def _run(self, episode: _Episode) -> Any:
         identity = next(self._next_id)
         self._num_ids = identity + 1
-        episode = _Episode(task=task, seed=seed, host=host, future=asyncio.get_running_loop().create_future())
         self._episodes[identity] = episode
         self._start_playing(identity, episode)
         self._keep_running()
@@ -291,7 +307,7 @@ class EnvironmentProcess:
         for episode in playing.values():
             episode.is_playing = False
             await episode.end_asking()
-            if not episode.future.done():
+            if episode.host is not None and not episode.future.done():
                 episode.host.restart()
 
     async def _start_failed(self, exit_code: int | None) -> None:
@@ -334,7 +350,15 @@ class EnvironmentProcess:
     def _start_playing(self, identity: int, episode: _Episode) -> None:
         if self._input is not None and not episode.is_playing:
             episode.is_playing = True
-            self._send({"play": identity, "task": episode.task, "seed": episode.seed, "once": episode.host.once})
+            if episode.host is not None:
+                line = {"play": identity, "seed": episode.seed, "once": episode.host.once}
+            else:
+                line = {
+                    "score": identity,
+                    "transcripts": [one.text for one in episode.transcripts],
+                    "nums_turns": [one.num_turns for one in episode.transcripts],
+                }
+            self._send({**line, "task": episode.task})
 
     def _handle(self, line: bytes) -> None:
         """Handle a line of the process; raises BadAnswer or Invalid if the line is not valid."""
@@ -347,36 +371,64 @@ class EnvironmentProcess:
         episode = self._episodes.get(identity)
         if episode is None or episode.future.done() or not episode.is_playing:
             return  # the episode was cancelled meanwhile
+        if episode.host is None:
+            self._handle_scoring(episode, answer)
+        else:
+            self._handle_playing(identity, episode, episode.host, answer)
+
+    def _handle_playing(self, identity: int, episode: _Episode, host: EpisodeHost, answer: Mapping[str, Any]) -> None:
         match answer:
             case {"ask": _, "messages": list() as messages, "tools": list() as tools} if _are_messages(messages):
                 if episode.asking is not None or not all(isinstance(tool, dict) for tool in tools):
                     raise BadAnswer("an ask that is not possible now")
-                asking = self._ask(identity, episode, messages, tools)
+                asking = self._ask(identity, episode, host, messages, tools)
                 episode.asking = asyncio.create_task(asking, name=f"environment {self._spec.name}: ask")
             case {"once": _, "key": str() as key, "value": value} if len(key) <= MAX_KEY_LETTERS:
-                episode.host.record(key, value)
-            case {"done": _, "components": dict() as components, "turn_rewards": list() as turn_rewards}:
-                reward, values = weighted_components(components, self._loaded.weights)
-                parts = tuple(finite_number(value, "score", " for a turn") for value in turn_rewards)
-                self._finish(episode, Played(score=_score(reward, values), turn_rewards=parts))
+                host.record(key, value)
+            case {"done": _}:
+                self._finish(episode, self._played(answer))
+            case {"played": _, "transcript": str() as text, "num_turns": int() as num_turns}:
+                self._finish(episode, Transcript(text, num_turns))
             case {"cut": _}:
                 zeros = dict.fromkeys(self._loaded.weights, 0.0)
                 self._finish(episode, Played(score=_score(0.0, zeros), is_cut=True))
+            case _:
+                self._handle_error(episode, answer)
+
+    def _handle_scoring(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        match answer:
+            case {"scored": _, "results": list() as results} if len(results) == len(episode.transcripts):
+                self._finish(episode, [self._played(result) for result in results])
+            case _:
+                self._handle_error(episode, answer)
+
+    def _handle_error(self, episode: _Episode, answer: Mapping[str, Any]) -> None:
+        match answer:
             case {"error": _, "text": str() as text}:
                 episode.is_playing = False
                 self._fail(episode, self._readable(text))
             case _:
                 raise BadAnswer("a line with wrong fields")
 
-    def _finish(self, episode: _Episode, played: Played) -> None:
+    def _played(self, result: Any) -> Played:
+        match result:
+            case {"components": dict() as components, "turn_rewards": list() as turn_rewards}:
+                reward, values = weighted_components(components, self._loaded.weights)
+                parts = tuple(finite_number(value, "score", " for a turn") for value in turn_rewards)
+                return Played(score=_score(reward, values), turn_rewards=parts)
+            case _:
+                raise BadAnswer("a result with wrong fields")
+
+    def _finish(self, episode: _Episode, result: Played | Transcript | list[Played]) -> None:
         episode.is_playing = False
-        episode.future.set_result(played)
+        episode.future.set_result(result)
 
     async def _ask(
-        self, identity: int, episode: _Episode, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-    ) -> None:
+        self, identity: int, episode: _Episode, host: EpisodeHost, messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+    ) -> None:  # fmt: skip
         try:
-            reply = await episode.host.ask(messages, tools)
+            reply = await host.ask(messages, tools)
         except asyncio.CancelledError:
             if episode.asking is not None:  # the host has cancelled the turn, not end_asking
                 episode.future.cancel()

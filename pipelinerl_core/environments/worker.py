@@ -8,7 +8,10 @@ out  {"ask": 7, "messages": [...], "tools": []}    new messages only
 in   {"reply": 7, "text": "5", ...}                fields of api.Reply; or {"spent": 7}
 out  {"once": 7, "key": "weather", "value": ...}   no answer
 out  {"done": 7, "components": {"solved": 1.0}, "turn_rewards": []}; or {"cut": 7}; or
+out  {"played": 7, "transcript": "[5]", "num_turns": 2}  JSON text, if the environment scores groups; or
 out  {"error": 7, "text": "ValueError: ... (my_env.py:9)"}
+in   {"score": 8, "task": {"index": 3}, "transcripts": [...], "nums_turns": [2, 1]}      the episodes of a group
+out  {"scored": 8, "results": [{"components": {...}, "turn_rewards": []}, ...]}; or {"error": 8, ...}
 in   {"cancel": 7}                                 no answer
 
 All episodes run in one event loop, on the main thread. A heartbeat of the loop charges the episodes that have the
@@ -49,6 +52,8 @@ EXIT_UNENDING = 70
 """Exit code of a process whose tasks ignore their cancellation."""
 MAX_LINE_BYTES = 16 << 20
 """Longest line that the parent reads."""
+MAX_TRANSCRIPT = 1 << 20
+"""Characters of a transcript that is scored with its group: the parent and the log keep such transcripts."""
 READ_BYTES = 1 << 16
 
 _EPISODE: ContextVar["Episode | None"] = ContextVar("episode", default=None)
@@ -83,7 +88,7 @@ class Prepare:
 
 
 class Episode:
-    """One episode that is being played, and the time that its environment has used."""
+    """One episode that is being played, or the scoring of a group, and the time that its environment has used."""
 
     def __init__(self, identity: int) -> None:
         """The environment has the turn."""
@@ -96,6 +101,11 @@ class Episode:
         self.call_seconds = 0.0
         self.all_seconds = 0.0
         self.is_over = False
+
+    @property
+    def problem(self) -> str:
+        """The first misuse of `ask`; empty: none."""
+        return self.ask.problem if self.ask is not None else ""
 
     @property
     def has_turn(self) -> bool:
@@ -195,6 +205,8 @@ class Worker:
         match request:
             case {"play": int() as identity}:
                 self._play(identity, request)
+            case {"score": int() as identity}:
+                self._start(Episode(identity), self._score_group(identity, request))
             case {"reply": int() as identity, **fields}:
                 self._answer(identity, Reply(**fields))
             case {"spent": int() as identity}:
@@ -214,7 +226,7 @@ class Worker:
     # ---- episodes ------------------------------------------------------------------------------------------------
 
     def _play(self, identity: int, request: Mapping[str, Any]) -> None:
-        episode = self._episodes[identity] = Episode(identity)
+        episode = Episode(identity)
 
         def ask(messages: str, tools: str) -> asyncio.Future[Reply | None]:
             self.send(f'{{"ask":{identity},"messages":{messages},"tools":{tools}}}'.encode())
@@ -226,22 +238,26 @@ class Worker:
 
         port = Port(ask=ask, record=record, place=lambda: _place_of_frame(sys._getframe(), self._environment.file))
         episode.ask = Ask(port, request["once"])
-        episode.coroutine = self._run(episode, episode.ask, request)
+        self._start(episode, self._play_and_score(episode, episode.ask, request))
+
+    def _start(self, episode: Episode, result: Coroutine[Any, Any, Mapping[str, Any]]) -> None:
+        """result: computes the last line of the episode."""
+        self._episodes[episode.identity] = episode
+        episode.coroutine = self._run(episode, result)
         token = _EPISODE.set(episode)
         episode.main = self._loop.create_task(episode.coroutine)
         _EPISODE.reset(token)
 
-    async def _run(self, episode: Episode, ask: Ask, request: Mapping[str, Any]) -> None:
+    async def _run(self, episode: Episode, result: Coroutine[Any, Any, Mapping[str, Any]]) -> None:
         try:
-            result = await self._result(episode, ask, request)
-            if ask.problem:  # the environment has caught the AskError
-                raise Invalid(ask.problem)
-            self._end(episode, result)
+            line = await result
+            if episode.problem:  # the environment has caught the AskError
+                raise Invalid(episode.problem)
+            self._end(episode, line)
         except BaseException as error:  # noqa: BLE001  (the boundary: whatever an environment raises is data)
-            self._fail(episode, ask.problem or failure_line(error, self._environment.file))
+            self._fail(episode, episode.problem or failure_line(error, self._environment.file))
 
-    async def _result(self, episode: Episode, ask: Ask, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The last line of an episode."""
+    async def _play_and_score(self, episode: Episode, ask: Ask, request: Mapping[str, Any]) -> Mapping[str, Any]:
         environment = self._environment
         task = environment.task(request["task"])
         try:
@@ -250,9 +266,22 @@ class Worker:
             return {"cut": episode.identity}
         ask.close()
         _check_tasks(episode, "play")
+        if environment.scores_groups:
+            if len(transcript) > MAX_TRANSCRIPT:
+                raise Invalid(f"play returned {len(transcript)} characters of JSON; at most {MAX_TRANSCRIPT}")
+            return {"played": episode.identity, "transcript": transcript, "num_turns": ask.num_turns}
         components, turn_rewards = await environment.score(task, transcript, ask.num_turns)
         _check_tasks(episode, "score")
         return {"done": episode.identity, "components": components, "turn_rewards": turn_rewards}
+
+    async def _score_group(self, identity: int, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        environment = self._environment
+        task = environment.task(request["task"])
+        transcripts = [json.loads(transcript) for transcript in request["transcripts"]]
+        scored = await environment.score_group(task, transcripts, request["nums_turns"])
+        _check_tasks(self._episodes[identity], "score_group")
+        results = [{"components": components, "turn_rewards": turn_rewards} for components, turn_rewards in scored]
+        return {"scored": identity, "results": results}
 
     def _answer(self, identity: int, reply: Reply | None) -> None:
         episode = self._episodes.get(identity)
@@ -275,8 +304,8 @@ class Worker:
         del self._episodes[episode.identity]
         if line is not None:
             self.send(line)
-        assert episode.ask is not None
-        episode.ask.close()
+        if episode.ask is not None:
+            episode.ask.close()
         for task in list(episode.tasks):
             task.cancel()
         if episode.tasks:

@@ -10,6 +10,7 @@ turn and carry no loss. Sampled tokens are never rendered again. The log holds t
 ["end", 25, "stop"]          the turn ends before offset 25
 ["once", "weather", "rain"]  a value that the environment has recorded
 ["turn_rewards", [0.5, 1]]   the parts of the reward that belong to single turns
+["transcript", "[5]", 2]     the result of an episode that is scored with its group: JSON, and the number of turns
 
 An episode that is played again (another actor continues it, or the environment's process died) gets the logged turns
 as long as its messages become the logged tokens. From the first difference on the episode is sampled again.
@@ -25,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import EngineError, EnvironmentFailed
+from pipelinerl_core.errors import EngineError, EnvironmentFailed, RewardError
 from pipelinerl_core.interfaces import ChatCodec, Engine, Environments
+from pipelinerl_core.rollouts.group_scoring import GroupScoring
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.types import (
     BoolArray,
@@ -39,6 +41,7 @@ from pipelinerl_core.types import (
     Prompt,
     Reply,
     Sampler,
+    Transcript,
     TurnSpan,
 )
 
@@ -104,6 +107,8 @@ class Episode:
         self._is_spent = False
         self._is_asking = False
         self._turn_rewards: tuple[float, ...] = ()
+        self.transcript: Transcript | None = None
+        """Of an episode that has ended and is scored with its group."""
         self.once: dict[str, Any] = {}
         for note in progress.notes:
             self._read(note)
@@ -266,6 +271,11 @@ class Episode:
         self._progress.finish(self.finish_reason)
         self._progress.score(played.score)
 
+    def ended(self, transcript: Transcript) -> None:
+        """Store the transcript; the reward follows when all episodes of the group have ended."""
+        self.transcript = transcript
+        self._progress.note(json.dumps(["transcript", *transcript]))
+
     @property
     def loss_mask(self) -> BoolArray:
         """[C] True on sampled tokens."""
@@ -287,6 +297,8 @@ class Episode:
             self.once[values[0]] = values[1]
         elif kind == "turn_rewards":
             self._turn_rewards = tuple(values[0])
+        elif kind == "transcript":
+            self.transcript = Transcript(*values)
 
 
 class EpisodePlayer:
@@ -312,9 +324,32 @@ class EpisodePlayer:
             counts=self.counts,
         )  # fmt: skip
 
-    async def play(self, episode: Episode, prompt: Prompt, seed: int) -> Played:
-        """Play and score an episode. Raises EnvironmentFailed, EngineError."""
-        played = await self._environments.play(task_of(self._config, prompt), seed, episode)
+    def group(self, prompt: Prompt, size: int) -> GroupScoring:
+        """The scoring of the `size` episodes of a prompt, for environments that score groups."""
+        task = task_of(self._config, prompt)
+        return GroupScoring(size, lambda transcripts: self._environments.score_group(task, transcripts))
+
+    async def play(self, episode: Episode, prompt: Prompt, seed: int, group: GroupScoring, index: int) -> Played:
+        """Play and score an episode. Raises EnvironmentFailed, EngineError.
+
+        index: position of the episode in its group. An episode whose transcript is in the log is only scored.
+        """
+        transcript = episode.transcript
+        try:
+            if transcript is None:
+                result = await self._environments.play(task_of(self._config, prompt), seed, episode)
+                if isinstance(result, Transcript):
+                    transcript = result
+                    episode.ended(transcript)
+                else:
+                    played = result
+        except (EngineError, RewardError):
+            await group.ended()
+            raise
+        if transcript is None:
+            await group.ended()
+        else:
+            played = await group.scored(index, transcript)
         episode.end(played)
         return played
 

@@ -96,7 +96,7 @@ class GroupRunner:
             for index in range(lease.group_size)
         ]
         self._open[lease.group_id, lease.attempt] = progress
-        sample = self._single_turn(lease.prompt) if self._player is None else self._episode
+        sample = self._single_turn(lease.prompt) if self._player is None else self._episodes(lease, self._player)
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = [
@@ -205,29 +205,35 @@ class GroupRunner:
 
     # ---- episodes ------------------------------------------------------------------------------------------------
 
-    async def _episode(self, lease: Lease, index: int, sampler: Sampler, progress: Progress) -> "_Result":
-        """Play and score an episode; nothing is played if the log has the reward."""
-        assert self._player is not None
-        episode = self._player.episode(progress, request_id=f"{lease.lease_id}.{index}", sampler=sampler)
-        error = None
-        try:
-            if progress.outcome is None:
-                await self._player.play(episode, lease.prompt, sampler.seed)
-        except EngineError as failure:
-            error = f"engine: {failure}"
-        except RewardError as failure:
-            error = f"environment: {failure}"
-        if error is not None:
-            progress.finish(FinishReason.ABORT)
-            progress.score(None)
-        sampled = _Sampled(
-            prompt_token_ids=episode.prompt_token_ids,
-            completion=progress.completion(),
-            loss_mask=episode.loss_mask,
-            turn_spans=episode.turn_spans,
-            turn_rewards=episode.turn_rewards,
-        )
-        return sampled, time.time(), error
+    def _episodes(self, lease: Lease, player: EpisodePlayer) -> "_Sample":
+        """Plays and scores one episode of the group; nothing is played if the log has the reward."""
+        group = player.group(lease.prompt, lease.group_size)
+
+        async def sample(lease: Lease, index: int, sampler: Sampler, progress: Progress) -> _Result:
+            episode = player.episode(progress, request_id=f"{lease.lease_id}.{index}", sampler=sampler)
+            error = None
+            try:
+                if progress.outcome is None or episode.transcript is not None:
+                    await player.play(episode, lease.prompt, sampler.seed, group, index)
+                else:
+                    await group.ended()
+            except EngineError as failure:
+                error = f"engine: {failure}"
+            except RewardError as failure:
+                error = f"environment: {failure}"
+            if error is not None:
+                progress.finish(FinishReason.ABORT)
+                progress.score(None)
+            sampled = _Sampled(
+                prompt_token_ids=episode.prompt_token_ids,
+                completion=progress.completion(),
+                loss_mask=episode.loss_mask,
+                turn_spans=episode.turn_spans,
+                turn_rewards=episode.turn_rewards,
+            )
+            return sampled, time.time(), error
+
+        return sample
 
 
 _Result = tuple[_Sampled, float, str | None]

@@ -25,6 +25,7 @@ from pipelinerl_core.prompts import build_source
 from pipelinerl_core.rewards.pool import build_scorer
 from pipelinerl_core.roles.runtime.inference import build_chat, build_codec
 from pipelinerl_core.rollouts.episode import EpisodePlayer
+from pipelinerl_core.rollouts.group_scoring import GroupScoring
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.run.context import RunContext
@@ -165,13 +166,13 @@ async def measure(
 
     if one.environments is not None and one.chat is not None:
         player = EpisodePlayer(engine, one.environments, one.chat, config)
-        ask = partial(_episode, player, one, config)
+        ask = partial(_episodes, player, one, config)
     else:
-        ask = partial(_completion, engine, one, config)
+        ask = partial(_completions, engine, one, config)
 
     async def work() -> None:
         for index, prompt in itertools.takewhile(lambda _: time.monotonic() < started + max_seconds, waiting):
-            answers[index] = await asyncio.gather(*(ask(prompt, index, number) for number in numbers))
+            answers[index] = await ask(prompt, index, numbers)
 
     async def show() -> None:
         what = f"version {version}{f' on {one.name}' if one.name else ''}"
@@ -212,21 +213,36 @@ def _request_id(one: EvalSet, index: int, number: int) -> str:
     return f"eval.{one.name}.{index}.{'greedy' if number == _GREEDY else number}"
 
 
+async def _episodes(
+    player: EpisodePlayer, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, numbers: Sequence[int]
+) -> list[_Answer]:
+    group = player.group(prompt, len(numbers))
+    episodes = [_episode(player, one, config, prompt, index, number, group, at) for at, number in enumerate(numbers)]
+    return await asyncio.gather(*episodes)
+
+
 async def _episode(
-    player: EpisodePlayer, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, number: int
-) -> _Answer:
+    player: EpisodePlayer, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, number: int,
+    group: GroupScoring, place: int,
+) -> _Answer:  # fmt: skip
     sampler = _sampler(config, index, number)
     progress = Progress(group_id=0, rollout_index=0, attempt=0)
     episode = player.episode(progress, request_id=_request_id(one, index, number), sampler=sampler)
     reward, failure = None, ""
     try:
-        reward = (await player.play(episode, prompt, sampler.seed)).score
+        reward = (await player.play(episode, prompt, sampler.seed, group, place)).score
     except (EngineError, RewardError) as error:
         failure = str(error)
         logger.warning("%s: %s", prompt.text, error)
     completion = progress.completion()
     text = one.codec.decode(completion.token_ids)
     return _Answer(is_greedy=number == _GREEDY, completion=completion, text=text, reward=reward, error=failure)
+
+
+async def _completions(
+    engine: Engine, one: EvalSet, config: RunConfig, prompt: Prompt, index: int, numbers: Sequence[int]
+) -> list[_Answer]:
+    return await asyncio.gather(*(_completion(engine, one, config, prompt, index, number) for number in numbers))
 
 
 async def _completion(

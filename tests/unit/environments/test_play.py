@@ -9,7 +9,7 @@ from pipelinerl_core.environments.loading import UserEnvironment
 from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.sandbox.user_code import Invalid, failure_line
-from pipelinerl_core.types import FinishReason, Played, Reply, ToolCall
+from pipelinerl_core.types import FinishReason, Played, Reply, ToolCall, Transcript
 from tests.unit.environments.episode_case import ScriptedHost, configured, played, run
 
 GUESS = """
@@ -96,6 +96,53 @@ def test_numbers_for_turns_are_one_finite_number_for_each_turn():
     ):
         (error,) = played(BY_TURN, ScriptedHost("a", "b"), task={"more": more})
         assert re.search(says, error), error
+
+
+COMPARED = """
+class Env:
+    weights = {"best": 1.0}
+
+    async def play(self, task, ask, seed):
+        return [(await ask([{"role": "user", "content": "begin"}])).text, seed]
+
+    async def score_group(self, task, transcripts):
+        assert task == {"answer": 7} and all(seed == 11 for _, seed in transcripts)
+        if transcripts[0][0] == "bad":
+            return [{"best": 1}]
+        if transcripts[0][0] == "worse":
+            return [{"better": 1} for _ in transcripts]
+        longest = max(len(text) for text, _ in transcripts)
+        return [{"best": len(text) == longest, "parts": [len(text)]} for text, _ in transcripts]
+"""
+
+
+def test_an_environment_may_score_the_episodes_of_a_group_together():
+    async def work(pool):
+        hosts = [ScriptedHost(text) for text in ("a", "bcd", "ef")]
+        transcripts = await asyncio.gather(*(pool.play({"answer": 7}, 11, host) for host in hosts))
+        assert transcripts[1] == Transcript('["bcd",11]', 1)
+        errors = []
+        for text in ("bad", "worse"):
+            with pytest.raises(EnvironmentFailed) as error:
+                await pool.score_group({"answer": 7}, [Transcript(f'["{text}",11]', 1), *transcripts])
+            errors.append(str(error.value))
+        return await pool.score_group({"answer": 7}, transcripts), errors
+
+    results, errors = run(COMPARED, work)
+    assert [float(one.score) for one in results] == [0.0, 1.0, 0.0]
+    assert [one.turn_rewards for one in results] == [(0.0,), (0.0,), (0.0,)]
+    assert dict(results[1].score.components) == {"best": 1.0, "parts": 3.0}
+    assert re.search(r"score_group returned 1 results for 4 transcripts \(my_env\.py:8\)", errors[0])
+    assert re.search(r"score_group returned no best, which weights names .*\(my_env\.py:8\)", errors[1])
+
+
+def test_a_class_has_one_way_to_score():
+    both = COMPARED + "    def score(self, task, transcript): return {}\n"
+    with pytest.raises(Invalid, match="Env has both score and score_group"):
+        UserEnvironment("my_env.py:Env", both, {}, {})
+    neither = COMPARED.replace("async def score_group", "async def rank")
+    with pytest.raises(Invalid, match=r"Env has no method score\(self, task, transcript\)"):
+        UserEnvironment("my_env.py:Env", neither, {}, {})
 
 
 def test_an_episode_without_budget_is_cut_with_all_components_0():

@@ -18,7 +18,7 @@ from pipelinerl_core.interfaces import WeightUpdate
 from pipelinerl_core.messages import Lease
 from pipelinerl_core.rollouts.episode import Episode, EpisodePlayer
 from pipelinerl_core.rollouts.progress import Progress
-from pipelinerl_core.rollouts.runner import GroupRunner
+from pipelinerl_core.rollouts.runner import GroupRunner, rollout_seed
 from pipelinerl_core.testing.models import reference_logprobs, tiny_model, weights_of
 from pipelinerl_core.testing.rollout_rows import group_ref
 from pipelinerl_core.types import (
@@ -30,6 +30,7 @@ from pipelinerl_core.types import (
     RewardComponent,
     Sampler,
     Score,
+    Transcript,
     TurnSpan,
 )
 
@@ -125,7 +126,7 @@ def play(environments, settings, *, restored=None, version=0, swap_at=(), restar
         player = EpisodePlayer(one, environments, Chat(), settings)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
         try:
-            result = await player.play(episode, PROMPT, 5)
+            result = await player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0)
         except EnvironmentFailed as error:
             result = error
         one.log()
@@ -215,7 +216,7 @@ def test_new_weights_end_the_use_of_kept_keys_and_values():
         progress = Progress(group_id=4, rollout_index=0, attempt=1)
         player = EpisodePlayer(one, environments, Chat(), OWN)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
-        await player.play(episode, PROMPT, 5)
+        await player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0)
         await one.close()
         return episode, progress.completion()
 
@@ -241,7 +242,7 @@ def test_the_versions_of_turns_never_decrease_when_an_older_engine_continues():
         one = engine(0)
         player = EpisodePlayer(one, Environments(), Chat(), OWN)
         episode = player.episode(progress, request_id="e", sampler=Sampler(seed=5))
-        playing = asyncio.create_task(player.play(episode, PROMPT, 5))
+        playing = asyncio.create_task(player.play(episode, PROMPT, 5, player.group(PROMPT, 1), 0))
         await asyncio.sleep(0.05)
         waiting = one.stats().waiting
         await one.swap(WeightUpdate(version=2, tensors=newer(2), num_bytes=0))
@@ -363,6 +364,60 @@ def test_the_rows_of_a_group_of_episodes_pass_the_hubs_checks_and_restart_with_t
         assert left.completion_token_ids.tolist() == right.completion_token_ids.tolist()
         assert (left.turn_spans, left.loss_mask.tolist()) == (right.turn_spans, right.loss_mask.tolist())
         assert (left.reward, left.finish_reason) == (right.reward, right.finish_reason)
+
+
+class Compared(Environments):
+    """Scores an episode by the share of the group's transcripts that are smaller. Episodes of `failing` fail."""
+
+    groups = ()
+
+    def __init__(self, *failing):
+        super().__init__()
+        self.failing = [rollout_seed(OWN.seed, 4, index) for index in failing]
+
+    async def play(self, task, seed, host):
+        replies = []
+        for turn in range(2):
+            replies.append(await host.ask([{"role": "user", "content": [turn]}], []))
+        if seed in self.failing:
+            raise EnvironmentFailed("no result (x.py:1)")
+        return Transcript(json.dumps(replies[-1].text), len(replies))
+
+    async def score_group(self, task, transcripts):
+        self.groups = [*self.groups, transcripts]
+        texts = [json.loads(one.text) for one in transcripts]
+        scores = [sum(other < text for other in texts) / len(texts) for text in texts]
+        return [Played(score=Score(one, (RewardComponent("rank", one),))) for one in scores]
+
+
+@pytest.mark.parametrize("failing", [(), (1,)])
+def test_a_group_is_scored_together_when_its_last_episode_has_ended(failing):
+    lease = Lease(group_id=4, attempt=0, lease_id="4.0", deadline_seconds=0.0, group_size=4, prompt=PROMPT)
+    environments = Compared(*failing)
+
+    async def main(restored=None):
+        one = engine()
+        player = EpisodePlayer(one, environments, Chat(), OWN)
+        runner = GroupRunner(one, None, None, OWN, actor="a", player=player)
+        rollouts = await runner.run(lease, restored)
+        rows = runner.growth()
+        await one.close()
+        return rollouts, rows, one.stats().num_tokens
+
+    rollouts, rows, num_sampled = asyncio.run(main())
+    (transcripts,) = environments.groups
+    scored = [rollout for rollout in rollouts if rollout.outcome is Outcome.SCORED]
+    assert len(transcripts) == len(scored) == 4 - len(failing)
+    assert len({one.text for one in transcripts}) > 1
+    ranks = [sum(other.text < one.text for other in transcripts) / len(transcripts) for one in transcripts]
+    assert [rollout.reward for rollout in scored] == ranks  # in the order of the rollouts
+    assert num_sampled > 0
+
+    without_scores = [replace(row, outcome=None, reward=None, reward_components=()) for row in rows[:2]]
+    again, _, num_again = asyncio.run(main(join_rows([*without_scores, *rows[2:]])))
+    assert num_again == 0  # no episode with a transcript is played again
+    assert [rollout.reward for rollout in again] == [rollout.reward for rollout in rollouts]
+    assert environments.groups == [transcripts, transcripts]
 
 
 def test_rewards_of_turns_are_in_the_row_and_in_the_log():
