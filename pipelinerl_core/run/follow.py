@@ -118,7 +118,8 @@ def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:
     speed = actor_speed(previous.actors, commit.actors) if previous else {}
     lengths = length_metrics(commit.lengths, previous.lengths if previous else {})
     waits = wait_metrics(commit.waits, previous.waits if previous else {})
-    return finite({**derived, **origin, **tokens, **lengths, **waits, **speed, **commit.metrics})
+    replays = replay_metrics(previous.actors if previous else {}, commit.actors)
+    return finite({**derived, **origin, **tokens, **lengths, **waits, **speed, **replays, **commit.metrics})
 
 
 def eval_metrics(record: EvalRecord) -> dict[str, float]:
@@ -139,6 +140,19 @@ def eval_metrics(record: EvalRecord) -> dict[str, float]:
 def wait_metrics(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     """Seconds waited between two reservations, by cause."""
     return {f"wait/{cause}_seconds": max(0.0, total - before.get(cause, 0.0)) for cause, total in now.items()}
+
+
+def replay_metrics(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:
+    """Tokens of earlier plays of episodes that were used again or dropped between two reservations, all actors."""
+    found: dict[str, float] = {}
+    for name, sample in now.items():
+        for kind in ("replayed", "dropped"):
+            counter = f"environment_{kind}_tokens"
+            if counter in sample.counters:
+                earlier = before[name].counters.get(counter, 0.0) if name in before else 0.0
+                key = f"environment/{kind}_tokens"
+                found[key] = found.get(key, 0.0) + sample.counters[counter] - earlier
+    return found
 
 
 def actor_speed(before: Mapping[str, ActorSample], now: Mapping[str, ActorSample]) -> dict[str, float]:

@@ -174,6 +174,9 @@ _DECLARED = (
     Metric("rollouts/max_versions", "versions", "maximum over rollouts", "Most versions in one rollout."),
     Metric("rollouts/error_fraction", "share", "errors over all rollouts of the step's groups",
            "Rollouts that could not be scored, which have no reward and are not trained."),
+    Metric("environment/turns", "turns", "mean over rollouts", "Turns of the model."),
+    Metric("environment/given_fraction", "share", "mean over completion tokens",
+           "Completion tokens that the environment gave, which carry no loss."),
     Metric("progress/samples", "rollouts", "running total", "Rollouts trained so far; an x axis."),
     Metric("progress/tokens", "tokens", "running total", "Completion tokens trained on so far; an x axis."),
     Metric("progress/seconds", "seconds", "value", "Wall clock since the run began; an x axis."),
@@ -200,6 +203,11 @@ _DECLARED = (
            "tracker"),
     Metric("weights/live_max", "version", "maximum over actors", "Newest version that sampled at the reservation.",
            "tracker"),
+    Metric("environment/replayed_tokens", "tokens", "sum since the previous reservation",
+           "Tokens of earlier plays that were used again, after the end of an actor or of an environment process.",
+           "tracker"),
+    Metric("environment/dropped_tokens", "tokens", "sum since the previous reservation",
+           "Tokens of earlier plays that were sampled again, because the environment acted differently.", "tracker"),
     Metric("tokens/generated", "tokens", "running total", "Completion tokens that actors sampled.", "tracker"),
     Metric("tokens/trained", "tokens", "running total", "Those with a gradient in a committed step.", "tracker"),
     Metric("tokens/masked_stale", "tokens", "running total", "Masked by the lag rule in a trained group.", "tracker"),
@@ -315,6 +323,7 @@ def step_metrics(
         "rollouts/multi_version_fraction": _mean(versions >= 2),
         "rollouts/max_versions": int(versions.max()) if len(versions) else None,
         "rollouts/error_fraction": num_errors / (len(rows) + num_errors) if len(rows) + num_errors else None,
+        **_environment_metrics(rows),
         "progress/samples": samples,
         "progress/tokens": tokens,
         "progress/seconds": seconds,
@@ -329,6 +338,18 @@ def _component_means(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
         for component in row.rollout.reward_components:
             values.setdefault(f"reward/{component.name}", []).append(component.value)
     return {name: _mean(np.array(found)) for name, found in values.items()}
+
+
+def _environment_metrics(rows: Sequence[TrainingRow]) -> dict[str, float | None]:
+    """Turns and given tokens; empty if every rollout is one turn."""
+    if all(row.rollout.num_turns == 1 for row in rows):
+        return {}
+    num_tokens = sum(row.rollout.num_tokens for row in rows)
+    num_sampled = sum(int(row.rollout.loss_mask.sum()) for row in rows)
+    return {
+        "environment/turns": _mean(np.array([row.rollout.num_turns for row in rows])),
+        "environment/given_fraction": 1 - num_sampled / num_tokens,
+    }
 
 
 def finite(values: Mapping[str, float | int | None]) -> dict[str, float]:

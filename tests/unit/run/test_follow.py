@@ -167,10 +167,11 @@ def test_a_record_of_another_format_is_refused_by_name(store):
 
 
 def test_derived_metrics_by_hand():
-    def sample(at, tokens, running_seconds, version):
+    def sample(at, tokens, running_seconds, version, **counters):
         return ActorSample(
             at=at, engine_version=version, running=8, waiting=0, concurrency=10, num_tokens=tokens,
             running_seconds=running_seconds,
+            counters={f"environment_{name}_tokens": number for name, number in counters.items()},
         )  # fmt: skip
 
     def swap(pause):
@@ -179,11 +180,15 @@ def test_derived_metrics_by_hand():
         )
 
     before = make_commit(1).model_copy(
-        update={"actors": {"a/1": sample(100, 1000, 50, 0), "b/1": sample(100, 0, 0, 0)}}
+        update={"actors": {"a/1": sample(100, 1000, 50, 0, replayed=5, dropped=2), "b/1": sample(100, 0, 0, 0)}}
     )
     commit = make_commit(2, reserved_at=200.0).model_copy(
         update={
-            "actors": {"a/1": sample(102, 1600, 66, 1), "b/1": sample(104, 400, 20, 3), "c/1": sample(104, 9, 9, 2)},
+            "actors": {
+                "a/1": sample(102, 1600, 66, 1, replayed=8, dropped=2),
+                "b/1": sample(104, 400, 20, 3),
+                "c/1": sample(104, 9, 9, 2, replayed=40, dropped=1),
+            },
             "swaps": (swap(0.004), swap(0.009)),
             "tokens": {"generated": 2009},
         }
@@ -195,3 +200,4 @@ def test_derived_metrics_by_hand():
     assert metrics["swap/pause_seconds_max"] == 0.009
     assert metrics["weights/published_seconds"] == pytest.approx(0.05)
     assert metrics["tokens/generated"] == 2009
+    assert (metrics["environment/replayed_tokens"], metrics["environment/dropped_tokens"]) == (3 + 40, 1)

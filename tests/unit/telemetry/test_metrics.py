@@ -22,7 +22,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.types import RewardComponent, WeightSpan
+from pipelinerl_core.types import RewardComponent, TurnSpan, WeightSpan
 
 LEARNED = {
     "importance/ess": 0.9,
@@ -74,6 +74,16 @@ def test_each_component_of_the_reward_has_its_mean_over_the_rollouts_that_have_i
     metrics = metrics_of(rows)
     assert (metrics["reward/right"], metrics["reward/short"]) == (0.5, 0.5)
     assert metrics.keys() - metrics_of(three_rows()).keys() == {"reward/right", "reward/short"}
+
+
+def test_turns_and_given_tokens_of_episodes():
+    first, *others = three_rows()
+    mask = np.array([True, True, False, False, False, True])
+    episode = replace(first.rollout, turn_spans=(TurnSpan(0, 2), TurnSpan(5, 6)), loss_mask=mask)
+    metrics = metrics_of([replace(first, rollout=episode), *others])
+    assert metrics["environment/turns"] == pytest.approx((2 + 1 + 1) / 3)
+    assert metrics["environment/given_fraction"] == pytest.approx(3 / 16)
+    assert "environment/turns" not in metrics_of(three_rows())
 
 
 def test_every_metric_of_a_step_is_declared():
