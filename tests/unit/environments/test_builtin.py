@@ -7,6 +7,10 @@ import pytest
 from pipelinerl_core.environments.api import Reply
 from pipelinerl_core.environments.builtin.calculator import Calculator
 from pipelinerl_core.environments.builtin.guess import Guess
+from tests.unit.environments.episode_case import ScriptedHost, played
+
+TOWER = "It is $9^{9^{9^{9}}}$."
+"""A number that is too large to be computed."""
 
 
 def play(environment, task, texts):
@@ -64,3 +68,13 @@ def test_no_held_out_sum_is_trained():
     calculator = Calculator(digits=1)
     trained = {tuple(calculator.task(index).values()) for index in range(500)}
     assert not trained & {tuple(task.values()) for task in calculator.held_out(100)}
+
+
+def test_mathematics_is_compared_by_value_and_a_hostile_reply_is_interrupted():
+    task, right = {"prompt": "What is 6/8 in lowest terms?", "answer": "3/4"}, ScriptedHost("It is $\\frac{6}{8}$.")
+    hosts = (right, ScriptedHost("It is 0.75"), ScriptedHost("4/3"), ScriptedHost("no idea"), ScriptedHost(TOWER))
+    *results, hostile = played(None, *hosts, task=task, path="builtin:math", overrides=["environment.call_seconds=3"])
+    assert right.asked == [([{"role": "user", "content": task["prompt"]}], [])]
+    assert [float(result.score) for result in results] == [1.0, 1.0, 0.0, 0.0]
+    assert [dict(result.score.components)["parsed"] for result in results] == [1.0, 1.0, 1.0, 0.0]
+    assert hostile.startswith("environment builtin:math: the environment took more than environment.call_seconds=3 (")
