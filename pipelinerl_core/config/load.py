@@ -79,9 +79,13 @@ def resume_config(config: RunConfig, overrides: typing.Sequence[str]) -> RunConf
         key = override.partition("=")[0]
         if not key.startswith(RESUMABLE):
             raise ConfigError(
-                f"{override}: a resume can change only {', '.join(RESUMABLE)}. Start a new run to change other keys"
+                f"{override}: a resume can change only {_resumable_text()}. Start a new run to change other keys"
             )
     return override_config(config, overrides)
+
+
+def _resumable_text() -> str:
+    return ", ".join(f"{key}*" if key.endswith(".") else key for key in RESUMABLE)
 
 
 def build_config(values: dict[str, Any]) -> RunConfig:

@@ -34,9 +34,9 @@ def _table(section: HuggingFacePrompts, key: str, split: str) -> pa.Table:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  (errors of the library, of fsspec and of the network)
-        reason = (str(error).splitlines() or [""])[0]
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ConfigError(
-            f"prompts.path={section.path}: the data set cannot be loaded: {type(error).__name__}: {reason} "
+            f"prompts.path={section.path}: the data set cannot be loaded: {type(error).__name__}: {reason}. "
             "Set prompts.path to a directory, or to a data set on a hub that this host can reach"
         ) from None
 

@@ -17,6 +17,10 @@ from pipelinerl_core.run.records import Commit
 
 WARN_STEPS = 3
 """Steps of a running run after which equal rewards are reported; fewer can be chance."""
+NEXT_STEP = (
+    "Training needs different rewards in a group: compare a completion with its reference below, then take easier or "
+    "harder prompts, a larger rollouts.group_size, or a reward with more than two values."
+)
 _EQUAL = 1e-9
 _MAX_CHARS = 300
 

@@ -1,6 +1,8 @@
 """The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
+import itertools
 import socket
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -216,12 +218,12 @@ def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
 
 
 def _eta(commits: Mapping[int, Commit], steps: int) -> float | None:
-    """Seconds to the last step at the pace of the last 20 steps."""
+    """Seconds to the last step at the median pace of the last 20 steps: the time between two starts has no effect."""
     recent = list(commits.values())[-_ETA_STEPS:]
     if len(recent) < 2:
         return None
-    pace = (recent[-1].committed_at - recent[0].committed_at) / (recent[-1].step - recent[0].step)
-    return max(0.0, pace * (steps - recent[-1].step))
+    paces = [(b.committed_at - a.committed_at) / (b.step - a.step) for a, b in itertools.pairwise(recent)]
+    return max(0.0, statistics.median(paces) * (steps - recent[-1].step))
 
 
 def _milliseconds(seconds: float | None) -> float | None:

@@ -108,9 +108,11 @@ def held_out_section(facts: RunFacts) -> str:
 
 
 def _answer(sample: dict[str, object]) -> str:
-    reward = sample.get("reward")
+    reward, reference = sample.get("reward"), sample.get("reference")
+    shown = f" reference: {_visible(str(reference))}" if reference else ""
+    badge = _badge(reward if isinstance(reward, int | float) else None)
     return (
-        f'<div class="rollout"><p class="meta">{_badge(reward if isinstance(reward, int | float) else None)}</p>'
+        f'<div class="rollout"><p class="meta">{badge}{shown}</p>'
         f'<pre><span class="prompt">{_visible(str(sample.get("prompt", "")))}</span>'
         f"{_visible(str(sample.get('completion', '')))}</pre></div>"
     )

@@ -335,7 +335,7 @@ class EvalRecord(Record):
     newest_step: StepOrNone = -1
     """Newest committed step when the evaluation ended."""
     samples: tuple[dict[str, Any], ...] = ()
-    """A few {prompt, completion, reward}."""
+    """A few {prompt, completion, reward, reference}; reference: the answer of the prompt's row, or empty."""
 
     error: str = ""
     """The error of the first completion without a reward; empty without errors."""

@@ -1,6 +1,7 @@
 """All weights of a durable version as one safetensors file, for `pipelinerl export`."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def write_model(context: RunContext, version: str, file: Path) -> None:
         assert base is not None
         weights = base.whole(weights, f"weights of version {version}")
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file, metadata={"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)  # save_file lets only the owner read
 
 
 def _merge(arguments: argparse.Namespace) -> None:

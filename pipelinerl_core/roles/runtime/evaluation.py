@@ -197,7 +197,12 @@ async def measure(
         seconds=time.monotonic() - started,
         finished_at=time.time(),
         samples=tuple(
-            {"prompt": prompt.text, "completion": given[0].text, "reward": given[0].reward}
+            {
+                "prompt": prompt.text,
+                "completion": given[0].text,
+                "reward": given[0].reward,
+                "reference": str(prompt.task.get("answer", "")),
+            }
             for prompt, given in list(zip(prompts, ordered, strict=False))[:_NUM_SHOWN]
         ),
     )

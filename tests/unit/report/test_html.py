@@ -141,12 +141,13 @@ def test_tokens_that_an_environment_has_given_are_grey(store):
 def test_what_the_model_wrote_cannot_become_markup_and_configuration_keeps_no_secret(store):
     config = {"tracking": {"mlflow_uri": "postgresql://u:hunter2@h/db"}, "hub": {"token": "hunter2"}}
     put_record(store, RUN_KEY, run_record(run_id="<b>r</b>", config=config))
-    sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0}
+    sample = {"prompt": "<script>1</script>", "completion": "</pre>\x1b$css", "reward": 0, "reference": "<i>7</i>"}
     record = EvalRecord(version=0, num_prompts=1, accuracy=0, mean_tokens=1, errors=0, seconds=1, samples=(sample,))
     put_record(store, eval_key(0), record)
     page = render_report(store)
     assert "<script>" not in page
     assert "&lt;/pre&gt;\\u001b$css" in page
+    assert "reference: &lt;i&gt;7&lt;/i&gt;" in page
     assert "<b>r</b>" not in page
     assert "hunter2" not in page
     parser = Balance()

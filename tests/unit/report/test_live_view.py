@@ -54,6 +54,13 @@ def test_a_live_run_shows_the_hub_and_its_pace(follower):
     assert line.endswith("eta 0:06")
 
 
+def test_the_time_between_two_starts_is_not_in_the_estimate(follower):
+    for step in (2, 3):
+        commit = follower.commits[step]
+        follower.commits[step] = commit.model_copy(update={"committed_at": commit.committed_at + 900})
+    assert status_of(follower, hub(beat=START), now=START + 1)["eta_seconds"] == pytest.approx(7 * 0.8)
+
+
 def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):
     status = status_of(follower, hub(beat=START), now=START + 60)
     assert status["state"] == "stopped"

@@ -55,7 +55,7 @@ def score(prompt, text):
 
 
 def prompts(num):
-    return [Prompt(prompt_id=str(i), source="s", env="e", text=f"prompt {i}", task={}) for i in range(num)]
+    return [Prompt(prompt_id=str(i), source="s", env="e", text=f"prompt {i}", task={"answer": i}) for i in range(num)]
 
 
 async def async_score(prompt, text, completion):
@@ -88,7 +88,9 @@ def test_samples_greedy_completions_best_and_components_are_apart():
     assert record.low < 0.5 < record.high
     assert (record.version, record.last_version) == (4, 8), "swapped in once per second sample"
     assert record.mean_tokens == 2.0
-    assert record.samples[2] == {"prompt": "prompt 2", "completion": "2 0", "reward": None}
+    assert record.samples[2] == {
+        "prompt": "prompt 2", "completion": "2 0", "reward": None, "reference": "2",
+    }  # fmt: skip
 
 
 def test_one_sample_has_no_best_and_nothing_scored_is_zero_without_interval():
