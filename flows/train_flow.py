@@ -14,12 +14,14 @@ from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
+from pipelinerl.tasks.outage import await_store, crashed_by_outage, schedule_again
 from pipelinerl.tasks.placement import EVALUATOR, HUB, TRAINER, RunRoles, hub_token, name_flow_run
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.hub_models import pinned
+from pipelinerl_core.errors import PipelineRLError
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.jobs import Job, new_job, resume_job
@@ -30,6 +32,7 @@ from pipelinerl_core.run.locate import (
     refuse_if_live,
     remember_latest,
     remove_shared_memory,
+    root_url,
     run_url,
 )
 from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
@@ -83,15 +86,34 @@ def train(
     """Train a model: generation and training side by side, weights swapped in flight.
 
     A retry of this flow run resumes the same run. Returns the report (report.json). If the run was drained, the
-    report is the data of a completed state named Drained.
+    report is the data of a completed state named Drained. After an outage of the store that is longer than all
+    restarts of the roles, a worker starts the flow run again, and the start waits for the store.
     """
+    if flow_run.run_count > 1:  # perhaps after an outage of the store
+        await_store(resume if "/" in resume else root_url(root))
     changes = (*settings.overrides(), *overrides)
     return train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
 
 
 def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[dict[str, Any]]:
-    """The body of the train flow. is_checked: the caller has checked the configuration."""
+    """The body of the train flow; the state Crashed after an outage of the store that is longer than all restarts, if
+    no worker has started the flow run.
+
+    is_checked: the caller has checked the configuration.
+    """
     run, tracker = open_job(job, is_checked=is_checked)
+    try:
+        return train_opened(run, tracker)
+    except PipelineRLError as error:
+        crashed = crashed_by_outage(run, error)
+        if crashed is None:
+            raise
+        schedule_again(crashed)
+        return crashed
+
+
+def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State[dict[str, Any]]:
+    """Train an opened run to its end, or until it is drained."""
     name_flow_run(run.run_id)
     logger.info("run %s", run.store.url)
     with RunWatch(run, tracker) as watch:

@@ -7,6 +7,7 @@ PipelineRLError
  |    +-- MissingObject     an object that a manifest or commit names does not exist
  |    +-- BrokenRecord      a record of a run is broken, or of another format version
  |    +-- ChecksumMismatch  bytes differ from the sha256 recorded for them
+ |    +-- StoreUnavailable  the store does not answer now; the run can be resumed when the store is back
  +-- StreamError            the channel between a role and the hub
  |    +-- SchemaMismatch    rows of another major schema version, or malformed
  |    +-- HubUnavailable    no hub answered within the deadline
@@ -26,6 +27,8 @@ EXIT_CONFIG = 2
 """Exit code of a process that ends with a ConfigError."""
 EXIT_FENCED = 3
 """Exit code of a process that ends with Fenced."""
+EXIT_STORE = 4
+"""Exit code of a process that ends with StoreUnavailable."""
 
 
 class PipelineRLError(Exception):
@@ -54,6 +57,10 @@ class BrokenRecord(StoreError):
 
 class ChecksumMismatch(StoreError):
     """The bytes of an object differ from their recorded sha256."""
+
+
+class StoreUnavailable(StoreError):
+    """The object store did not answer, or had no space, for as long as requests are repeated."""
 
 
 class StreamError(PipelineRLError):

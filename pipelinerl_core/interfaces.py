@@ -24,6 +24,7 @@ from pipelinerl_core.types import (
     FinishReason,
     Float32Array,
     Int32Array,
+    LoggedStep,
     Message,
     Played,
     Prompt,
@@ -296,6 +297,12 @@ class ObjectStore(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; missing objects are ignored."""
 
+    def unfinished(self) -> tuple[str, ...]:
+        """What killed writers have left of unfinished writes; no key, and in no listing. Safe on a live run."""
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove results of `unfinished`."""
+
     def child(self, prefix: str) -> "ObjectStore":
         """The store below a prefix."""
 
@@ -337,8 +344,21 @@ class Subscriber(Protocol):
 class Tracker(Protocol):
     """Stores the metrics of a run. A failure of the tracker does not end the run."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Buffer metrics of one step; never blocks on the network."""
+    @property
+    def logged(self) -> LoggedStep | None:
+        """Newest training step that the tracker has; None while this is not known."""
 
-    def close(self) -> None:
-        """Write all buffered metrics and stop."""
+    @property
+    def room(self) -> int:
+        """Metrics that the buffer still takes."""
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+    ) -> None:
+        """Buffer metrics of one step; never blocks on the network.
+
+        at: Unix seconds. weights_sha256: of a training step, which is then `logged`.
+        """
+
+    def start_over(self, step: int) -> None:
+        """Mark what was logged as a lost timeline and begin again. step: newest step of the training run."""

@@ -256,6 +256,8 @@ class LedgerSnapshot(BaseModel):
     """Length-bias meter: the same classes, over the tokens whose rows have arrived."""
     waits: dict[str, Number] = Field(default_factory=dict)
     """Cause -> seconds that trainer and actors have waited since the run began."""
+    retired_tokens: dict[str, Total] = Field(default_factory=dict)
+    """`generated` and `decided` tokens of all retired actor lives together; empty before the first is retired."""
 
 
 class Reserved(LedgerSnapshot, Message):

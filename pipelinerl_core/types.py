@@ -93,6 +93,16 @@ class PreviousHolder(NamedTuple):
     attempt: Attempt
 
 
+class LoggedStep(NamedTuple):
+    """The newest training step whose metrics a tracker has."""
+
+    step: int
+    weights_sha256: str
+    """The weights after the step: two timelines of one run have different weights at the same step."""
+
+
+NO_STEP = LoggedStep(-1, "")
+
 Message = Mapping[str, Any]
 """A message of a conversation, JSON values only, with the keys of chat APIs: {"role": "user", "content": "Hello"}."""
 

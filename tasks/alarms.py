@@ -38,13 +38,16 @@ class Alarms:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._emitted: set[str] = set()
+        self._rewards: dict[int, float | None] = {}
 
     def check(self, commits: Mapping[int, Commit]) -> None:
         """Emit an event if the reward has collapsed."""
         if REWARD_COLLAPSED in self._emitted:
             return
-        rewards = [commit.metrics["reward/mean"] for commit in commits.values() if "reward/mean" in commit.metrics]
-        fall = reward_fall(rewards)
+        for step in commits:
+            if step not in self._rewards:
+                self._rewards[step] = commits[step].metrics.get("reward/mean")
+        fall = reward_fall([reward for step in commits if (reward := self._rewards[step]) is not None])
         if fall is not None:
             best, newest = fall
             self.emit(

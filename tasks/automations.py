@@ -36,6 +36,8 @@ LEAST_RESUMES = 2
 """Runner and worker may both report one crash; the crash is then resumed twice."""
 RESUME_MESSAGE = "resumed after a crash"
 """Message of the state that pipelinerl-resume sets; pipelinerl-give-up counts states with this message."""
+OUTAGE_MESSAGE = "the store does not answer"
+"""Beginning of the message of the state that a flow run sets after an outage of the store (outage.py)."""
 COUNTING_TIME = timedelta(days=7)
 """pipelinerl-give-up counts the resumes within this time."""
 TAG = "pipelinerl"
@@ -162,12 +164,12 @@ def _alarm(notify_block: UUID | None) -> Automation:
 
 
 def was_resumed(flow_run_id: UUID) -> bool:
-    """Whether pipelinerl-resume scheduled this start of a flow run; if not, a user did."""
+    """Whether pipelinerl-resume, or the flow run itself after an outage, scheduled this start; if not, a user did."""
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(flow_run_id)
     scheduled = [state for state in states if state.is_scheduled() and state.name != _WAITING_STATE]
     newest = max(scheduled, key=lambda state: state.timestamp, default=None)
-    return newest is not None and newest.message == RESUME_MESSAGE
+    return newest is not None and (newest.message or "").startswith((RESUME_MESSAGE, OUTAGE_MESSAGE))
 
 
 def apply_automations(wanted: Iterable[Automation]) -> dict[str, Change]:

@@ -12,8 +12,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Cancelled
 
+from pipelinerl.tasks.outage import crashed_by_outage
 from pipelinerl.tasks.placement import TRAINER, RunRoles, load_token
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import StoreUnavailable
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import remove_shared_memory
 
@@ -40,6 +42,8 @@ def run_pooled(run_url: str, name: str) -> State[Any] | None:
             if time.monotonic() - checked_at >= STATE_SECONDS:
                 end = _state_on_server()
                 checked_at = time.monotonic()
+    except StoreUnavailable as error:  # the train flow replaces a crashed flow run
+        end = crashed_by_outage(run, error)
     finally:
         try:
             roles.stop()

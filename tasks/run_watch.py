@@ -33,15 +33,15 @@ from pipelinerl_core.report.live_view import LiveView
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.report.rollout_table import COLUMNS, MAX_STEPS, TABLE_NAME, RolloutTable
 from pipelinerl_core.report.samples import token_decoder
-from pipelinerl_core.report.scrape_targets import evaluation_progress
+from pipelinerl_core.report.scrape_targets import role_progress
 from pipelinerl_core.run.context import RunContext, log_directory
-from pipelinerl_core.run.follow import RunFollower, forward
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.follow import Forwarder, RunFollower
+from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
 from pipelinerl_core.supervision.role_logs import digest_rows
-from pipelinerl_core.telemetry.mlflow import run_page
+from pipelinerl_core.telemetry.mlflow import Status
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,9 @@ class RunWatch:
         self._run = run
         self._view = LiveView(None, run.config.trainer.steps)
         self._follower = RunFollower(run.store)
+        self._hub = HubWatch(run.store)
         self._alarms = Alarms(run.run_id)
+        self._forwarder = Forwarder(self._follower, tracker)
         self._tracker = tracker
         model = resolve_model_path(run.config.model.path)
         self._decode = token_decoder(str(model)) if model else None
@@ -85,6 +87,7 @@ class RunWatch:
         self._next_reading = 0.0
         self._live: dict[str, Any] = {}
         self._seen: object = None
+        self._start_beat = 0.0
         self._changed_at = time.monotonic()
         self._read()
 
@@ -101,7 +104,8 @@ class RunWatch:
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
         _quietly("table of logs", self._show_logs)
-        self._tracker.close("KILLED" if was_stopped else "FAILED" if kind else "FINISHED")
+        status: Status = "KILLED" if was_stopped else "FAILED" if kind else "FINISHED"
+        self._tracker.close(status, self._log_rest)
 
     @property
     def committed_step(self) -> int:
@@ -116,12 +120,14 @@ class RunWatch:
 
     def poll(self) -> None:
         """Read new objects if the pause is over. Raises DeadlineExceeded if the run has stalled."""
+        is_due = time.monotonic() >= self._next_reading
         self.look()
+        if is_due:
+            self._check_stall()
         if time.monotonic() - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
             _quietly("alarm", lambda: self._alarms.check(self.commits))
-        self._check_stall()
 
     def look(self) -> None:
         """Read new objects if the pause is over, and update the view."""
@@ -133,7 +139,7 @@ class RunWatch:
         self._read()
         key = self._run.run_id
         _quietly("progress artifact", self._show_progress)
-        rows = version_rows(list(self._follower.commits.values())[-TABLE_VERSIONS:])
+        rows = version_rows(self._follower.commits.newest(TABLE_VERSIONS))
         if rows:
             _quietly("table artifact", lambda: create_table_artifact(rows, key=f"{key}-versions"))
         _quietly("report artifact", lambda: create_markdown_artifact(report_markdown(report), key=f"{key}-report"))
@@ -145,10 +151,11 @@ class RunWatch:
         """Log new commits and evaluations, and update the view with them and the hub's live totals."""
         begun = time.monotonic()
         try:
-            forward(self._follower, self._tracker)
-            hub = read_hub(self._run.store)
+            self._forwarder.refresh()
+            hub = self._hub.look()
             self._live = hub.live if hub else {}
-            self._view.update(hub, self._follower, evaluation_progress(self._run.store))
+            progress = role_progress(self._run.store)
+            self._view.update(hub, self._follower, progress, silent_seconds=self._hub.silent_seconds)
             self._warn_of_equal_rewards()
             if begun - self._table_at >= TABLE_SECONDS:
                 self._write_table()
@@ -156,6 +163,13 @@ class RunWatch:
             logger.warning("could not read the run, trying again later: %s", error)
         now = time.monotonic()
         self._next_reading = now + max(READ_SECONDS, (now - begun) / READ_SHARE)
+
+    def _log_rest(self) -> bool:
+        try:
+            return self._forwarder.push()
+        except StoreError as error:
+            logger.warning("could not read commits for MLflow, trying again: %s", error)
+            return False
 
     def _warn_of_equal_rewards(self) -> None:
         """Once per start, if the rewards of the first steps are all equal: log a completion and its reference."""
@@ -195,34 +209,33 @@ class RunWatch:
             create_table_artifact(rows, key=f"{self._run.run_id}-logs", description="logs of the roles of this host")
 
     def _show_link(self) -> None:
-        record = self._run.record
-        if record.mlflow_uri is None or record.mlflow_run_id is None:
-            return
-        link = run_page(record.mlflow_uri, record.mlflow_run_id)
-        if link:
-            create_link_artifact(link, link_text="MLflow run", key=f"{record.run_id}-mlflow")
+        if self._tracker.page:
+            create_link_artifact(self._tracker.page, link_text="MLflow run", key=f"{self._run.run_id}-mlflow")
 
     def _check_stall(self) -> None:
+        """Raise DeadlineExceeded without a commit, a token or a start of the trainer for STALL_SECONDS.
+
+        This process measures all times with its own clock, because the clock of the trainer's host may differ.
+        """
         seen = (self.committed_step, self._live.get("step"), self._live.get("tokens"))
         if seen != self._seen:
             self._seen, self._changed_at = seen, time.monotonic()
-        elif time.monotonic() - self._changed_at > STALL_SECONDS and not self._is_starting():
+            return
+        try:
+            start_beat = read_record(self._run.store, role_key("trainer", "trainer"), RoleRecord).start_beat
+        except MissingObject:
+            start_beat = self._start_beat
+        except StoreError as error:
+            logger.warning("could not read whether the trainer has started: %s", error)
+            return
+        if start_beat != self._start_beat:
+            self._start_beat, self._changed_at = start_beat, time.monotonic()
+        elif time.monotonic() - self._changed_at > STALL_SECONDS:
             self._alarms.emit(RUN_STALLED, f"no commit and no token for {STALL_SECONDS:.0f} s")
             raise DeadlineExceeded(
                 f"no commit and no token for {STALL_SECONDS:.0f} s at step {self.committed_step}; "
                 "the logs of the roles show what they wait for. Continue with `pipelinerl resume`"
             )
-
-    def _is_starting(self) -> bool:
-        """Whether the trainer is starting: within STALL_SECONDS it has begun its work or trained a step again."""
-        try:
-            trainer = read_record(self._run.store, role_key("trainer", "trainer"), RoleRecord)
-        except MissingObject:
-            return False
-        except StoreError as error:
-            logger.warning("could not read whether the trainer has started: %s", error)
-            return True
-        return time.time() - trainer.start_beat < STALL_SECONDS
 
 
 def version_rows(commits: list[Commit]) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def trained_by(answer: Reserved) -> dict[str, Any]:
         FateRecord(group_id=ref.group_id, attempt=ref.attempt, fate="trained", num_tokens=ref.num_tokens)
         for ref in answer.groups
     )
-    names = ("next_group_id", "open_groups", "low_water", "tokens", "actors")
+    names = ("next_group_id", "open_groups", "low_water", "tokens", "actors", "retired_tokens")
     return {"fates": (*answer.fates, *trained), **{name: getattr(answer, name) for name in names}}
 
 

@@ -65,7 +65,8 @@ app = typer.Typer(
     - `pipelinerl resume latest` continues a run after a stop or a crash
     - `pipelinerl compare` measures which settings reach an accuracy sooner
 
-    Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input.
+    Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input,
+    4 the store does not answer.
     """,
 )
 for command in COMMANDS:

@@ -18,13 +18,14 @@ def gc(
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Delete objects that a stopped run does not need: orphans of crashes, logs of decided groups.
+    """Delete what a run does not need: orphans of crashes, old weights, logs of decided groups, unfinished files.
+
+    On a live run, only objects that were decided ten steps ago or earlier.
 
     Example: `pipelinerl gc latest --rollouts --dry-run`
     """
-    from pipelinerl_core.run.locate import locate_run, refuse_if_live
+    from pipelinerl_core.run.locate import locate_run
 
     url = locate_run(run, root)
-    refuse_if_live(url)
     flags = {"--rollouts": rollouts, "--dry-run": dry_run, "--json": as_json}
     run_module("tools.gc", {"run": url}, [flag for flag, is_set in flags.items() if is_set])

@@ -11,6 +11,7 @@ from typing import Any
 
 from prefect import Flow
 from prefect.events.worker import EventsWorker
+from prefect.exceptions import CrashedRun
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
@@ -20,7 +21,7 @@ from pipelinerl.flows.compare_flow import compare, compare_runs
 from pipelinerl.flows.train_flow import train, train_run
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.errors import ConfigError, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import LATEST_KEY, root_url
 from pipelinerl_core.storage.object_store import open_store
@@ -108,6 +109,8 @@ def _run(
             raise SystemExit(EXIT_TERMINATED) from None
         except ConfigError:  # another start would be refused too
             raise
+        except CrashedRun as error:  # the message says how to continue (tasks/outage.py)
+            raise StoreUnavailable(str(error)) from None
         except Exception:
             say_how_to_continue()
             raise

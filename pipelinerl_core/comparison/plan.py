@@ -29,7 +29,7 @@ MARGIN = 0.07
 """A run is stopped when its training reward exceeds the target by MARGIN: held-out accuracy lags behind reward."""
 BUDGET_MINUTES = 50.0
 # Durable weights every few steps, so that accuracy can be measured after the run; the user's settings override this.
-_DEFAULTS = ("weights.durable_every=5", "eval.subset=0", "eval.max_seconds=1800")
+_DEFAULTS = ("weights.durable_every=5", "weights.keep=0", "eval.subset=0", "eval.max_seconds=1800")
 _LIBRARIES = ("torch", "transformers", "tokenizers", "numpy")
 
 

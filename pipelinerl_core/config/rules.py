@@ -12,6 +12,8 @@ from pydantic import ValidationError
 if TYPE_CHECKING:
     from pipelinerl_core.config.sections import RunConfig
 
+MIN_KEPT_VERSIONS = 4
+"""Smallest weights.keep, except 0: two steps may be uncommitted, and a trainer may start from the step before."""
 _SET_NAME = re.compile(r"[a-z0-9_]{1,40}")
 
 
@@ -313,6 +315,11 @@ def _learner_problem(config: "RunConfig") -> str | None:
 
 
 def _weights_problem(config: "RunConfig") -> str | None:
+    if 0 < config.weights.keep < MIN_KEPT_VERSIONS:
+        return (
+            f"weights.keep={config.weights.keep}: an actor or a starting trainer may still read one of the newest "
+            f"{MIN_KEPT_VERSIONS} versions. Set weights.keep={MIN_KEPT_VERSIONS} or more, or 0 to keep all versions"
+        )
     if config.weights.content != "adapters":
         return None
     if not config.learner.lora_rank:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -38,12 +38,10 @@ from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, Parti
 
 logger = logging.getLogger(__name__)
 
-_CACHED_LOGS = 4
+_CACHED_LOGS = 16
 # The groups of a dead actor are leased again within a few syncs; a live actor extends its log in the meantime.
 _CACHE_SECONDS = 2.0
 
-_Log = dict[GroupKey, list[PartialRow]]
-"""All rows of an actor epoch by group, in written order."""
 _SCALARS = ("group_id", "rollout_index", "attempt", "start", "finish_reason", "reward", "outcome")
 
 
@@ -135,18 +133,19 @@ class PartialLog:
 
 
 class PartialReader:
-    """Reads the logs of the previous holders of a group. Thread-safe."""
+    """Reads the logs of the previous holders of a group, each segment once. Thread-safe."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._clock = clock
         self._lock = threading.Lock()
-        self._logs: OrderedDict[tuple[str, int], tuple[float, _Log]] = OrderedDict()
+        self._logs: OrderedDict[tuple[str, int], _InheritedLog] = OrderedDict()
 
     def read_continuations(self, group_id: int, holders: Sequence[PreviousHolder]) -> dict[int, PartialRow]:
         """rollout_index -> tokens from offset 0, from the first of `holders` whose log has rows of the rollout."""
         taken: dict[int, PartialRow] = {}
         for holder in holders:
-            rows = self._log(holder.actor, holder.epoch).get((group_id, holder.attempt), [])
+            rows = self._rows(holder.actor, holder.epoch).get((group_id, holder.attempt), [])
             for index, row in join_rows(rows).items():
                 taken.setdefault(index, _with_origin(row, holder))
         return taken
@@ -156,30 +155,54 @@ class PartialReader:
         found: dict[int, list[PreviousHolder]] = {}
         names = {tuple(key.split("/")[1:3]) for key in self._store.list("partials")}
         for actor, epoch in sorted(names):
-            for group_id, attempt in self._log(actor, int(epoch)):
+            for group_id, attempt in self._rows(actor, int(epoch)):
                 found.setdefault(group_id, []).append(PreviousHolder(actor, int(epoch), attempt))
         return {group_id: sorted(holders, key=lambda h: -h.attempt) for group_id, holders in found.items()}
 
-    def _log(self, actor: str, epoch: int) -> _Log:
+    def _rows(self, actor: str, epoch: int) -> dict[GroupKey, list[PartialRow]]:
+        since = self._clock() - _CACHE_SECONDS
         with self._lock:
-            read_at, log = self._logs.pop((actor, epoch), (-math.inf, {}))
-            if time.monotonic() - read_at > _CACHE_SECONDS:
-                read_at, log = time.monotonic(), self._read(actor, epoch)
-            self._logs[actor, epoch] = read_at, log
+            log = self._logs.setdefault((actor, epoch), _InheritedLog(self._store, partial_prefix(actor, epoch)))
+            self._logs.move_to_end((actor, epoch))
             while len(self._logs) > _CACHED_LOGS:
                 self._logs.popitem(last=False)
-            return log
+        return log.rows(since, self._clock)
 
-    def _read(self, actor: str, epoch: int) -> _Log:
-        rows: _Log = {}
-        for key in self._store.list(partial_prefix(actor, epoch)):
-            try:
-                for batch in from_segment(self._store.get(key), key):
-                    for row in decode_partials(batch):
-                        rows.setdefault((row.group_id, row.attempt), []).append(row)
-            except (SchemaMismatch, MissingObject) as error:
-                logger.warning("unreadable segment of the log skipped; its tokens are sampled again: %s", error)
-        return rows
+
+class _InheritedLog:
+    """The log of one actor epoch, as far as this process has read the log. Thread-safe."""
+
+    def __init__(self, store: ObjectStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._lock = threading.Lock()  # threads that ask for the same log wait for one reading
+        self._listed_at = -math.inf
+        self._seen: set[str] = set()
+        self._rows: dict[GroupKey, list[PartialRow]] = {}
+
+    def rows(self, since: float, clock: Callable[[], float]) -> dict[GroupKey, list[PartialRow]]:
+        """All rows by group, in written order, from a listing that is not older than `since`.
+
+        Reads only segments that no earlier call has read. Raises StoreError; the next call continues from there.
+        """
+        with self._lock:
+            if self._listed_at < since:
+                listed_at = clock()
+                for key in self._store.list(self._prefix):
+                    if key not in self._seen:
+                        self._read(key)
+                        self._seen.add(key)
+                self._listed_at = listed_at
+            return {key: list(rows) for key, rows in self._rows.items()}
+
+    def _read(self, key: str) -> None:
+        try:
+            rows = [row for batch in from_segment(self._store.get(key), key) for row in decode_partials(batch)]
+        except (SchemaMismatch, MissingObject) as error:
+            logger.warning("unreadable segment of the log skipped; its tokens are sampled again: %s", error)
+            return
+        for row in rows:
+            self._rows.setdefault((row.group_id, row.attempt), []).append(row)
 
 
 def _row(values: dict[str, object]) -> PartialRow:

@@ -7,7 +7,7 @@ many groups, because buffers of a few kilobytes compress worse and ten times slo
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -134,14 +134,18 @@ class SegmentReader:
         self._cache: OrderedDict[str, dict[GroupKey, pa.RecordBatch]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def segments(self, low_water: Mapping[str, int] | None = None) -> list[SegmentName]:
+    def segments(
+        self, low_water: Mapping[str, int] | None = None, retired: Container[tuple[str, int]] = ()
+    ) -> list[SegmentName]:
         """All segments in the store, oldest first in each actor epoch; lists the store once.
 
-        `low_water` maps "<actor>/<epoch>" to the lowest seq that is still needed; earlier segments are left out.
+        `low_water` maps "<actor>/<epoch>" to the lowest seq that is still needed; earlier segments are left out, and
+        all segments of `retired` actor epochs.
         """
         names = [parse_rollout_key(key) for key in self._store.list("rollouts")]
         marks = low_water or {}
-        return sorted(name for name in names if name.seq >= marks.get(f"{name.actor}/{name.epoch}", 0))
+        needed = (name for name in names if (name.actor, name.epoch) not in retired)
+        return sorted(name for name in needed if name.seq >= marks.get(f"{name.actor}/{name.epoch}", 0))
 
     def groups_in(self, key: str) -> list[GroupRef]:
         """The groups of one segment, in the order in which they finished."""

@@ -64,6 +64,12 @@ class ActorReports:
         """Newest swap version that the actor need not report again: committed, or with `is_final` only reported."""
         return (self._reported if is_final else self._committed).get(actor, -1)
 
+    def retire(self, actor: ActorKey) -> None:
+        """Drop the sample of an actor epoch; its pending swaps stay until a commit records them."""
+        self.samples.pop(actor, None)
+        self._reported.pop(actor, None)
+        self._committed.pop(actor, None)
+
     def swap_version(self, actor: ActorKey) -> int:
         """Newest reported swap version; -1 for none."""
         return self._reported.get(actor, -1)

@@ -12,9 +12,10 @@ from pipelinerl_core.errors import Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorReports
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, Reservation, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
+from pipelinerl_core.ledger.retirement import Retirement
 from pipelinerl_core.ledger.schedules import Schedule, build_schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
-from pipelinerl_core.ledger.tokens import DECIDED_COUNTER, TokenLedger
+from pipelinerl_core.ledger.tokens import DECIDED_COUNTER, RETIRED_ACTORS, UNKNOWN_ACTOR, TokenLedger
 from pipelinerl_core.ledger.view import LedgerView
 from pipelinerl_core.ledger.waits import Waits, empty_share
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved, Sync
@@ -51,17 +52,26 @@ class Ledger(LedgerView):
         self._newest_epochs: dict[str, int] = {}
         self._last_seen: dict[ActorKey, float] = {}
         self._trainer_epoch = -1
+        self._retirement = Retirement()
         self.actor_reports = ActorReports()
         self.waits = Waits()
         self.is_draining = False
         """Whether grants have ended."""
 
-    def restore(self, commit: Commit, sealed: Iterable[SealedGroup], manifest: WeightManifest | None) -> None:
+    def restore(
+        self,
+        commit: Commit,
+        sealed: Iterable[SealedGroup],
+        manifest: WeightManifest | None,
+        retired: Iterable[ActorKey] = (),
+    ) -> None:
         """Restore the state after the newest commit, with the groups in segments at and above its low-water marks.
 
         Groups without a fate are ready if their rows were found. Other groups wait for their holders to register, and
         are leased again after the grace period. Token totals come from the commit; the groups that it trained are
         added here, because the commit holds the totals at the reservation of the step.
+
+        retired: all retired actor epochs; the commit may still contain the ones retired last.
         """
         pool = self._pool
         self.committed_step = commit.step
@@ -69,9 +79,11 @@ class Ledger(LedgerView):
         pool.start_at(commit.next_group_id)
         for group_id in commit.open_groups:
             pool.leases.queue(group_id)
-        pool.tokens = TokenLedger.restore(commit.tokens, commit.actors, commit.lengths)
+        pool.tokens = TokenLedger.restore(commit.tokens, commit.actors, commit.lengths, commit.retired_tokens)
         pool.segments = SegmentIndex(commit.low_water)
         self.actor_reports.restore(commit.actors)
+        self._newest_epochs = {actor.name: actor.epoch for actor in sorted(self.actor_reports.samples)}
+        self.retire(retired)
         self.waits = Waits(commit.waits)
         trained = {record.group_id: record for record in commit.fates if record.fate == "trained"}
         for group_id in trained:
@@ -81,8 +93,8 @@ class Ledger(LedgerView):
         self.restore_segments(g for g, ref in refs if attempts.get(ref.group_id, ref.attempt) == ref.attempt)
         for record in trained.values():
             pool.decide_by_commit(record, commit.step)
-        for key in commit.actors:
-            self._last_seen[ActorKey.parse(key)] = self._grace_until - self._config.placement.lease_seconds
+        for actor in self.actor_reports.samples:
+            self._last_seen[actor] = self._grace_until - self._config.placement.lease_seconds
 
     def restore_segments(self, sealed: Iterable[SealedGroup]) -> None:
         """Add groups found in the store; to be called before any peer registers."""
@@ -153,17 +165,46 @@ class Ledger(LedgerView):
                 self._pool.tokens.account(actor).is_gone = True
         return self._pool.leases.expire(now)
 
+    def lives_to_retire(self) -> list[ActorKey]:
+        """Actor epochs that have ended for good and whose groups are all decided; from now on they are refused.
+
+        The caller writes the object of each, then calls `retire`.
+        """
+        pool = self._pool
+        lives = {*self.actor_reports.samples, *pool.tokens.accounts, *pool.segments.actors()}
+        needed = {*self._last_seen, *pool.segments.holders(pool.is_open), UNKNOWN_ACTOR, RETIRED_ACTORS}
+        ended = [actor for actor in lives - needed if not pool.tokens.account(actor).present]
+        return self._retirement.select(
+            ended, self._is_replaced, now=self._clock(), committed_step=self.committed_step
+        )
+
+    def retire(self, actors: Iterable[ActorKey]) -> None:
+        """Remove actor epochs whose objects are written: later commits do not name them."""
+        for actor in actors:
+            self._retirement.retire(actor)
+            self.actor_reports.retire(actor)
+            self._pool.segments.retire(actor)
+            self._pool.tokens.retire(actor)
+
     def extend(self, seconds: float) -> None:
         """Move all deadlines by `seconds`, for which the hub was suspended."""
         self._pool.leases.extend(seconds)
         self._grace_until += seconds
         self._last_seen = {actor: last_seen + seconds for actor, last_seen in self._last_seen.items()}
 
+    def _is_replaced(self, actor: ActorKey) -> bool:
+        """Whether a newer epoch of the actor has registered."""
+        return self._newest_epochs.get(actor.name, actor.epoch) > actor.epoch
+
     def _check_actor(self, actor: ActorKey) -> None:
-        newest = self._newest_epochs.get(actor.name, actor.epoch)
-        if newest > actor.epoch:
+        if self._is_replaced(actor):
+            newest = self._newest_epochs[actor.name]
             raise Fenced(
                 f"actor {actor.name}: epoch {actor.epoch} was replaced by epoch {newest}; this process must end"
+            )
+        if actor in self._retirement.lives:
+            raise Fenced(
+                f"actor {actor.name}: epoch {actor.epoch} was silent too long and is retired; this process must end"
             )
 
     def _revive(self, actor: ActorKey) -> None:
@@ -362,6 +403,7 @@ class Ledger(LedgerView):
             tokens=tokens.totals(),
             lengths=tokens.lengths.totals(),
             waits=self.waits.totals(),
+            retired_tokens=tokens.retired_tokens(),
             swaps=tuple(swap.model_dump() for swap in swaps),
             actors=actors,
         )

@@ -32,6 +32,20 @@ class SegmentIndex:
         """(actor epoch, seq) of the segment that holds a group; None if unknown."""
         return self._segments.get(group_id, {}).get(attempt)
 
+    def holders(self, is_open: Callable[[int], bool]) -> set[ActorKey]:
+        """Actor epochs whose segments hold rows of an open group."""
+        needed = (attempts for group_id, attempts in self._segments.items() if is_open(group_id))
+        return {actor for attempts in needed for actor, _ in attempts.values()}
+
+    def actors(self) -> set[ActorKey]:
+        """Actor epochs with a low-water mark."""
+        return set(self._next)
+
+    def retire(self, actor: ActorKey) -> None:
+        """Drop the mark of an actor epoch whose groups are all decided."""
+        self._next.pop(actor, None)
+        self._early.pop(actor, None)
+
     def low_water(self, is_open: Callable[[int], bool]) -> dict[str, int]:
         """ "<actor>/<epoch>" -> lowest segment that may hold rows of an open group; drops other groups."""
         self._segments = {group_id: attempts for group_id, attempts in self._segments.items() if is_open(group_id)}

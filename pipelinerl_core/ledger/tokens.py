@@ -10,6 +10,7 @@ reserved groups. Each transition of a group with rows also updates the length-bi
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pipelinerl_core.ledger.groups import ActorKey, GroupSummary
 from pipelinerl_core.ledger.lengths import LengthMeter
@@ -23,6 +24,8 @@ DECIDED_COUNTER = "settled_tokens"
 """Counter of an ActorSample: decided tokens of this actor epoch."""
 UNKNOWN_ACTOR = ActorKey("", 0)
 """Account of tokens whose actor is unknown: groups decided before this hub whose rows have not arrived."""
+RETIRED_ACTORS = ActorKey("", 1)
+"""One account for all retired actor epochs."""
 
 
 @dataclass(slots=True)
@@ -52,13 +55,23 @@ class TokenLedger:
     accounts: dict[ActorKey, Account] = field(default_factory=dict)
     decided: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DECIDED, 0))
     lengths: LengthMeter = field(default_factory=LengthMeter)
+    retired: set[ActorKey] = field(default_factory=set)
+    """Actor epochs whose tokens are in the account RETIRED_ACTORS."""
 
     @classmethod
     def restore(
-        cls, tokens: Mapping[str, int], actors: Mapping[str, ActorSample], lengths: Mapping[str, LengthTotals]
+        cls,
+        tokens: Mapping[str, int],
+        actors: Mapping[str, ActorSample],
+        lengths: Mapping[str, LengthTotals],
+        retired_tokens: Mapping[str, int] = MappingProxyType({}),
     ) -> "TokenLedger":
         """Restore from a commit. `superseded` is derived from the accounts, which already include departed actors."""
         ledger = cls(lengths=LengthMeter.restore(lengths))
+        if retired_tokens:
+            ledger.accounts[RETIRED_ACTORS] = Account(
+                reported=retired_tokens["generated"], decided=retired_tokens["decided"], is_gone=True
+            )
         for key, sample in actors.items():
             decided = int(sample.counters.get(DECIDED_COUNTER, 0))
             ledger.accounts[ActorKey.parse(key)] = Account(reported=sample.num_tokens, decided=decided)
@@ -73,7 +86,27 @@ class TokenLedger:
 
     def account(self, actor: ActorKey) -> Account:
         """The account of an actor epoch, created if needed."""
-        return self.accounts.setdefault(actor, Account())
+        return self.accounts.setdefault(RETIRED_ACTORS if actor in self.retired else actor, Account())
+
+    def retire(self, actor: ActorKey) -> None:
+        """Add the account of an actor epoch to RETIRED_ACTORS. Totals do not change if the epoch has left.
+
+        Other actors may still deliver groups with tokens that this epoch sampled; these tokens then leave
+        `superseded`, as for any actor that has left.
+        """
+        own = self.accounts.pop(actor, None) if actor not in self.retired else None
+        self.retired.add(actor)
+        total = self.account(actor)
+        total.is_gone = True
+        if own is not None:
+            total.reported = total.generated + own.generated
+            total.present += own.present
+            total.decided += own.decided
+
+    def retired_tokens(self) -> dict[str, int]:
+        """`generated` and `decided` tokens of the retired actor epochs, for a commit; empty without any."""
+        total = self.accounts.get(RETIRED_ACTORS)
+        return {} if total is None else {"generated": total.generated, "decided": total.decided}
 
     def report(self, actor: ActorKey, num_tokens: int) -> None:
         """Set the number of tokens that an actor epoch has reported; never decreases."""
@@ -144,4 +177,4 @@ class TokenLedger:
 
     def copy(self) -> "TokenLedger":
         accounts = {actor: copy.copy(account) for actor, account in self.accounts.items()}
-        return TokenLedger(accounts, dict(self.decided), self.lengths.copy())
+        return TokenLedger(accounts, dict(self.decided), self.lengths.copy(), self.retired)

@@ -169,7 +169,7 @@ def _reward(steps: tuple[StepFacts, ...]) -> float | None:
 
 def _tokens(facts: RunFacts) -> dict[str, Any]:
     lengths = np.concatenate([step.lengths for step in facts.steps]) if facts.steps else np.empty(0, dtype=np.int64)
-    last = next(reversed(facts.commits.values()), None)
+    last = facts.commits[max(facts.commits)] if facts.commits else None
     return {
         "samples": len(lengths),
         "tokens_generated": last.tokens.get("generated", 0) if last else 0,

@@ -27,12 +27,20 @@ _MAX_CHARS = 300
 
 def equal_reward(commits: Iterable[Commit], min_steps: int = 1) -> float | None:
     """The reward of all trained rollouts if these rewards are equal, else None; also None for fewer steps."""
-    metrics = [commit.metrics for commit in commits if commit.step > 0]
-    means = [one["reward/mean"] for one in metrics if "reward/mean" in one]
-    stds = [one["reward/std"] for one in metrics if "reward/std" in one]
-    if len(stds) < max(min_steps, len(metrics)) or max(stds) > _EQUAL or max(means) - min(means) > _EQUAL:
-        return None
-    return means[0]
+    first, num_steps = None, 0
+    lowest = highest = 0.0
+    for commit in commits:  # ends at the first difference: a long run has many commits to read
+        if commit.step == 0:
+            continue
+        mean, std = commit.metrics.get("reward/mean"), commit.metrics.get("reward/std")
+        if mean is None or std is None or std > _EQUAL:
+            return None
+        if first is None:
+            first = lowest = highest = mean
+        lowest, highest, num_steps = min(lowest, mean), max(highest, mean), num_steps + 1
+        if highest - lowest > _EQUAL:
+            return None
+    return first if num_steps >= min_steps else None
 
 
 def headline(reward: float, steps: int, *, is_over: bool) -> str:

@@ -3,17 +3,21 @@
 Shapes: P = prompt tokens, C = completion tokens, N = rollouts of a step, G = its groups, L = largest lag + 1.
 """
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord
+from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord, commit_key
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, WeightSpan
@@ -34,6 +38,8 @@ _COLUMNS = (
     "outcome",
     "finish_reason",
 )
+# Fields of a commit that no report shows; they take more memory than the other fields.
+_UNUSED: dict[str, Any] = {"fates": (), "low_water": {}, "open_groups": ()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +90,7 @@ class RunFacts:
     """Record, commits, evaluations and trained batches of a run."""
 
     run: RunRecord
-    commits: dict[int, Commit]
+    commits: Mapping[int, Commit]
     """Step -> valid commit."""
     evals: dict[int, EvalRecord]
     """Version -> evaluation on the run's own held-out prompts."""
@@ -99,28 +105,49 @@ class RunFacts:
         return [commit for step, commit in self.commits.items() if step > 0]
 
 
-StepCache = dict[str, StepFacts]
-"""Key of a batch file -> figures of its step."""
+@dataclass(slots=True, eq=False)
+class RunCache:
+    """What was read of a run; both by key of the commit."""
+
+    commits: dict[str, Commit] = field(default_factory=dict)
+    steps: dict[str, StepFacts] = field(default_factory=dict)
 
 
-def collect(store: ObjectStore, known: StepCache | None = None) -> RunFacts:
-    """Read the run; batches in `known` are not read again. Raises MissingObject for a missing run or batch."""
+def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
+    """Read the run, apart from what is in `cache`. Raises MissingObject for a missing run or batch."""
     follower = RunFollower(store)
     run = follower.run
     follower.refresh()
-    trained = [commit for commit in follower.commits.values() if commit.batches]
-    known = {} if known is None else known
-    for commit in trained:
-        if commit.batches[0].name not in known:
-            known[commit.batches[0].name] = step_facts(commit.step, read_batch(store, commit))
-    steps = [known[commit.batches[0].name] for commit in trained]
+    keys = follower.commits.keys_by_step
+    cache = RunCache() if cache is None else cache
+    _add_compacted(store, keys, cache.steps)
+    for step, key in keys.items():
+        if key not in cache.commits:
+            cache.commits[key] = follower.commits[step].model_copy(update=_UNUSED)
+        if key not in cache.steps and (commit := cache.commits[key]).batches:
+            cache.steps[key] = step_facts(step, read_batch(store, commit))
     return RunFacts(
         run=run,
-        commits=follower.commits,
+        commits={step: cache.commits[key] for step, key in keys.items()},
         evals=follower.evals,
         set_evals=follower.set_evals,
-        steps=tuple(steps),
+        steps=tuple(cache.steps[key] for key in keys.values() if key in cache.steps),
     )
+
+
+def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str, StepFacts]) -> None:
+    """Add the figures of the steps in compacted rollouts."""
+    for file in list_rollouts(store):
+        of_file = {step: commit_key(step, file.epoch) for step in range(file.first, file.last + 1)}
+        wanted = {step: key for step, key in of_file.items() if keys.get(step) == key and key not in known}
+        if wanted:
+            table = read_rollouts(store, file, [*_COLUMNS, "step", "fate"])
+            table = table.filter(pc.equal(table["fate"], "trained"))
+            starts = np.flatnonzero(np.diff(table["step"].to_numpy(), prepend=-1)).tolist()
+            for start, end in itertools.pairwise([*starts, len(table)]):
+                step = table["step"][start].as_py()
+                if step in wanted:
+                    known[wanted[step]] = step_facts(step, _rows(step, table[start:end]))
 
 
 def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:

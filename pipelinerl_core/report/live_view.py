@@ -1,7 +1,6 @@
 """The live terminal view of `train` (on stderr), and the text and document of `status`."""
 
 import itertools
-import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
-from pipelinerl_core.report.scrape_targets import evaluation_progress, live_roles
+from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
-from pipelinerl_core.run.hub_status import is_live, read_hub
+from pipelinerl_core.run.hub_status import HEARTBEAT_SECONDS, HubWatch, may_be_live
 from pipelinerl_core.run.records import Commit, HubRecord
 from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
@@ -25,7 +24,7 @@ from pipelinerl_core.types import LengthTotals
 
 # Without a terminal: shortest time between two lines.
 _LINE_SECONDS = 5.0
-# Age of the last heartbeat above which the hub counts as dead.
+# If the heartbeat is unchanged for longer, the hub counts as dead.
 _HUB_SILENCE_SECONDS = 10.0
 _ASCII = " .:-=+*#%@"
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
@@ -59,12 +58,14 @@ class LiveView:
         elif self._newest != self._printed:
             self._print()
 
-    def update(self, hub: HubRecord | None, follower: RunFollower, evaluating: str = "") -> None:
-        """Draw the state of the follower and the hub; does not refresh the follower. evaluating: see `status_of`."""
-        status = status_of(follower, hub, evaluating)
+    def update(
+        self, hub: HubRecord | None, follower: RunFollower, progress: str = "", *, silent_seconds: float = 0.0
+    ) -> None:
+        """Draw the state of the follower and the hub; does not refresh the follower. Arguments as of `status_of`."""
+        status = status_of(follower, hub, progress, silent_seconds=silent_seconds)
         status["steps"] = self._total_steps
         if self._console.is_terminal:
-            commits = follower.commits.values()
+            commits = follower.commits.newest(_SPARK_WIDTH + 1)
             rewards = [one.metrics["reward/mean"] for one in commits if "reward/mean" in one.metrics]
             accuracies = [one.accuracy for one in follower.evals.values() if one.known_accuracy is not None]
             sparklines = sparkline(rewards, self._marks), sparkline(accuracies, self._marks)
@@ -83,7 +84,10 @@ def run_status(store: ObjectStore) -> dict[str, Any]:
     """The document of `status --json`. Raises MissingObject if there is no such run."""
     follower = RunFollower(store)
     follower.refresh()
-    return status_of(follower, read_hub(store), evaluation_progress(store))
+    watch = HubWatch(store)
+    hub = watch.find_live()
+    silent_seconds = 0.0 if hub is not None else max(HEARTBEAT_SECONDS, _HUB_SILENCE_SECONDS)
+    return status_of(follower, hub or watch.look(), role_progress(store), silent_seconds=silent_seconds)
 
 
 def format_status(store: ObjectStore) -> str:
@@ -104,19 +108,17 @@ def format_status(store: ObjectStore) -> str:
 
 
 def status_of(
-    follower: RunFollower, hub: HubRecord | None, evaluating: str = "", *, now: float | None = None
+    follower: RunFollower, hub: HubRecord | None, progress: str = "", *, silent_seconds: float = 0.0
 ) -> dict[str, Any]:
     """The status from the commits, and, until the last commit, from the hub if its heartbeat is recent.
 
-    On the hub's host, a hub whose process has ended counts as dead at once. evaluating: progress of a running
-    evaluation. now: Unix seconds, for tests.
+    On the hub's host, a hub whose process has ended counts as dead at once. progress: see
+    `role_progress`. silent_seconds: since when the heartbeat of the hub is unchanged (`HubWatch.silent_seconds`).
     """
-    now = time.time() if now is None else now
     last = follower.last
     steps = int(follower.run.config.get("trainer", {}).get("steps", 0))
     metrics = commit_metrics(last, follower.before(last)) if last else {}
-    is_alive = hub is not None and now - hub.beat < _HUB_SILENCE_SECONDS
-    is_alive = is_alive and (hub is None or hub.host != socket.gethostname() or is_live(hub))
+    is_alive = may_be_live(hub) and silent_seconds < _HUB_SILENCE_SECONDS
     evals = list(follower.evals.values())
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
@@ -135,16 +137,16 @@ def status_of(
         "eval_last": evals[-1].known_accuracy if evals else None,
         "eval_version": evals[-1].version if evals else None,
         "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
-        "evaluating": evaluating,
+        "progress": progress,
         "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
         "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
-        "eta_seconds": _eta(follower.commits, steps) if is_alive else None,
+        "eta_seconds": _eta(follower.commits.newest(_ETA_STEPS), steps) if is_alive else None,
         "ready": live.get("ready"),
         "leased": live.get("leased"),
         "actors": {} if is_over else _actors(live.get("actors"), last),
         "ledger": live.get("tokens") if isinstance(live.get("tokens"), dict) else dict(last.tokens) if last else {},
         "length_bias": length_report(_lengths(live.get("lengths"), last)),
-        "hub": {"url": hub.url, "silent_seconds": max(0.0, now - hub.beat)} if hub else None,
+        "hub": {"url": hub.url, "silent_seconds": silent_seconds} if hub else None,
     }
 
 
@@ -161,7 +163,7 @@ def status_line(status: Mapping[str, Any]) -> str:
         ("pause {:.1f} ms", _milliseconds(status["swap_pause_seconds"])),
         ("ess {:.3f}", status["ess"]),
         ("eta {}", _clock(status["eta_seconds"])),
-        ("{}", status["evaluating"] or None),
+        ("{}", status["progress"] or None),
     ]
     return "  ".join(form.format(*values) for form, *values in fields if None not in values)
 
@@ -182,7 +184,7 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
     reward = f"{status['reward_mean']:.3f}" if status["reward_mean"] is not None else "-"
     body.add_row("reward", Text(reward, style="bold"), Text(reward_history, style="cyan"))
     if status["eval_last"] is None:
-        body.add_row("held-out", "-", status["evaluating"])
+        body.add_row("held-out", "-", status["progress"])
     else:
         first = "" if status["eval_first"] is None else f"; before training {status['eval_first']:.1%}"
         origin = f"  version {status['eval_version']}{first}"
@@ -217,9 +219,8 @@ def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
     return last.lengths if last else {}
 
 
-def _eta(commits: Mapping[int, Commit], steps: int) -> float | None:
-    """Seconds to the last step at the median pace of the last 20 steps: the time between two starts has no effect."""
-    recent = list(commits.values())[-_ETA_STEPS:]
+def _eta(recent: Sequence[Commit], steps: int) -> float | None:
+    """Seconds to the last step at the median pace of `recent` steps: the time between two starts has no effect."""
     if len(recent) < 2:
         return None
     paces = [(b.committed_at - a.committed_at) / (b.step - a.step) for a, b in itertools.pairwise(recent)]

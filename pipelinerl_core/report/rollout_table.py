@@ -56,10 +56,10 @@ class RolloutTable:
 
     def update(self, commits: Mapping[int, Commit], limit: int = 1) -> bool:
         """Read at most `limit` batches of steps that are missing in the table; returns whether rows were added."""
-        wanted = [commit for step, commit in commits.items() if step not in self._rows and self.has_row(step)]
-        for commit in wanted[:limit]:
-            self._rows[commit.step] = self._read(commit)
-        return any(self._rows[commit.step] for commit in wanted[:limit])
+        wanted = [step for step in commits if step not in self._rows and self.has_row(step)][:limit]
+        for step in wanted:
+            self._rows[step] = self._read(commits[step])
+        return any(self._rows[step] for step in wanted)
 
     @property
     def rows(self) -> list[list[Any]]:

@@ -3,6 +3,7 @@
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,19 +14,21 @@ from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
 
 logger = logging.getLogger(__name__)
 
-_EVALUATOR = "evaluator"
+_WITH_PROGRESS = ("evaluator", "trainer")
 SILENCE_SECONDS = 120.0
 """Age of the last heartbeat above which a role is left out; until then, Prometheus sees the role as down."""
 
 
-def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleRecord]:
-    """Records of roles with a recent heartbeat, by role and name. now: Unix seconds, for tests.
+def live_roles(store: ObjectStore, *, roles: Sequence[str] = (), now: float | None = None) -> list[RoleRecord]:
+    """Records of roles with a recent heartbeat, by role and name. roles: only these. now: Unix seconds, for tests.
 
     Raises StoreError if the store cannot be read; a broken record is logged and left out.
     """
     now = time.time() if now is None else now
     found = []
     for key in store.list(ROLES_PREFIX):
+        if roles and key.removeprefix(f"{ROLES_PREFIX}/").partition("-")[0] not in roles:
+            continue
         try:
             record = read_record(store, key, RoleRecord)
         except MissingObject:  # the role has just ended
@@ -38,11 +41,12 @@ def live_roles(store: ObjectStore, *, now: float | None = None) -> list[RoleReco
     return sorted(found, key=lambda record: (record.role, record.name))
 
 
-def evaluation_progress(store: ObjectStore) -> str:
-    """What a live evaluator does. Example: evaluating version 0: 300/1,000 prompts. Empty: no evaluation runs."""
-    if not any(f"/{_EVALUATOR}" in key for key in store.list(ROLES_PREFIX)):
-        return ""
-    return next((one.progress for one in live_roles(store) if one.role == _EVALUATOR and one.progress), "")
+def role_progress(store: ObjectStore) -> str:
+    """Long work of a live evaluator, or of a trainer that starts. Empty if there is none.
+
+    Example: evaluating version 0: 300/1,000 prompts.
+    """
+    return next((one.progress for one in live_roles(store, roles=_WITH_PROGRESS) if one.progress), "")
 
 
 def targets(store: ObjectStore) -> list[dict[str, Any]]:

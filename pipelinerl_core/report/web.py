@@ -23,13 +23,13 @@ from typing import Any
 
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.report.facts import StepCache, collect
+from pipelinerl_core.report.facts import RunCache, collect
 from pipelinerl_core.report.html import page_of
 from pipelinerl_core.report.live_view import status_line, status_of
 from pipelinerl_core.report.samples import Decode
-from pipelinerl_core.report.scrape_targets import evaluation_progress, targets
+from pipelinerl_core.report.scrape_targets import role_progress, targets
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.telemetry.role_metrics import CONTENT_TYPE, run_exposition
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,9 @@ class LivePage:
         self._store = store
         self._decode = decode
         self._follower = RunFollower(store)
+        self._hub = HubWatch(store)
         self._run_id = self._follower.run.run_id
-        self._steps: StepCache = {}
+        self._cache = RunCache()
         self._lock = threading.Lock()
         self._status: dict[str, Any] = {}
         self._status_at = -STATUS_SECONDS
@@ -82,7 +83,8 @@ class LivePage:
         with self._lock:
             if time.monotonic() - self._status_at >= STATUS_SECONDS:
                 self._follower.refresh()
-                status = status_of(self._follower, read_hub(self._store), evaluation_progress(self._store))
+                hub, progress = self._hub.look(), role_progress(self._store)
+                status = status_of(self._follower, hub, progress, silent_seconds=self._hub.silent_seconds)
                 is_due = not self._body or time.monotonic() >= self._next_page_at or status["state"] != "running"
                 self._status = {
                     **status,
@@ -102,7 +104,7 @@ class LivePage:
         with self._lock:
             if not self._body or self._page != status["page"]:
                 begun = time.monotonic()
-                facts = collect(self._store, self._steps)
+                facts = collect(self._store, self._cache)
                 self._body = page_of(self._store, facts, self._decode)
                 self._page = status["page"]
                 self._next_page_at = time.monotonic() + (time.monotonic() - begun) / PAGE_SHARE

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.hub_status import is_live, read_hub
+from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord, parse_commit_key
 from pipelinerl_core.storage.object_store import open_store
@@ -23,7 +23,7 @@ LOOK_SECONDS = 2.0
 def request_drain(url: str) -> dict[str, Any]:
     """Request that the live run at a URL stops after its next commit; ConfigError if the run is not live."""
     store = open_store(url)
-    if not is_live(read_hub(store)):
+    if HubWatch(store).find_live() is None:
         raise ConfigError(f"{url}: this run is not live. Only a live run can be drained")
     ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
     steps = [parse_commit_key(key)[0] for key in store.list("commits")]

@@ -1,14 +1,18 @@
 """Incremental reading of a run's objects while the run grows: counting commits, evaluations, derived metrics."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipelinerl_core.interfaces import ObjectStore, Tracker
+from pipelinerl_core.run.commits import Commits, CommitSteps
+from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.history import counting
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
 from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
+from pipelinerl_core.types import LoggedStep
 
 PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 """Metrics that serve as x axes."""
@@ -18,19 +22,19 @@ PROGRESS = ("progress/samples", "progress/tokens", "progress/seconds")
 class News:
     """New records of one refresh."""
 
-    commits: tuple[Commit, ...]
-    """Commits that count and were not delivered before, by step."""
+    commits: Sequence[Commit]
+    """Commits that count and were not delivered before, by step; compacted commits are read when they are used."""
     evals: tuple[EvalRecord, ...]
     """New evaluations, by version."""
 
 
 class RunFollower:
-    """Reads each object of a run once. Call `refresh` repeatedly. Not thread-safe."""
+    """Reads the objects of a run while the run grows. Call `refresh` repeatedly. Not thread-safe."""
 
     def __init__(self, store: ObjectStore) -> None:
         """`store`: the store of the run (the root's child named by the run_id)."""
         self.store = store
-        self.commits: dict[int, Commit] = {}
+        self.commits = Commits(store)
         """Step -> the commit that counts, by step."""
         self.evals: dict[int, EvalRecord] = {}
         """Version -> evaluation on the run's own held-out prompts, by version."""
@@ -39,7 +43,6 @@ class RunFollower:
         self._run: RunRecord | None = None
         self._epochs: dict[str, EpochRecord] = {}
         self._eval_keys: set[str] = set()
-        self._cache: dict[str, Commit] = {}
         self._delivered: set[str] = set()
 
     @property
@@ -52,7 +55,7 @@ class RunFollower:
     @property
     def last(self) -> Commit | None:
         """The newest commit that counts."""
-        return next(reversed(self.commits.values()), None)
+        return next(iter(self.commits.newest(1)), None)
 
     def before(self, commit: Commit) -> Commit | None:
         """The counting commit before this one."""
@@ -61,22 +64,21 @@ class RunFollower:
 
     def refresh(self) -> News:
         """Read and return the new records."""
-        # Commits are listed before epochs, so that the listed epochs include every epoch that fences a listed commit.
-        commit_keys = self.store.list("commits")
+        listing = list_commits(self.store)  # before the epochs (see `counting`)
         self._read_epochs()
-        chosen = counting(commit_keys, self._epochs.values())
-        for key in chosen.values():
-            if key not in self._cache:
-                self._cache[key] = read_record(self.store, key, Commit)
-        self.commits = {step: self._cache[key] for step, key in chosen.items()}
+        self.commits.select(counting(listing.keys(), self._epochs.values()), listing)
+        chosen, originals = self.commits.keys_by_step, set(listing.originals)
+        fresh = [step for step, key in chosen.items() if key not in self._delivered]
+        for step in fresh:
+            if chosen[step] in originals:
+                self.commits[step]  # raises StoreError here, and not where the commit is used
         evals = self._read_evals()  # before commits count as delivered, so that a StoreError here loses none of them
-        fresh = tuple(self._cache[key] for key in chosen.values() if key not in self._delivered)
         self._delivered.update(chosen.values())
-        return News(commits=fresh, evals=evals)
+        return News(commits=CommitSteps(self.commits, fresh), evals=evals)
 
     def _read_epochs(self) -> None:
         for key in self.store.list("epochs"):
-            if key not in self._epochs:
+            if key not in self._epochs or self._epochs[key].is_claim:
                 self._epochs[key] = read_record(self.store, key, EpochRecord)
 
     def _read_evals(self) -> tuple[EvalRecord, ...]:
@@ -91,14 +93,56 @@ class RunFollower:
         return tuple(fresh)
 
 
-def forward(follower: RunFollower, tracker: Tracker) -> int:
-    """Refresh, log the new records to the tracker; returns the number of commits and evaluations."""
-    news = follower.refresh()
-    for commit in news.commits:
-        tracker.log(commit.step, commit_metrics(commit, follower.before(commit)))
-    for record in news.evals:
-        tracker.log(record.version, eval_metrics(record))
-    return len(news.commits) + len(news.evals)
+class Forwarder:
+    """Logs the commits and evaluations of a run to a tracker, in order and as far as the tracker has room."""
+
+    def __init__(self, follower: RunFollower, tracker: Tracker) -> None:
+        self._follower = follower
+        self._tracker = tracker
+        self._next: int | None = None
+        self._evals: deque[EvalRecord] = deque()
+
+    def refresh(self) -> None:
+        """Read the new records of the run and log them."""
+        self._evals.extend(self._follower.refresh().evals)
+        self.push()
+
+    def push(self) -> bool:
+        """Log the records that the follower has read; returns whether all are logged.
+
+        Reads the store for compacted commits only. Raises StoreError; the next call continues.
+        """
+        last, logged = self._follower.last, self._tracker.logged
+        if last is None:
+            return not self._evals
+        if logged is None:
+            return False
+        if self._next is None:
+            if not self._has(logged):
+                self._tracker.start_over(last.step)
+                return False
+            self._next = logged.step + 1
+        while self._next <= last.step and self._tracker.room > 0:
+            commit = self._follower.commits.get(self._next)
+            if commit is not None:
+                self._tracker.log(
+                    commit.step,
+                    commit_metrics(commit, self._follower.before(commit)),
+                    at=commit.committed_at,
+                    weights_sha256=commit.weights_sha256,
+                )
+            self._next += 1
+        while self._evals and self._tracker.room > 0:
+            record = self._evals.popleft()
+            self._tracker.log(record.version, eval_metrics(record), at=record.finished_at or None)
+        return self._next > last.step and not self._evals
+
+    def _has(self, logged: LoggedStep) -> bool:
+        """Whether the tracker's newest step is a step of this run: False after a restore of an older copy."""
+        if logged.step < 0:
+            return True
+        commit = self._follower.commits.get(logged.step)
+        return commit is not None and commit.weights_sha256 == logged.weights_sha256
 
 
 def commit_metrics(commit: Commit, previous: Commit | None) -> dict[str, float]:

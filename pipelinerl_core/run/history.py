@@ -1,7 +1,14 @@
 """Epochs of a run, and the selection of commits that count: commits that later epochs have adopted.
 
-Readers ignore all objects of epoch k after the last step that epoch k + 1 adopted. Therefore a late write of a fenced
-process is harmless.
+A trainer takes over in two writes of its epoch record:
+
+    claim   epochs/<k>.json with is_claim, a new number       from now on no earlier epoch announces a commit
+    list    commits/                                          finds every commit that an earlier epoch announced
+    adopt   epochs/<k>.json with adopted_through and parent   decides which commits of earlier epochs count
+
+A commit that arrives after the list counts for no reader. An earlier trainer checks for a claim before and after the
+write of a commit, and announces the commit after the second check only. Therefore a late write of a fenced process is
+harmless, and the hub never has a commit that readers ignore (docs/adr/0019-takeover-in-two-writes.md).
 """
 
 import os
@@ -11,10 +18,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pipelinerl_core.errors import Fenced
+from pipelinerl_core.errors import Fenced, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.compacted import list_commits, read_compacted
+from pipelinerl_core.run.hub_status import process_mark
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import Commit, EpochRecord, epoch_key, parse_commit_key
+from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key, parse_commit_key
 
 # Bound of the search for a free epoch number; a run has far fewer starts.
 _MAX_EPOCHS = 100_000
@@ -26,35 +35,88 @@ def read_epochs(store: ObjectStore) -> list[EpochRecord]:
 
 
 def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, str]:
-    """Step -> key of the commit that counts, by step. `epochs` must include every epoch that fences one of the keys.
+    """Step -> key of the commit that counts, by step. `epochs` must be read after the commits were listed.
 
     A commit of trainer epoch k for step s counts unless a later trainer epoch adopted only steps below s. If several
-    commits of a step count, the commit of the newest epoch is chosen.
+    commits of a step count, the commit of the newest epoch is chosen. An epoch that its successor passed over (the
+    successor has an older parent) adopts nothing, and its commits do not count. The newest claim is preliminary:
+    commits above the claim's adopted_through count only after their adoption.
     Example: epoch 2 committed steps 0 to 6, epoch 4 adopted through 5 and committed 6: step 6 is epoch 4's.
     """
     trainers = [record for record in epochs if record.role == "trainer"]
+    lineage = _lineage(trainers)
+    newest = lineage[0].epoch if lineage else -1
+    limits = [*lineage, *(record for record in trainers if record.is_claim and record.epoch > newest)]
+    passed_over = {record.epoch for record in trainers} - {record.epoch for record in lineage}
     counted: dict[int, str] = {}
     for (step, epoch), key in sorted((parse_commit_key(key), key) for key in keys):
-        if all(step <= record.adopted_through for record in trainers if record.epoch > epoch):
+        if epoch not in passed_over and all(step <= one.adopted_through for one in limits if one.epoch > epoch):
             counted[step] = key
     return counted
 
 
-def counted_commit_keys(store: ObjectStore, epochs: Iterable[EpochRecord]) -> dict[int, str]:
-    """Step -> key of the commit that counts, for all committed steps in order."""
-    return counting(store.list("commits/"), epochs)
+def _lineage(trainers: Iterable[EpochRecord]) -> list[EpochRecord]:
+    """The newest epoch that has adopted commits, its parent, the parent of the parent, ..."""
+    found: list[EpochRecord] = []
+    oldest: int | None = None
+    for record in sorted(trainers, key=lambda record: record.epoch, reverse=True):
+        if not record.is_claim and (oldest is None or record.epoch <= oldest):
+            found.append(record)
+            oldest = record.parent
+    return found
+
+
+def counted_commit_keys(store: ObjectStore) -> dict[int, str]:
+    """Step -> key of the commit that counts, for all committed steps in order; `read_commit` reads the keys."""
+    # The commits are listed before the epochs: a commit that an epoch did not adopt was written after the claim of
+    # the epoch, so that the epochs that are read contain the claim.
+    keys = list_commits(store).keys()
+    return counting(keys, read_epochs(store))
 
 
 def read_commit(store: ObjectStore, key: str) -> Commit:
-    """Read a commit. Raises StoreError, naming the value, if the commit is damaged or a number is out of range."""
-    return read_record(store, key, Commit)
+    """Read a commit, original or compacted; `Commits` reads many (run/commits.py).
+
+    Raises StoreError, naming the value, if the commit is damaged or a number is out of range.
+    """
+    try:
+        return read_record(store, key, Commit)
+    except MissingObject:
+        return read_compacted(store, key)
 
 
 def is_complete(store: ObjectStore, steps: int) -> bool:
     """Whether the last step is committed, by a commit that counts."""
     if not any(parse_commit_key(key)[0] >= steps for key in store.list("commits")):
         return False
-    return max(counted_commit_keys(store, read_epochs(store)), default=-1) >= steps
+    return max(counted_commit_keys(store), default=-1) >= steps
+
+
+def take_over(
+    store: ObjectStore, arithmetic: Mapping[str, str | int] = MappingProxyType({})
+) -> tuple[EpochRecord, dict[int, str]]:
+    """Claim the next trainer epoch and adopt the commits of earlier epochs: (epoch, step -> key of its commit).
+
+    Raises Fenced if a newer trainer has claimed an epoch in the meantime.
+    """
+    through = max(counted_commit_keys(store), default=-1)
+    claim = take_epoch(store, "trainer", through, arithmetic, is_claim=True)
+    keys = list_commits(store).keys()
+    trainers = [record for record in read_epochs(store) if record.role == "trainer"]
+    for newer in trainers:
+        if newer.epoch > claim.epoch:
+            raise _fenced(claim, newer)
+    # Claims of earlier epochs are ignored. Their processes are fenced: they commit nothing, also if they adopt later.
+    earlier = [record for record in trainers if not record.is_claim]
+    commits = counting(keys, earlier)
+    adopted = {
+        "is_claim": False,
+        "adopted_through": max(commits, default=-1),
+        "parent": max((record.epoch for record in earlier), default=None),
+    }
+    epoch = claim.model_copy(update=adopted)
+    store.put(epoch_key(epoch.epoch), epoch.model_dump_json().encode())
+    return epoch, commits
 
 
 def take_epoch(
@@ -62,11 +124,15 @@ def take_epoch(
     role: Literal["hub", "trainer"],
     adopted_through: int,
     arithmetic: Mapping[str, str | int] = MappingProxyType({}),
+    *,
+    is_claim: bool = False,
 ) -> EpochRecord:
-    """Claim the next epoch number, which fences all earlier epochs of the role. Raises Fenced if no number is
-    free."""
+    """Create the record of the next epoch number, which fences all earlier epochs of the role.
+
+    A trainer calls `take_over`. Raises Fenced if no number is free.
+    """
     epochs = read_epochs(store)
-    parent = max((record.epoch for record in epochs if record.role == role), default=None)
+    parent = max((one.epoch for one in epochs if one.role == role and not one.is_claim), default=None)
     candidate = max((record.epoch for record in epochs), default=0) + 1
     while candidate < _MAX_EPOCHS:
         record = EpochRecord(
@@ -74,9 +140,11 @@ def take_epoch(
             role=role,
             parent=parent,
             adopted_through=adopted_through,
+            is_claim=is_claim,
             started_at=time.time(),
             host=socket.gethostname(),
             pid=os.getpid(),
+            process=process_mark(os.getpid()),
             arithmetic=dict(arithmetic),
         )
         try:
@@ -88,6 +156,17 @@ def take_epoch(
     raise Fenced(f"no free epoch below {_MAX_EPOCHS} under {store.url}/epochs")
 
 
+def write_commit(store: ObjectStore, epoch: EpochRecord, commit: Commit) -> None:
+    """Write a commit of a trainer epoch. If this function returns, every successor adopts the commit.
+
+    Raises Fenced if a newer trainer exists, which may or may not adopt the commit.
+    """
+    check_not_fenced(store, epoch)
+    store.put(commit_key(commit.step, commit.epoch), commit.model_dump_json().encode())
+    # A trainer that claimed its epoch between check and write may have listed the commits before the write.
+    check_not_fenced(store, epoch)
+
+
 def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
     """Raise Fenced if a newer epoch of the same role exists."""
     for key in reversed(store.list("epochs/")):
@@ -95,4 +174,8 @@ def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
             return
         newer = read_record(store, key, EpochRecord)
         if newer.role == epoch.role:
-            raise Fenced(f"{epoch.role} epoch {epoch.epoch} was taken over by epoch {newer.epoch} on {newer.host}")
+            raise _fenced(epoch, newer)
+
+
+def _fenced(epoch: EpochRecord, newer: EpochRecord) -> Fenced:
+    return Fenced(f"{epoch.role} epoch {epoch.epoch} was taken over by epoch {newer.epoch} on {newer.host}")

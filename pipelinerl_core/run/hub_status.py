@@ -1,9 +1,14 @@
-"""hub.json: the address of a run's hub, and whether the hub is live."""
+"""hub.json: the address of a run's hub, and whether the hub is live.
+
+No function compares the clocks of two hosts, or the clock of a host with an earlier reading of the same clock: clocks
+of hosts differ, and a clock may be set. A hub on another host is live if its heartbeat changes while this host looks.
+"""
 
 import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -13,7 +18,9 @@ from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 
 HEARTBEAT_SECONDS = 5.0
-"""A hub rewrites hub.json every second; without a heartbeat for this long, a hub on another host counts as dead."""
+"""A hub rewrites hub.json every second; if hub.json does not change for this long, a hub on another host is dead."""
+_POLL_SECONDS = 0.5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def read_hub(store: ObjectStore) -> HubRecord | None:
@@ -24,21 +31,92 @@ def read_hub(store: ObjectStore) -> HubRecord | None:
         return None
 
 
-def is_live(hub: HubRecord | None) -> bool:
-    """Whether a run is live: its hub runs on this host, or runs on another host and its heartbeat is recent.
+def may_be_live(hub: HubRecord | None) -> bool:
+    """Whether a run may be live: its hub runs on this host, or ran on another host and has not ended by itself.
 
-    The last heartbeat of a stopping hub has the state `stopped` or `done`.
+    The last heartbeat of a stopping hub has the state `stopped` or `done`. `HubWatch` decides about another host.
     """
     if hub is None:
         return False
     if hub.host != socket.gethostname():
-        return hub.live.get("state") not in ("stopped", "done") and time.time() - hub.beat < HEARTBEAT_SECONDS
-    # A process that reuses the pid has another start time.
-    return process_lives(hub.pid, lambda started_at: abs(started_at - hub.process_started_at) < 1.0)
+        return hub.live.get("state") not in ("stopped", "done")
+    # A process that reuses the pid has another start.
+    return process_lives(hub.pid, hub.process, lambda started_at: abs(started_at - hub.process_started_at) < 1.0)
 
 
-def process_lives(pid: int, is_same: Callable[[float], bool]) -> bool:
-    """Whether a process with this pid runs whose start time `is_same`; a zombie does not count."""
+class HubWatch:
+    """Reads hub.json repeatedly, and measures by the clock of this process since when the heartbeat is unchanged.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        """clock: seconds, never set; sleep: waits for seconds; both for tests."""
+        self._store = store
+        self._clock = clock or time.monotonic
+        self._sleep = sleep or time.sleep
+        self._beat: tuple[str, float] | None = None
+        self._has_looked = False
+        self._since = self._clock()
+        self._num_beats = 0  # changes since the first look, whose heartbeat may be old
+
+    def look(self) -> HubRecord | None:
+        """hub.json now; None before the first hub has started."""
+        hub = read_hub(self._store)
+        beat = (hub.boot_id, hub.beat) if hub is not None else None
+        if beat is not None and beat != self._beat:
+            self._beat, self._since = beat, self._clock()
+            self._num_beats += self._has_looked
+        self._has_looked = True
+        return hub
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the newest heartbeat was read for the first time, or since the start of the watch."""
+        return self._clock() - self._since
+
+    def find_live(self) -> HubRecord | None:
+        """The live hub, or None.
+
+        For a hub on another host this call waits until the heartbeat changes, or is unchanged for HEARTBEAT_SECONDS.
+        """
+        before = self._num_beats
+        while True:
+            hub = self.look()
+            if hub is None or not may_be_live(hub):
+                return None
+            if hub.host == socket.gethostname() or self._num_beats > before:
+                return hub
+            if self.silent_seconds >= HEARTBEAT_SECONDS:
+                return None
+            self._sleep(_POLL_SECONDS)
+
+
+def process_mark(pid: int) -> str:
+    """Boot of this host and start of a process in ticks since the boot; "" without such a process or without /proc.
+
+    Unix times of a start are computed from the clock, and change when the clock is set.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in ("Z", "X") else f"{_BOOT_ID.read_text().strip()}/{fields[18]}"
+    except OSError:
+        return ""
+
+
+def process_lives(pid: int, mark: str, is_same: Callable[[float], bool]) -> bool:
+    """Whether a process with this pid and this mark runs; a zombie does not count.
+
+    is_same: decides about the start time, in Unix seconds, if the process was recorded without a mark.
+    """
+    if mark:
+        return process_mark(pid) == mark
     try:
         process = psutil.Process(pid)
         return bool(is_same(process.create_time()) and process.status() != psutil.STATUS_ZOMBIE)
@@ -46,13 +124,18 @@ def process_lives(pid: int, is_same: Callable[[float], bool]) -> bool:
         return False
 
 
-def refuse_second_hub(store: ObjectStore, refusal: type[PipelineRLError] = PipelineRLError) -> None:
-    """Raise `refusal` if another hub of this run is live; a new hub may replace a dead hub."""
-    hub = read_hub(store)
-    if hub is not None and is_live(hub):
+def refuse_second_hub(
+    store: ObjectStore, refusal: type[PipelineRLError] = PipelineRLError, *, watch: HubWatch | None = None
+) -> None:
+    """Raise `refusal` if another hub of this run is live; a new hub may replace a dead hub.
+
+    watch: an earlier watch of the same run, whose findings shorten the wait.
+    """
+    hub = (watch or HubWatch(store)).find_live()
+    if hub is not None:
         raise refusal(
-            f"{store.url}: this run is live: its hub has pid {hub.pid} on {hub.host}, last heartbeat "
-            f"{time.time() - hub.beat:.1f} s ago. Stop the run first, or follow the run with `pipelinerl status`"
+            f"{store.url}: this run is live: its hub has pid {hub.pid} on {hub.host}. Stop the run first, or follow "
+            "the run with `pipelinerl status`"
         )
 
 

@@ -17,7 +17,7 @@ from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.context import RunContext, open_run
 from pipelinerl_core.run.history import read_epochs
-from pipelinerl_core.run.hub_status import is_descendant, process_lives, refuse_second_hub
+from pipelinerl_core.run.hub_status import HubWatch, is_descendant, process_lives, refuse_second_hub
 from pipelinerl_core.run.records import RUN_KEY, RunRecord
 from pipelinerl_core.run.user_code import store_code
 from pipelinerl_core.storage.object_store import open_store
@@ -108,8 +108,11 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         mlflow_uri=mlflow.uri if mlflow else None,
         reward_sha256=store_code(store, config),
     )
-    with suppress(FileExistsError):
+    try:
         store.put(RUN_KEY, record.model_dump_json(indent=2).encode(), create_only=True)
+    except FileExistsError as error:
+        if not store.exists(RUN_KEY):
+            raise StoreError(str(error)) from None
     return open_run(url)
 
 
@@ -156,16 +159,34 @@ def shared_memory_of(run_id: str) -> Path:
 def remove_shared_memory(run: RunContext) -> None:
     """Remove the run's weights from this host's shared memory, unless the trainer of another start runs on this
     host."""
-    if not _is_trained_here(run):
+    if not _is_trained_here(run.store):
         shutil.rmtree(shared_memory_of(run.run_id), ignore_errors=True)
 
 
-def _is_trained_here(run: RunContext) -> bool:
+def abandoned_shared_memory(root: str) -> list[Path]:
+    """Directories in this host's shared memory of runs under a root that were killed: no process of the run lives."""
+    base = open_store(root)
+    found = []
+    for path in SHARED_MEMORY.glob(f"{shared_memory_of('').name}*"):
+        store = base.child(path.name.removeprefix(shared_memory_of("").name))
+        with suppress(StoreError, OSError):  # a run that cannot be read keeps its directory
+            if store.exists(RUN_KEY) and not _is_used(path, store):
+                found.append(path)
+    return sorted(found)
+
+
+def _is_used(shared_memory: Path, store: ObjectStore) -> bool:
+    staged_by = {path.suffix.removeprefix(".") for path in shared_memory.glob("staged/*")}
+    is_live = HubWatch(store).find_live() is not None
+    return is_live or _is_trained_here(store) or any(Path("/proc", pid).exists() for pid in staged_by)
+
+
+def _is_trained_here(store: ObjectStore) -> bool:
     try:
-        trainers = [record for record in read_epochs(run.store) if record.role == "trainer"]
+        trainers = [record for record in read_epochs(store) if record.role == "trainer"]
     except StoreError:
         return False
     newest = max(trainers, key=lambda record: record.epoch, default=None)
     if newest is None or newest.host != socket.gethostname() or is_descendant(newest.pid):  # this start's: is ending
         return False
-    return process_lives(newest.pid, lambda started_at: started_at < newest.started_at + 1.0)
+    return process_lives(newest.pid, newest.process, lambda started_at: started_at < newest.started_at + 1.0)

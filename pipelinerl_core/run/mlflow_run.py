@@ -1,22 +1,25 @@
 """The MLflow run of a training run: opened before run.json is written, found again when the run is resumed."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.interfaces import Tracker
 from pipelinerl_core.run.locate import MlflowRef, code_version, git_commit
 from pipelinerl_core.run.records import RunRecord
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import MlflowTracker, Status, tracking_uri
 from pipelinerl_core.telemetry.system import SystemSampler
+from pipelinerl_core.types import LoggedStep
 
 
-class RunTracker(Protocol):
+class RunTracker(Tracker, Protocol):
     """The methods of MlflowTracker that a flow calls."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Buffer metrics of one step."""
+    @property
+    def page(self) -> str | None:
+        """Page of the run on a server; None without a page."""
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Store a small file with the run."""
@@ -24,14 +27,23 @@ class RunTracker(Protocol):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Store a table with the run; MLflow's pages show the table."""
 
-    def close(self, status: Status = "FINISHED") -> None:
-        """Flush the buffers and end the MLflow run."""
+    def close(self, status: Status = "FINISHED", feed: Callable[[], bool] = lambda: True) -> None:
+        """Log what `feed` still has, flush the buffers and end the MLflow run."""
 
 
 class NoTracker:
     """The tracker for tracking.mlflow_uri=none: discards everything."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    logged: LoggedStep | None = None
+    room = 0
+    page: str | None = None
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+    ) -> None:
+        """Do nothing."""
+
+    def start_over(self, step: int) -> None:
         """Do nothing."""
 
     def log_artifact(self, name: str, data: bytes) -> None:
@@ -40,7 +52,7 @@ class NoTracker:
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Do nothing."""
 
-    def close(self, status: Status = "FINISHED") -> None:
+    def close(self, status: Status = "FINISHED", feed: Callable[[], bool] = lambda: True) -> None:
         """Do nothing."""
 
 
@@ -49,8 +61,8 @@ def open_tracker(
 ) -> tuple[RunTracker, MlflowRef | None]:
     """Find or create the MLflow run of the run at `url`; None for its reference without MLflow.
 
-    record: run.json of a run that is resumed, None for a new run. labels: further tags. ConfigError if MLflow
-    cannot be reached.
+    record: run.json of a run that is resumed, None for a new run. labels: further tags. For a new run, ConfigError if
+    MLflow cannot be reached; a resume does not wait for MLflow.
     """
     root, _, run_id = url.rpartition("/")
     uri = tracking_uri(config.tracking.chosen_uri, root)
@@ -65,6 +77,7 @@ def open_tracker(
         config=config.model_dump(mode="json"),
         datasets=run_datasets(config),
         machine=SystemSampler(url),
+        is_required=record is None,
     )
     return tracker, MlflowRef(uri=uri, run_id=tracker.run_id)
 

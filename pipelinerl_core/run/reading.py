@@ -21,7 +21,11 @@ _STATISTICS = (("swaps",), ("actors",))  # fields of a commit with statistics th
 def read_record(store: ObjectStore, key: str, model: type[R]) -> R:
     """Read one JSON object of a run. Raises MissingObject, or BrokenRecord for another format or an invalid
     object."""
-    data, where = store.get(key), f"{store.url}/{key}"
+    return parse_record(store.get(key), f"{store.url}/{key}", model)
+
+
+def parse_record(data: bytes, where: str, model: type[R]) -> R:
+    """Parse one JSON object of a run, stored at `where`. Raises BrokenRecord as `read_record`."""
     try:
         values = from_json(data)
     except ValueError as error:

@@ -6,13 +6,17 @@
   hub.json                               address and heartbeat of the hub; rewritten every second
   control.json                           request to drain the run
   epochs/<k>.json                        one per start of hub and trainer
+  marks/<key>/<name>                     writers of an object on a store without conditional PUT
   rollouts/<actor>/<epoch>/<seq>.arrow   finished groups, all rows of a group in one segment
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
+  retired/<actor>/<epoch>                an actor life that never returns; all its groups are decided. Empty object
   batches/<step>.<k>/<rank>.arrow        the rows as trained
   weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
   broadcasts/<number>.json               receivers and rendezvous of a broadcast from the trainer's memory
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
   commits/<step>.<k>.json                the commit of a step, which defines the run's state
+  compacted/commits/<a>-<b>.<k>.parquet  the commits of steps a to b of trainer epoch k, instead of the objects above
+  compacted/rollouts/<a>-<b>.<k>.parquet the rows of the groups that these commits decided
   evals/<version>.json                   held-out accuracy of a version
   evals/<version>.<set>.json             the same on a set of eval.sets
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
@@ -38,11 +42,17 @@ REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
 ROLES_PREFIX = "roles"
 EVALS_PREFIX = "evals"
+RETIRED_PREFIX = "retired"
+COMMITS_PREFIX = "commits"
+COMPACTED_COMMITS_PREFIX = "compacted/commits"
+COMPACTED_ROLLOUTS_PREFIX = "compacted/rollouts"
 RENDEZVOUS_PREFIX = "meetings"
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
 """Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
+MANIFEST_FILE = "manifest.json"
+"""Of a weight version or a checkpoint; written last."""
 
 
 def holds_adapters(manifest: WeightManifest) -> bool:
@@ -65,6 +75,17 @@ def rollout_key(actor: str, epoch: int, seq: int) -> str:
     return f"rollouts/{actor}/{epoch:06d}/{seq:08d}.arrow"
 
 
+def retired_key(actor: str, epoch: int) -> str:
+    """Object that retires an actor life."""
+    return f"{RETIRED_PREFIX}/{actor}/{epoch:06d}"
+
+
+def parse_retired_key(key: str) -> tuple[str, int]:
+    """(actor, epoch) of the key of a retired life."""
+    _, actor, epoch = key.split("/")
+    return actor, int(epoch)
+
+
 def partial_prefix(actor: str, epoch: int) -> str:
     """Prefix of the write-ahead log of one actor epoch's open groups."""
     return f"partials/{actor}/{epoch:06d}"
@@ -83,6 +104,12 @@ def batch_key(step: int, epoch: int, rank: int) -> str:
 def weights_prefix(version: int, epoch: int) -> str:
     """Files of one durable weight version."""
     return f"weights/{version:08d}.{epoch}"
+
+
+def parse_weights_key(key: str) -> tuple[int, int]:
+    """(version, epoch) of a key weights/<version>.<k>/<file>."""
+    version, epoch = key.split("/")[1].split(".")
+    return int(version), int(epoch)
 
 
 def broadcast_key(number: int) -> str:
@@ -151,17 +178,21 @@ class RunRecord(Record):
 
 
 class EpochRecord(Record):
-    """epochs/<k>.json: fences every earlier epoch of the same role."""
+    """epochs/<k>.json: fences every earlier epoch of the same role. A trainer writes its record twice."""
 
     epoch: Count
     role: Literal["hub", "trainer"]
     parent: Count | None
-    """Newest earlier epoch of the same role; None for the first epoch."""
+    """Newest earlier epoch of the same role that was not only a claim; None for the first epoch."""
     adopted_through: StepOrNone
     """Last commit of earlier epochs that counts; -1 for none."""
+    is_claim: bool = False
+    """A trainer that has not adopted commits yet: `adopted_through` is preliminary (run/history.py)."""
     started_at: Seconds
     host: str
     pid: Count
+    process: str = ""
+    """As in HubRecord."""
     arithmetic: dict[str, Any] = {}
     """Trainer: the settings on which its rounding depends (see `RunConfig.arithmetic`)."""
 
@@ -361,9 +392,11 @@ class HubRecord(Record):
     host: str
     pid: Count
     process_started_at: Seconds
-    """Start time of the process (psutil), to detect another process with the same pid."""
+    """Start time of the process (psutil), Unix seconds."""
+    process: str = ""
+    """`run.hub_status.process_mark`, to detect another process with the same pid; empty: recorded before."""
     beat: Seconds
-    """Unix seconds of the last heartbeat, that is, of the last rewrite."""
+    """Unix seconds of the last heartbeat, that is, of the last rewrite, by the clock of the hub's host."""
     live: dict[str, Any] = Field(default_factory=dict)
     """Live totals: step, steps, newest_version, state, ready, leased, reserved, tokens, lengths, tokens_per_second,
     actors, reward_mean, lag_mean, swap_pause_seconds, row_bytes."""

@@ -8,7 +8,7 @@ import logging
 from pipelinerl_core.errors import MissingObject, PipelineRLError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.restart_budget import restart_text, spent_text
-from pipelinerl_core.run.history import counted_commit_keys, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import STARTS_KEY, StartsRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -24,7 +24,7 @@ def count_start(url: str, flow_run_id: str, run_count: int, limit: int) -> None:
     (`pipelinerl resume`).
     """
     store = open_store(url)
-    step = max(counted_commit_keys(store, read_epochs(store)), default=-1)
+    step = max(counted_commit_keys(store), default=-1)
     now = StartsRecord(flow_run_id=flow_run_id, run_count=run_count, step=step)
     since = _read(store)
     if since is None or since.flow_run_id != flow_run_id or since.step < step:

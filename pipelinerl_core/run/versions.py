@@ -1,13 +1,17 @@
 """Durable weight versions of a run, and the versions that --version names."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.run.records import Commit
+from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_weights_key
 
 ALL = "all"
+# The evaluator beside training reads the newest version that is due; a newer version may be due while it reads.
+_KEPT_DUE = 2
 
 
 def names_several(version: str) -> bool:
@@ -15,35 +19,73 @@ def names_several(version: str) -> bool:
     return version == ALL or "," in version
 
 
+def retained(config: RunConfig, stored: Iterable[int]) -> set[int]:
+    """The versions whose weights stay in the object store, of all versions that were ever stored.
+
+    These are the first and the last version, the newest `weights.keep` versions, as many of those that the
+    configuration keeps (`RunConfig.keeps`; others were stored with a checkpoint), and the newest two that an
+    evaluator beside training may have to read.
+    """
+    versions = sorted(set(stored))
+    keep = config.weights.keep
+    if keep == 0:
+        return set(versions)
+    kept = [version for version in versions if config.keeps(version)]
+    due = [version for version in versions if config.evaluates(version)]
+    ends = {0, config.trainer.steps}.intersection(versions)
+    return {*ends, *versions[-keep:], *kept[-keep:], *due[-_KEPT_DUE:]}
+
+
+def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list[str]:
+    """Of the keys below `weights`, those of versions below a committed `step` that the run does not retain."""
+    found = [(version, key) for key in keys if (version := parse_weights_key(key)[0]) <= step]
+    kept = retained(config, (version for version, key in found if key.endswith(f"/{MANIFEST_FILE}")))
+    return [key for version, key in found if version not in kept and version < step]
+
+
+def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
+    """Delete manifests before data, so that an interrupted deletion leaves no version that looks complete."""
+    manifests = {key for key in keys if key.endswith(f"/{MANIFEST_FILE}")}
+    store.delete(sorted(manifests))
+    store.delete(sorted(set(keys) - manifests))
+
+
+def stored_versions(store: ObjectStore) -> set[int]:
+    """Versions with a complete copy of the weights in the object store; one listing."""
+    manifests = (key for key in store.list("weights") if key.endswith(f"/{MANIFEST_FILE}"))
+    return {parse_weights_key(key)[0] for key in manifests}
+
+
 def is_durable(commit: Commit) -> bool:
-    """Whether the weights after a step are in the object store."""
+    """Whether the weights after a step were stored in the object store; `retained` says which stay there."""
     return commit.manifest is not None and commit.manifest.key is not None
 
 
 def durable_versions(commits: Iterable[Commit]) -> list[int]:
-    """Versions whose weights are in the object store, in order."""
+    """Versions whose weights were stored in the object store, in order."""
     return sorted(commit.step for commit in commits if is_durable(commit))
 
 
 def find_commit(run: RunContext, version: str) -> Commit:
-    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError if it is not durable."""
-    keys = counted_commit_keys(run.store, read_epochs(run.store))
-    named = [step for step in keys if version in ("first", str(step))][:1]
-    for step in reversed(keys) if version == "last" else named:
-        commit = read_commit(run.store, keys[step])
-        if is_durable(commit):
-            return commit
+    """The commit of `first`, `last` (the newest durable version) or a number. ConfigError if it is not stored."""
+    commits, stored = read_commits(run.store), stored_versions(run.store)
+    named = [step for step in commits if version in ("first", str(step))][:1]
+    for step in reversed(commits) if version == "last" else named:
+        if step in stored and is_durable(commits[step]):
+            return commits[step]
+    weights = run.config.weights
     raise ConfigError(
-        f"--version {version}: not durable (the newest step is {max(keys, default=-1)}, weights.durable_every="
-        f"{run.config.weights.durable_every}). `last` is the newest durable version; `pipelinerl replay` can compute "
-        "the weights of a step again"
+        f"--version {version}: not durable (the newest step is {max(commits, default=-1)}, weights.durable_every="
+        f"{weights.durable_every}, weights.keep={weights.keep}). `last` is the newest durable version; `pipelinerl "
+        "replay` can compute the weights of a step again"
     )
 
 
 def find_commits(run: RunContext, version: str) -> list[Commit]:
     """Commits that --version names, in order: `all` durable versions, numbers with commas, or see `find_commit`."""
     if version == ALL:
-        keys = counted_commit_keys(run.store, read_epochs(run.store))
-        return [commit for key in keys.values() if is_durable(commit := read_commit(run.store, key))]
+        commits = read_commits(run.store)
+        stored = sorted(stored_versions(run.store) & commits.keys())
+        return [commits[step] for step in stored if is_durable(commits[step])]
     found = {commit.step: commit for commit in (find_commit(run, one) for one in version.split(","))}
     return [found[step] for step in sorted(found)]

@@ -1,13 +1,16 @@
 """Object stores in a directory and in the memory of this process."""
 
 import errno
+import fcntl
 import itertools
 import logging
 import os
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.storage.keys import TEMPORARY_PREFIX, check_key, check_prefix, join_key
@@ -19,6 +22,10 @@ RETRY_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Full disk, spent quota, and the file size limit of this process (ulimit -f)."""
+_NEW_SECONDS = 60.0
+"""A temporary file that is newer may not be locked yet."""
+_UNLOCKABLE_SECONDS = 86400.0
+"""On a file system without locks, the age at which a temporary file counts as abandoned."""
 
 
 class FileStore:
@@ -31,7 +38,10 @@ class FileStore:
         self._numbers = itertools.count()
 
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
-        """Write to a temporary file, fsync, then rename (or link, which fails on an existing name)."""
+        """Write to a temporary file, fsync, then rename (or link, which fails on an existing name).
+
+        The temporary file is locked meanwhile: `unfinished` finds the files of killed writers by their missing lock.
+        """
         deadline = time.monotonic() + self._retry_seconds
         has_warned = False
         while True:
@@ -56,11 +66,12 @@ class FileStore:
         try:
             _make_synced(path.parent)
             try:
-                _write_synced(temporary, data)
-                if create_only:
-                    os.link(temporary, path)
-                else:
-                    os.replace(temporary, path)
+                with open(temporary, "xb") as file:
+                    _write_synced(file, data)
+                    if create_only:
+                        os.link(temporary, path)
+                    else:
+                        os.replace(temporary, path)
                 _sync_directory(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
@@ -100,6 +111,21 @@ class FileStore:
             except OSError as error:
                 raise StoreError(f"cannot delete {key!r} below {self._root}: {error.strerror or error}") from error
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Temporary files of killed writers, relative to the root."""
+        found: tuple[str, ...] = ()
+        for directory, _, names in os.walk(self._root):
+            paths = (Path(directory) / name for name in names if name.startswith(TEMPORARY_PREFIX))
+            found += tuple(path.relative_to(self._root).as_posix() for path in paths if _is_abandoned(path))
+        return found
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Remove results of `unfinished`."""
+        for name in names:
+            path = self._root / name
+            if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path):
+                path.unlink(missing_ok=True)
+
     def child(self, prefix: str) -> "FileStore":
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
 
@@ -123,11 +149,26 @@ def _make_synced(directory: Path) -> None:
         _sync_directory(path.parent)
 
 
-def _write_synced(path: Path, data: bytes | memoryview) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_synced(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Lock a new file for the lifetime of this process or until the file is closed, and write it to the disk."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether no process on any host writes this temporary file: the kernel drops the lock of a killed writer."""
+    try:
+        age_seconds = time.time() - path.stat().st_mtime
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    except OSError:
+        return age_seconds > _UNLOCKABLE_SECONDS
+    return age_seconds > _NEW_SECONDS
 
 
 def _sync_directory(path: Path) -> None:
@@ -180,6 +221,11 @@ class MemoryStore:
         with _OBJECTS_LOCK:
             for path in paths:
                 _OBJECTS.pop(path, None)
+
+    def unfinished(self) -> tuple[str, ...]:
+        return ()
+
+    def discard(self, names: Iterable[str]) -> None: ...
 
     def child(self, prefix: str) -> "MemoryStore":
         return MemoryStore(join_key(self._root, check_key(prefix)))

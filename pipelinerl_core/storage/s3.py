@@ -1,35 +1,53 @@
 """An object store on Amazon S3 or on a server with the S3 protocol, through s3fs.
 
 Nothing is cached, every request has a time limit, and requests with transient failures are repeated with growing
-pauses.
+pauses. Large objects are written and read in parts. Time limits and repetitions hold for one part: an object of any
+size has the time that it needs, and a failure costs one part.
 """
 
 import functools
+import logging
+import math
 import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import fsspec
 from botocore.exceptions import BotoCoreError, HTTPClientError  # type: ignore[import-untyped]
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.storage.exclusive import create_exclusively
 from pipelinerl_core.storage.keys import check_key, check_prefix, join_key
+
+logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
 RETRY_SECONDS = 60.0
-"""How long failing requests are repeated; after a longer outage the role ends and is restarted."""
-ATTEMPT_SECONDS = 900.0
-"""Time limit of one request of any size."""
+"""How long a request is repeated after its first failure; after a longer outage the role ends and is restarted."""
+ATTEMPT_SECONDS = 300.0
+"""Time limit of one request, of at most PART_BYTES."""
+PART_BYTES = 32 << 20
+"""Larger objects are written and read in parts of this size."""
+MAX_PARTS = 10_000
+"""S3's limit; larger objects have larger parts."""
+PARALLEL_PARTS = 4
+ABANDONED_SECONDS = 3600.0
+"""A multipart upload that got no part for this long has no writer: a live writer fails earlier."""
 CONNECT_SECONDS = 5
 STALL_SECONDS = 15
 """Longest time without data within one request."""
-_SETTLE_SECONDS = 0.5
+_UPLOAD = "?uploadId="
 
+_OUT_OF_RANGE = 416
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
 _NO_ROOM_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
 """Codes of a full Ceph or MinIO; transient, because space may be freed."""
@@ -41,14 +59,21 @@ class S3Store:
     """Objects under s3://bucket/prefix. Credentials and endpoint come from the standard AWS_* variables or files."""
 
     def __init__(
-        self, url: str, *, retry_seconds: float = RETRY_SECONDS, attempt_seconds: float = ATTEMPT_SECONDS
+        self,
+        url: str,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+        attempt_seconds: float = ATTEMPT_SECONDS,
+        total_seconds: float = math.inf,
     ) -> None:
+        """total_seconds: no repetition begins later than this after the begin of a request."""
         self._root = url.removeprefix("s3://").strip("/")
         if not self._root.partition("/")[0]:
             raise ConfigError(f"{url!r} names no bucket; write s3://bucket/prefix")
         self.url = f"s3://{self._root}"
         self._retry_seconds = retry_seconds
         self._attempt_seconds = attempt_seconds
+        self._total_seconds = total_seconds
         self._endpoint = next((os.environ[name] for name in ENDPOINT_VARIABLES if os.environ.get(name)), None)
         self._fs: Any = fsspec.filesystem(
             "s3",
@@ -70,43 +95,80 @@ class S3Store:
     def put(self, key: str, data: bytes | memoryview, *, create_only: bool = False) -> None:
         """Write a whole object; readers see the old or the new object.
 
-        create_only is atomic if the store supports If-None-Match (`is_conditional`). Otherwise the object is read
-        again after a moment: of several concurrent writers the last writer succeeds, and the others get
-        FileExistsError.
+        create_only uses If-None-Match if the store supports it (`is_conditional`), otherwise `create_exclusively`.
         """
+        if create_only and not self.is_conditional:
+            create_exclusively(self, key, bytes(data))
+            return
         if create_only:
-            self._create_once(key, bytes(data))
+            if self.exists(key):
+                raise FileExistsError(f"{self.url}/{key} exists already")
+            self.create(key, bytes(data))
+            return
+        if len(data) > PART_BYTES:
+            self._put_parts(key, memoryview(data).cast("B"))
             return
         path = self._path(key)
         self._call("write", key, lambda timeout: self._fs.pipe_file(path, bytes(data), timeout=timeout))
 
+    def _put_parts(self, key: str, data: memoryview) -> None:
+        """Write a large object as a multipart upload, which is ended after a failure: its parts take space."""
+        target, writer = self._target(key), uuid.uuid4().hex
+        created = self._request("write", key, "create_multipart_upload", **target, Metadata={"writer": writer})
+        upload = {**target, "UploadId": created["UploadId"]}
+        size = max(PART_BYTES, -(-len(data) // MAX_PARTS))
+
+        def put(number: int) -> dict[str, Any]:
+            body = bytes(data[(number - 1) * size : number * size])
+            verb = f"write part {number} of"
+            answer = self._request(verb, key, "upload_part", **upload, PartNumber=number, Body=body)
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        threads = ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="s3-parts")
+        try:
+            try:
+                parts = list(threads.map(put, range(1, -(-len(data) // size) + 1)))
+            finally:
+                threads.shutdown(cancel_futures=True)
+            self._complete(key, upload, parts, writer)
+        except BaseException:
+            self._end_upload(upload)
+            raise
+
+    def _complete(self, key: str, upload: dict[str, str], parts: list[dict[str, Any]], writer: str) -> None:
+        try:
+            self._request("write", key, "complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
+        except MissingObject:
+            # The store has no such upload: an earlier attempt may have completed it, and the answer was lost.
+            if not self.exists(key) or self._head(key).get("Metadata", {}).get("writer") != writer:
+                raise StoreError(f"cannot write {key!r} in {self.url}: the store has no such upload") from None
+
+    def _end_upload(self, upload: dict[str, str]) -> None:
+        """Remove the parts of an upload. If the store does not answer, `unfinished` finds the upload later."""
+        try:
+            self._fs.call_s3("abort_multipart_upload", **upload, timeout=STALL_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the caller raises the error of the write
+            logger.debug("the upload of %s was not ended: %s", upload["Key"], error)
+
     @functools.cached_property
     def is_conditional(self) -> bool:
-        """Whether the store supports If-None-Match, tested by two writes of a small object."""
+        """Whether the store supports If-None-Match, tested by two writes of a small object. Raises StoreError.
+
+        All processes of a run must find the same: during an outage of the store, no process may guess.
+        """
         key = f"check-{uuid.uuid4().hex}"
         try:
             self.create(key, b"first")
             self.create(key, b"second")
         except FileExistsError:
             return True
-        except StoreError:
+        except StoreError as error:
+            if not isinstance(error.__cause__, Exception) or not _is_final(error.__cause__):
+                raise
             return False  # a store may also refuse requests with If-None-Match
         finally:
             self.delete([key])
         return False
-
-    def _create_once(self, key: str, data: bytes) -> None:
-        begun = time.monotonic()
-        if self.exists(key):
-            raise FileExistsError(f"{self.url}/{key} exists already")
-        if self.is_conditional:
-            self.create(key, data)
-            return
-        self.put(key, data)
-        # A writer that has not found the object writes within about the time that `exists` and `put` take.
-        time.sleep(_SETTLE_SECONDS + 2 * (time.monotonic() - begun))
-        if self.get(key) != data:
-            raise FileExistsError(f"{self.url}/{key} was created by another writer at the same time")
 
     def create(self, key: str, data: bytes) -> None:
         """One PUT with If-None-Match. If the store supports it and the key exists, FileExistsError."""
@@ -125,9 +187,20 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         path = self._path(key)
-        data: bytes = self._call(
-            "read", key, lambda timeout: self._fs.cat_file(path, max_concurrency=1, timeout=timeout)
-        )
+        parts: list[bytes] = []
+        while not parts or len(parts[-1]) == PART_BYTES:
+            start = len(parts) * PART_BYTES
+            parts.append(self._call("read", key, functools.partial(self._read, path, start)))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read(self, path: str, start: int, timeout: float) -> bytes:
+        """Up to PART_BYTES from `start`; empty at or after the end of the object."""
+        try:
+            data: bytes = self._fs.cat_file(path, start=start, end=start + PART_BYTES, timeout=timeout)
+        except Exception as error:
+            if _status(error) == _OUT_OF_RANGE:
+                return b""
+            raise
         return data
 
     def exists(self, key: str) -> bool:
@@ -154,22 +227,68 @@ class S3Store:
             except MissingObject:
                 continue
 
+    def unfinished(self) -> tuple[str, ...]:
+        """Multipart uploads of killed writers, as "<key>?uploadId=<id>". Their parts take space.
+
+        Ages are differences between times of the store. A store that cannot list uploads has none.
+        """
+        try:
+            return tuple(self._abandoned_uploads())
+        except StoreError as error:
+            logger.warning("unfinished multipart uploads cannot be listed: %s", error)
+            return ()
+
+    def _abandoned_uploads(self) -> Iterator[str]:
+        bucket, _, prefix = self._root.partition("/")
+        marker: dict[str, str] = {}
+        while True:
+            page = self._request(
+                "list uploads of", prefix, "list_multipart_uploads",
+                Bucket=bucket, Prefix=f"{prefix}/" if prefix else "", **marker,
+            )  # fmt: skip
+            for upload in page.get("Uploads", ()):
+                target = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                parts = self._request("list parts of", upload["Key"], "list_parts", **target).get("Parts", ())
+                newest = max([upload["Initiated"], *(part["LastModified"] for part in parts)])
+                if (_time_of(page) - newest).total_seconds() > ABANDONED_SECONDS:
+                    key = f"{bucket}/{upload['Key']}".removeprefix(f"{self._root}/")
+                    yield f"{key}{_UPLOAD}{upload['UploadId']}"
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def discard(self, names: Iterable[str]) -> None:
+        """End the uploads that `unfinished` returned."""
+        for name in names:
+            key, _, upload_id = name.rpartition(_UPLOAD)
+            with suppress(MissingObject):
+                target = self._target(key)
+                self._request("end an upload of", key, "abort_multipart_upload", **target, UploadId=upload_id)
+
     def child(self, prefix: str) -> "S3Store":
         return S3Store(
             f"{self.url}/{check_key(prefix)}",
             retry_seconds=self._retry_seconds,
             attempt_seconds=self._attempt_seconds,
+            total_seconds=self._total_seconds,
         )
 
     def limited(self, seconds: float) -> "S3Store":
-        return S3Store(self.url, retry_seconds=seconds, attempt_seconds=seconds)
+        return S3Store(self.url, attempt_seconds=seconds, total_seconds=seconds)
 
     def _head(self, key: str) -> dict[str, Any]:
-        bucket, _, name = self._path(key).partition("/")
-        head: dict[str, Any] = self._call(
-            "look up", key, lambda timeout: self._fs.call_s3("head_object", Bucket=bucket, Key=name, timeout=timeout)
+        return self._request("look up", key, "head_object", **self._target(key))
+
+    def _request(self, verb: str, key: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """The answer to one request of the S3 API; repeated as in `_call`."""
+        answer: dict[str, Any] = self._call(
+            verb, key, lambda timeout: self._fs.call_s3(method, **arguments, timeout=timeout)
         )
-        return head
+        return answer
+
+    def _target(self, key: str) -> dict[str, str]:
+        bucket, _, name = self._path(key).partition("/")
+        return {"Bucket": bucket, "Key": name}
 
     def _remove(self, path: str, timeout: float) -> None:
         self._fs.rm_file(path, timeout=timeout)
@@ -178,24 +297,34 @@ class S3Store:
         return f"{self._root}/{check_key(key)}"
 
     def _call(self, verb: str, key: str, operation: Callable[[float], _Result]) -> _Result:
-        """Repeat `operation(timeout)` until it succeeds, fails with a final error, or retry_seconds have passed."""
-        deadline = time.monotonic() + self._retry_seconds
+        """Repeat `operation(timeout)` until it succeeds, fails with a final error, or retry_seconds have passed since
+        its first failure."""
+        deadline = time.monotonic() + self._total_seconds
         pause_seconds = 0.1
         while True:
             try:
                 return operation(self._attempt_seconds)
             except Exception as error:  # noqa: BLE001 - s3fs, botocore and aiohttp share no base class
                 failure = error
+            deadline = min(deadline, time.monotonic() + self._retry_seconds)
             if _status(failure) == 412 or isinstance(failure, FileExistsError):
                 raise FileExistsError(f"{self.url}/{key} exists already") from None
             if _error_code(failure) != "NoSuchBucket" and isinstance(failure, FileNotFoundError):
                 raise MissingObject(f"no object {key!r} in {self.url}") from None
-            if _is_final(failure) or time.monotonic() + pause_seconds > deadline:
+            is_final = _is_final(failure)
+            if is_final or time.monotonic() + pause_seconds > deadline:
                 where = self._endpoint or "the AWS endpoint"
                 reason = str(failure) or f"no answer within {self._attempt_seconds:g} s"
-                raise StoreError(f"cannot {verb} {key!r} in {self.url} at {where}: {reason}") from failure
+                kind = StoreError if is_final else StoreUnavailable
+                raise kind(f"cannot {verb} {key!r} in {self.url} at {where}: {reason}") from failure
             time.sleep(pause_seconds * random.uniform(0.5, 1.0))
             pause_seconds = min(2 * pause_seconds, 5.0)
+
+
+def _time_of(answer: dict[str, Any]) -> datetime:
+    """The time of the store at an answer."""
+    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return parsedate_to_datetime(date) if date else datetime.now(UTC)
 
 
 def _response(error: Exception) -> dict[str, Any]:

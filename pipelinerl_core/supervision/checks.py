@@ -87,7 +87,8 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     own_cores(config, "trainer")
     check_engine(config)
     check_learner(config)
-    check_mlflow(config.tracking.chosen_uri)
+    if run is None:  # a run that exists trains without MLflow too
+        check_mlflow(config.tracking.chosen_uri)
     is_model_there = resolve_model_path(config.model.path) is not None
     facts = check_prompts(config)
     warnings = check_reward(config, run)
@@ -281,6 +282,8 @@ def check_space(config: RunConfig, root: str) -> None:
     model_bytes = model_size(config.model.path)
     version_bytes = _version_size(config, model_bytes)
     num_durable = config.trainer.steps // config.weights.durable_every + 1
+    if config.weights.keep:
+        num_durable = min(num_durable, 2 * config.weights.keep)
     needed = num_durable * version_bytes + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS * model_bytes + _SMALL_FILES_BYTES
     directory = local_directory(root)
     if directory is not None:
@@ -288,7 +291,7 @@ def check_space(config: RunConfig, root: str) -> None:
             directory,
             needed,
             f"for {num_durable} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
-            "checkpoints. Raise weights.durable_every or choose another --root",
+            "checkpoints. Raise weights.durable_every, lower weights.keep or choose another --root",
         )
     if config.weights.transport == "shm":
         _require_free(

@@ -8,7 +8,7 @@ from types import FrameType
 
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import TOKEN_VARIABLE, open_run
-from pipelinerl_core.run.hub_status import is_live, read_hub
+from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.role_commands import ending_with_parent, role_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
@@ -26,7 +26,7 @@ def join_run(url: str, name: str) -> int:
             "where the run is started"
         )
     run = open_run(url)
-    if not is_live(read_hub(open_store(url))):
+    if HubWatch(open_store(url)).find_live() is None:
         raise ConfigError(
             f"{url}: this run is not live. Start the run with `pipelinerl resume {run.run_id}`, then join"
         )

@@ -11,7 +11,7 @@ from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import is_complete, read_epochs
-from pipelinerl_core.run.hub_status import is_descendant, is_live, read_hub
+from pipelinerl_core.run.hub_status import is_descendant, may_be_live, read_hub
 from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import ALL, names_several
@@ -136,7 +136,7 @@ def hub_has_stopped(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SE
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         hub = read_hub(run.store)
-        if hub is not None and is_live(hub) and hub.live.get("state") == "run":
+        if hub is not None and may_be_live(hub) and hub.live.get("state") == "run":
             beats.add(hub.beat)
         if len(beats) > 2:  # the first heartbeat may be older than the request to stop
             return False
@@ -146,8 +146,8 @@ def hub_has_stopped(run: RunContext, stop: Event, seconds: float = HUB_RETURN_SE
 
 
 def hub_is_up(run: RunContext) -> bool:
-    """Whether the hub of the run has published its address and is live."""
-    return is_live(read_hub(run.store))
+    """Whether the hub of the run, which is a process of this host, has published its address and is live."""
+    return may_be_live(read_hub(run.store))
 
 
 def is_over(run: RunContext) -> bool:

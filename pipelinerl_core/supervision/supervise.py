@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
-from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, PipelineRLError
+from pipelinerl_core.errors import (
+    EXIT_CONFIG,
+    EXIT_FENCED,
+    EXIT_STORE,
+    ConfigError,
+    Fenced,
+    PipelineRLError,
+    StoreUnavailable,
+)
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import RESTARTS_VARIABLE
 from pipelinerl_core.supervision.process_groups import kill_group
@@ -80,8 +88,9 @@ def supervise_role(
     Exit code 0: if `is_done()`, the supervision ends, else the role restarts (another process sent it SIGTERM).
     Exit code 3 (fenced): if `is_replaced()`, the supervision ends, else the role restarts; without `is_replaced` the
     supervision raises Fenced.
-    Raises ConfigError (exit code 2, with the role's own error line), Fenced, or RoleFailed with the last lines of the
-    log after more than `max_restarts` failures in a row, each within `stable_seconds`.
+    Raises ConfigError (exit code 2, with the role's own error line) or Fenced. After more than `max_restarts`
+    failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
+    process ended because the store did not answer (exit code 4), StoreUnavailable with these lines.
     """
     log = RoleLog(log_path, max_log_bytes)
     begun = time.monotonic()
@@ -139,6 +148,8 @@ def describe_exit(exit_code: int) -> str:
         return f"killed by {signal.Signals(-exit_code).name}"
     if exit_code == 0:
         return "ended with code 0 before its work was done"
+    if exit_code == EXIT_STORE:
+        return "ended because the store did not answer"
     return f"exited with code {exit_code}"
 
 
@@ -194,4 +205,5 @@ def _raise_if_final(
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
     if not budget.take():
         tail = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
-        raise RoleFailed(f"{name}: {reason}, {budget.spent_text}. Last lines of {process.log.path}:\n{tail}")
+        error = StoreUnavailable if process.exit_code == EXIT_STORE else RoleFailed
+        raise error(f"{name}: {reason}, {budget.spent_text}. Last lines of {process.log.path}:\n{tail}")

@@ -1,8 +1,11 @@
-"""Writes the metrics of a run to MLflow from a buffered thread. An outage of MLflow after the start ends no run.
+"""Writes the metrics of a run to MLflow from a buffered thread. Only the first start of a run needs MLflow.
 
 log, log_artifact, log_table -> buffers --(every 2 s or 500 metrics)--> writer thread --> MLflow
                                                                             |
                                              if it fails: keep, try again, warn once
+
+The tag `pipelinerl.logged` of the MLflow run names the newest step that MLflow has. The tag is written together with
+the metrics of the step, so that a resume reads one tag instead of metric histories, whose size grows with the run.
 """
 
 import json
@@ -13,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,6 +41,7 @@ from mlflow.exceptions import MlflowException  # noqa: E402
 from pipelinerl_core.errors import ConfigError  # noqa: E402
 from pipelinerl_core.telemetry.datasets import DatasetNote  # noqa: E402
 from pipelinerl_core.telemetry.redact import flatten, redact, redact_text  # noqa: E402
+from pipelinerl_core.types import NO_STEP, LoggedStep  # noqa: E402
 
 logger = logging.getLogger(__name__)
 logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -49,6 +54,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 RUN_TAG = "pipelinerl.run_id"
 """Tag by which the tracker finds the MLflow run of a training run."""
+LOGGED_TAG = "pipelinerl.logged"
+"""Tag with the newest step whose metrics MLflow has, as JSON: step and sha256 of the weights after the step."""
+LOST_TAG = "pipelinerl.lost_timeline"
+"""Tag of an MLflow run with steps that the training run no longer has; the newest step of the training run then."""
 PARENT_TAG = "mlflow.parentRunId"
 """Tag by which MLflow shows a run below its parent run."""
 SAMPLE_SECONDS = 10.0
@@ -68,7 +77,7 @@ _CONTEXT_TAG = "mlflow.data.context"
 # Without this tag, MLflow shows the pages for language model applications instead of training.
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 _TRAINING_VIEW = "workflowType=machine_learning"
-# Metrics kept during an outage; beyond this number the oldest are dropped.
+# Metrics kept during an outage; the metrics of later steps wait in the store.
 _MAX_BUFFERED = 200_000
 # Between two attempts during an outage.
 _RETRY_SECONDS = 15.0
@@ -97,12 +106,20 @@ def tracking_uri(configured: str, root: str) -> str | None:
     return f"sqlite:///{directory / 'mlflow.db'}"
 
 
-def run_page(uri: str, run_id: str) -> str | None:
+def run_page(uri: str, experiment_id: str, run_id: str) -> str | None:
     """Page of a run on an MLflow server; None for a database file, which has no page."""
     if not uri.startswith(("http://", "https://")):
         return None
-    experiment = MlflowClient(tracking_uri=uri).get_run(run_id).info.experiment_id
-    return f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{run_id}?{_TRAINING_VIEW}"
+    return f"{uri.rstrip('/')}/#/experiments/{experiment_id}/runs/{run_id}?{_TRAINING_VIEW}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Metrics that are written together."""
+
+    metrics: list[Metric]
+    logged: LoggedStep | None
+    """Set if MLflow then has all metrics of this step."""
 
 
 class MlflowTracker:
@@ -119,59 +136,89 @@ class MlflowTracker:
         config: Mapping[str, object] | None = None,
         datasets: Sequence[DatasetNote] = (),
         machine: Callable[[], Mapping[str, float]] | None = None,
+        is_required: bool = True,
     ) -> None:
-        """Connect, and find or create the run. Raises ConfigError if this fails, for a server after 9 s.
+        """Find or create the run.
 
+        is_required: connect now; raises ConfigError if this fails, for a server after 9 s. Otherwise the writer
+        thread connects, and tries again after failures.
         A run is found by `run_id`, else by the tag of `run_name` in the experiment. `config`, nested or not,
         becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
         on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
         """
+        self._uri = uri
+        self._experiment = experiment
+        self._run_name = run_name
         self._tags = redact({RUN_TAG: run_name, **(tags or {})})
         self._params = redact(flatten(config or {}))
         self._datasets = datasets
         self._machine = machine
         self._sampled_at = time.monotonic()
-        connect = partial(self._connect, uri, experiment, run_name, run_id)
-        try:
-            is_local = urlsplit(uri).scheme.startswith("sqlite")
-            run, self._logged = connect() if is_local else _within(_CONNECT_SECONDS, connect)
-        except (MlflowException, OSError, TimeoutError) as error:
-            raise ConfigError(
-                f"tracking.mlflow_uri={redact_text(uri)}: MLflow cannot be reached or used ({_reason(error)}). Start "
-                "the server, correct the URI, or set tracking.mlflow_uri=none"
-            ) from None
-        self.run_id: str = run.info.run_id
-        self._began = run.info.start_time / 1000
-        self._tables: list[dict[str, str]] = json.loads(run.data.tags.get(_TABLES_TAG, "[]"))
+        self.run_id = run_id or ""
+        self.page: str | None = None
+        """Page of the run on an MLflow server."""
+        self.logged: LoggedStep | None = None
+        """Newest step that MLflow has; None while MLflow has not answered."""
         self.num_lost = 0
         """Metrics dropped because of an outage of MLflow."""
         self.num_failures = 0
         """Failed attempts to write."""
-        self._buffer: deque[Metric] = deque()
+        self._lost_at: int | None = None
+        self._began = 0.0
+        self._tables: list[dict[str, str]] = []
+        self._buffer: deque[_Entry] = deque()
+        self._num_buffered = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._files: dict[str, bytes] = {}
         self._refusals: dict[str, int] = {}
+        self._feed: Callable[[], bool] = lambda: True
         self._is_closing = False
         self._close_at = 0.0
+        if is_required:
+            self._connect_now()
         self._writer = threading.Thread(target=self._write, name="mlflow", daemon=True)
         self._writer.start()
 
-    def log(self, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
-        """Buffer metrics of one step; keys that are already logged for this step are skipped. at: Unix seconds."""
+    @property
+    def room(self) -> int:
+        """Metrics that the buffer still takes."""
+        return _MAX_BUFFERED - self._num_buffered
+
+    def log(
+        self, step: int, metrics: Mapping[str, float], *, at: float | None = None, weights_sha256: str = ""
+    ) -> None:
+        """Buffer metrics of one step; metrics beyond `room` are dropped. at: Unix seconds.
+
+        If the same values are logged again with the same `at`, MLflow stores one. weights_sha256: of a training step,
+        which is then `logged`.
+        """
         timestamp = round((time.time() if at is None else at) * 1000)
+        made = [Metric(key, float(value), timestamp, step) for key, value in metrics.items()]
+        logged = LoggedStep(step, weights_sha256) if weights_sha256 else None
         with self._lock:
-            for key, value in metrics.items():
-                steps = self._logged.setdefault(key, set())
-                if step not in steps:
-                    steps.add(step)
-                    self._buffer.append(Metric(key, float(value), timestamp, step))
-            while len(self._buffer) > _MAX_BUFFERED:
-                self._buffer.popleft()
-                self.num_lost += 1
-            is_full = len(self._buffer) >= _FLUSH_METRICS
+            if self.room <= 0:
+                self.num_lost += len(made)
+                return
+            while len(made) > _MAX_BATCH_METRICS:
+                self._buffer.append(_Entry(made[:_MAX_BATCH_METRICS], None))
+                del made[:_MAX_BATCH_METRICS]
+            self._buffer.append(_Entry(made, logged))
+            self._num_buffered += len(metrics)
+            is_full = self._num_buffered >= _FLUSH_METRICS
         if is_full:
             self._wake.set()
+
+    def start_over(self, step: int) -> None:
+        """Continue in a new MLflow run, because this one has steps of a timeline that the training run has lost.
+
+        The writer thread marks the old run. step: newest step of the training run. `logged` is None until the new run
+        is open.
+        """
+        with self._lock:
+            self.logged, self._lost_at = None, step
+            self._buffer.clear()
+            self._num_buffered = 0
 
     def log_artifact(self, name: str, data: bytes) -> None:
         """Buffer a small file; a newer file of the same name replaces the older."""
@@ -186,8 +233,10 @@ class MlflowTracker:
             if entry not in self._tables:
                 self._tables = [*self._tables, entry]
 
-    def close(self, status: Status = "FINISHED") -> None:
+    def close(self, status: Status = "FINISHED", feed: Callable[[], bool] = lambda: True) -> None:
         """Flush, end the MLflow run with `status`, and stop the writer. Further calls do nothing.
+
+        feed: logs further metrics if there is room; True if none are left. Called on the writer thread.
 
         During an outage, close() waits at most 120 s, for a run that was stopped 5 s. The stored objects of the run
         keep the data, and a resume of the run writes the data to MLflow.
@@ -196,15 +245,16 @@ class MlflowTracker:
             return
         limit_seconds = _STOP_SECONDS if status == "KILLED" else _CLOSE_SECONDS
         self._close_at = time.monotonic() + limit_seconds
-        self._is_closing = True
+        self._feed, self._is_closing = feed, True
         self._wake.set()
         self._writer.join(_CLOSE_RETRY_SECONDS)
-        if self._writer.is_alive() and self._left:
-            logger.warning("MLflow does not answer: waiting at most %.0f s to write %s", limit_seconds, self._left)
+        if self._writer.is_alive() and (self._left or self.logged is None):
+            what = self._left or "metrics"
+            logger.warning("MLflow does not answer: waiting at most %.0f s to write %s", limit_seconds, what)
         self._writer.join(limit_seconds)
         left = self._left
-        if self._writer.is_alive() or left:
-            self.num_lost += len(self._buffer)
+        if self._writer.is_alive() or left or self.logged is None:
+            self.num_lost += self._num_buffered
             logger.warning(
                 "MLflow did not answer at the end: %s were not written; `pipelinerl resume` of the run writes them",
                 left or "some metrics",
@@ -215,20 +265,42 @@ class MlflowTracker:
     @property
     def _left(self) -> str:
         """Counts of unwritten metrics and files as text; empty if all are written."""
-        counts = {"metrics": len(self._buffer) + self.num_lost, "files": len(self._files)}
+        counts = {"metrics": self._num_buffered + self.num_lost, "files": len(self._files)}
         return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
     # ---- start -----------------------------------------------------------------------------------------------
 
-    def _connect(
-        self, uri: str, experiment: str, run_name: str, run_id: str | None
-    ) -> tuple[Run, dict[str, set[int]]]:
-        """The MLflow run, and key -> steps that are already logged."""
-        self._client = client = MlflowClient(tracking_uri=uri)
-        experiment_id = _experiment_id(client, uri, experiment)
-        found = _find_run(client, experiment_id, run_name, run_id)
+    def _connect_now(self) -> None:
+        try:
+            is_local = urlsplit(self._uri).scheme.startswith("sqlite")
+            opened = self._open() if is_local else _within(_CONNECT_SECONDS, self._open)
+        except (MlflowException, OSError, TimeoutError) as error:
+            raise ConfigError(
+                f"tracking.mlflow_uri={redact_text(self._uri)}: MLflow cannot be reached or used ({_reason(error)}). "
+                "Start the server, correct the URI, or set tracking.mlflow_uri=none"
+            ) from None
+        self._use(*opened)
+
+    def _use(self, client: MlflowClient, run: Run) -> None:
+        self._client = client
+        self._began = run.info.start_time / 1000
+        self._lost_at = None
+        with self._lock:
+            known = json.loads(run.data.tags.get(_TABLES_TAG, "[]"))
+            self._tables = [*known, *(entry for entry in self._tables if entry not in known)]
+        self.run_id = run.info.run_id
+        self.page = run_page(self._uri, run.info.experiment_id, run.info.run_id)
+        self.logged = _logged_step(run.data.tags.get(LOGGED_TAG, ""))
+
+    def _open(self) -> tuple[MlflowClient, Run]:
+        """The MLflow run, found or created. The number of requests does not depend on the age of the run."""
+        client = MlflowClient(tracking_uri=self._uri)
+        experiment_id = _experiment_id(client, self._uri, self._experiment)
+        if self._lost_at is not None:
+            _mark_lost(client, self.run_id, self._run_name, self._lost_at)
+        found = _find_run(client, experiment_id, self._run_name, self.run_id)
         if found is None:
-            found = client.create_run(experiment_id, run_name=run_name).info.run_id
+            found = client.create_run(experiment_id, run_name=self._run_name).info.run_id
         run = client.get_run(found)
         client.update_run(found, status="RUNNING")
         tags = [RunTag(key, value[:_MAX_TAG_CHARS]) for key, value in self._tags.items()]
@@ -242,29 +314,30 @@ class MlflowTracker:
         inputs = [_input(note) for note in self._datasets if note.digest not in known]
         if inputs:
             client.log_inputs(found, inputs)
-        logged = {key: {one.step for one in client.get_metric_history(found, key)} for key in run.data.metrics}
-        return run, logged
+        return client, run
 
     # ---- writer thread ---------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         is_away = False
-        while True:
+        while not self._is_closing:
             self._wake.wait(_RETRY_SECONDS if is_away else _FLUSH_SECONDS)
             self._wake.clear()
-            is_closing = self._is_closing
-            if not is_closing:
+            if not self._is_closing:
                 self._sample()
-            is_away = not self._flush()
-            while is_closing and is_away and time.monotonic() < self._close_at:
-                time.sleep(_CLOSE_RETRY_SECONDS)
                 is_away = not self._flush()
-            if is_closing:
+        while True:
+            is_fed = self._feed()
+            is_away = not self._flush()
+            if (is_fed and not is_away) or time.monotonic() >= self._close_at:
                 return
+            if is_away:
+                time.sleep(_CLOSE_RETRY_SECONDS)
 
     def _sample(self) -> None:
         """Log the system metrics if they are due."""
-        if self._machine is None or time.monotonic() - self._sampled_at < SAMPLE_SECONDS:
+        is_due = time.monotonic() - self._sampled_at >= SAMPLE_SECONDS
+        if self._machine is None or self.logged is None or not is_due:
             return
         self._sampled_at = time.monotonic()
         try:
@@ -275,16 +348,29 @@ class MlflowTracker:
 
     def _flush(self) -> bool:
         """Write all buffered data; False if a write failed, in which case the rest stays buffered."""
+        if self.logged is None and not self._try("the run", lambda: self._use(*self._open())):
+            return False
         while batch := self._next_batch():
-            if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=batch)):
+            metrics = [metric for entry in batch for metric in entry.metrics]
+            logged = next((entry.logged for entry in reversed(batch) if entry.logged is not None), None)
+            tags = [RunTag(LOGGED_TAG, json.dumps(logged._asdict()))] if logged else []
+            if not self._try("metrics", partial(self._client.log_batch, self.run_id, metrics=metrics, tags=tags)):
                 with self._lock:
                     self._buffer.extendleft(reversed(batch))
+                    self._num_buffered += len(metrics)
                 return False
         return all(self._upload(name) for name in list(self._files))
 
-    def _next_batch(self) -> list[Metric]:
+    def _next_batch(self) -> list[_Entry]:
+        """The oldest entries, as many as one request takes."""
+        batch: list[_Entry] = []
+        num_metrics = 0
         with self._lock:
-            return [self._buffer.popleft() for _ in range(min(_MAX_BATCH_METRICS, len(self._buffer)))]
+            while self._buffer and num_metrics + len(self._buffer[0].metrics) <= _MAX_BATCH_METRICS:
+                batch.append(self._buffer.popleft())
+                num_metrics += len(batch[-1].metrics)
+            self._num_buffered -= num_metrics
+        return batch
 
     def _upload(self, name: str) -> bool:
         """Write one file, and its table tag if it is a table; then drop it unless a newer one has replaced it."""
@@ -353,10 +439,12 @@ def _experiment_id(client: MlflowClient, uri: str, name: str) -> str:
         return str(found.experiment_id)
 
 
-def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str | None) -> str | None:
-    if run_id is not None:
+def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: str) -> str | None:
+    if run_id:
         try:
-            return str(client.get_run(run_id).info.run_id)
+            run = client.get_run(run_id)
+            if LOST_TAG not in run.data.tags:
+                return str(run.info.run_id)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -364,6 +452,24 @@ def _find_run(client: MlflowClient, experiment_id: str, run_name: str, run_id: s
     quoted = run_name.replace("'", "")
     runs = client.search_runs([experiment_id], filter_string=f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
     return str(runs[0].info.run_id) if runs else None
+
+
+def _mark_lost(client: MlflowClient, run_id: str, run_name: str, step: int) -> None:
+    """End an MLflow run with steps that the training run has lost, and give it another name."""
+    logger.warning(
+        "MLflow's run %s has metrics of steps that the store does not have: the store has commits up to step %d and "
+        "was restored from an older copy. The MLflow run is renamed; a new MLflow run gets all steps", run_id, step,
+    )  # fmt: skip
+    name = f"{run_name} (lost timeline, replaced at step {step})"
+    client.log_batch(run_id, tags=[RunTag(RUN_TAG, name), RunTag(LOST_TAG, str(step))])
+    client.update_run(run_id, status="KILLED", name=name)
+
+
+def _logged_step(tag: str) -> LoggedStep:
+    try:
+        return LoggedStep(**json.loads(tag))
+    except (ValueError, TypeError):
+        return NO_STEP  # no tag: MLflow has no step yet, or an earlier release wrote the steps
 
 
 def _reason(error: BaseException) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 
 from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.data.codec import encode_batch, to_segment
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.run.records import (
@@ -46,8 +46,6 @@ END_TOKEN = len(ALPHABET)
 START = 1_750_000_000.0
 STEP_SECONDS = 0.8
 TRAINER_EPOCH = 2
-
-_SPAN = pa.struct([("version", pa.int64()), ("start", pa.int32()), ("end", pa.int32())])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,31 +121,8 @@ def training_row(rollout: Rollout, *, oldest_version: int = 0, advantage: float 
 
 
 def batch_bytes(run_id: str, step: int, rows: Sequence[TrainingRow]) -> bytes:
-    """The batch file of a step: Arrow IPC, zstd."""
-    rollouts = [row.rollout for row in rows]
-    names = ["group_id", "rollout_index", "attempt", "lease_id", "prompt_id", "source", "env", "actor", "group_size"]
-    ints = {"group_id": pa.int64(), "rollout_index": pa.int32(), "attempt": pa.int32(), "group_size": pa.int32()}
-    columns: dict[str, pa.Array] = {"run_id": pa.array([run_id] * len(rows))}
-    columns |= {name: pa.array([getattr(r, name) for r in rollouts], ints.get(name)) for name in names}
-    ids, mask = pa.list_(pa.int32()), pa.list_(pa.bool_())
-    columns["prompt_token_ids"] = pa.array([r.prompt_token_ids for r in rollouts], ids)
-    columns["completion_token_ids"] = pa.array([r.completion_token_ids for r in rollouts], ids)
-    columns["rollout_logprobs"] = pa.array([r.rollout_logprobs for r in rollouts], pa.list_(pa.float32()))
-    columns["weight_spans"] = pa.array([[s._asdict() for s in r.weight_spans] for r in rollouts], pa.list_(_SPAN))
-    columns["loss_mask"] = pa.array([r.loss_mask for r in rollouts], mask)
-    columns["reward"] = pa.array([r.reward for r in rollouts], pa.float32())
-    columns["outcome"] = pa.array([r.outcome.value for r in rollouts])
-    columns["finish_reason"] = pa.array([r.finish_reason.value for r in rollouts])
-    columns["step"] = pa.array([step] * len(rows), pa.int64())
-    columns["order"] = pa.array(range(len(rows)), pa.int32())
-    columns["loss_mask_trained"] = pa.array([row.loss_mask for row in rows], mask)
-    columns["advantage"] = pa.array([row.advantage for row in rows], pa.float32())
-    columns["loss_weight"] = pa.array([row.loss_weight for row in rows], pa.float32())
-    table = pa.table(columns).replace_schema_metadata({"schema": "batch", "schema_version": "1.0"})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
+    """The batch file of a step."""
+    return to_segment([encode_batch(run_id, step, rows)])
 
 
 def put_record(store: ObjectStore, key: str, record: Record) -> None:

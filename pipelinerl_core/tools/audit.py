@@ -27,13 +27,15 @@ from numpy.typing import NDArray
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
+from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
 from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
+from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import CheckpointManifest, Commit, checkpoint_prefix
+from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
 from pipelinerl_core.weights.files import verify
 
@@ -49,8 +51,8 @@ class Audit:
         self.problems: list[str] = []
         self.damaged: list[str] = []
         """Damaged objects that the audit does not need."""
-        self._durable_weights: dict[str, str] = {}
-        """Key -> error, "" for intact weights; in the order of the commits."""
+        self._durable_weights: dict[int, str] = {}
+        """Version -> error, "" for intact weights; in the order of the commits."""
         self.num_commits = 0
         self.num_files = 0
         self.num_bytes = 0
@@ -70,13 +72,13 @@ class Audit:
 
     def run(self) -> "Audit":
         """Run all checks; a failed check does not stop the audit."""
-        epochs = read_epochs(self._store)
-        commits = counted_commit_keys(self._store, epochs)
+        commits = read_commits(self._store)
+        keys, epochs = commits.keys_by_step, commits.epochs
         self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
-        self._check_lineage({record.epoch: record.parent for record in epochs}, commits)
+        self._check_lineage({record.epoch: record.parent for record in epochs}, keys)
         last = None
-        for step, key in commits.items():
-            last = self._read(key)
+        for step in commits:
+            last = self._read(commits, step)
             if last is not None:
                 self._check_commit(step, last)
         if last is not None:
@@ -118,11 +120,11 @@ class Audit:
             if epoch not in parents:
                 self._problem(f"{key}: no record of epoch {epoch}")
 
-    def _read(self, key: str) -> Commit | None:
+    def _read(self, commits: Commits, step: int) -> Commit | None:
         try:
-            return read_commit(self._store, key)
+            return commits[step]
         except (StoreError, ValueError) as error:
-            self._problem(f"{key}: cannot be read: {str(error).splitlines()[0]}")
+            self._problem(f"{commits.keys_by_step[step]}: cannot be read: {str(error).splitlines()[0]}")
             return None
 
     def _check_commit(self, step: int, commit: Commit) -> None:
@@ -252,11 +254,16 @@ class Audit:
             if entry.sha256 != commit.weights_sha256:
                 self._problem(f"commit {step}: the checksum of the weights differs from the manifest's")
             key = f"{manifest.key}/{entry.name}"
-            self._durable_weights[key] = self._file(key, entry)[1]
+            self._durable_weights[step] = self._file(key, entry)[1]
 
     def _check_newest_weights(self) -> None:
-        """Damaged newest weights fail the audit; a replay can compute older weights again."""
-        *older, newest = self._durable_weights.values() or [""]
+        """Damaged newest weights fail the audit; a replay can compute older weights again.
+
+        Versions that the run does not retain (`weights.keep`) may be missing.
+        """
+        # A trainer may have stored further versions, which no commit names, and then keeps fewer of these.
+        kept = retained(self._config, {*self._durable_weights, *stored_versions(self._store)})
+        *older, newest = [error for step, error in self._durable_weights.items() if step in kept] or [""]
         self.damaged += filter(None, older)
         if newest:
             self._problem(newest)
@@ -285,6 +292,11 @@ class Audit:
                 continue
             self.num_files += 1
             self.num_bytes += len(data)
+        for steps in list_rollouts(self._store):
+            try:
+                read_rollouts(self._store, steps)
+            except StoreError as error:
+                self.damaged.append(str(error))
 
     def _problem(self, text: str) -> None:
         self.problems.append(text)

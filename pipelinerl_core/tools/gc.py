@@ -1,23 +1,32 @@
-"""Garbage collection of a run's objects; the audit closes before and after.
+"""Garbage collection of a run's objects, also of a live run; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--json]. Refused on a live run.
+Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--json].
 
 | class    | objects | removed |
 |----------|---------|---------|
 | orphans  | up to the newest commit: objects of trainers that crashed before their commit, or were fenced | always |
 | checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
+| weights | durable versions beyond `weights.keep` (run/versions.py) | always |
 | partials | logs of decided groups; in a finished run all logs | always |
 | rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
+| unfinished | temporary files and multipart uploads of killed writers | always |
+| shared_memory | this host's shared memory of runs under the same root whose processes were killed | always |
 
 Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
 Therefore objects that a run may write when it continues from the newest commit are never garbage: objects of later
 steps stay until the run has passed these steps. If the run is started during the collection, nothing is removed.
+
+On a live run, decisions that are LIVE_MARGIN steps older than the newest commit define the garbage: these are final,
+because at most two steps are uncommitted and a new trainer adopts every commit whose writer has continued. A live
+trainer removes its checkpoints itself.
 """
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import from_segment
@@ -26,35 +35,68 @@ from pipelinerl_core.data.segments import parse_rollout_key
 from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
+from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.run.hub_status import refuse_second_hub
-from pipelinerl_core.run.records import Commit, batch_key, checkpoint_prefix
+from pipelinerl_core.run.history import read_epochs
+from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
+from pipelinerl_core.run.locate import abandoned_shared_memory
+from pipelinerl_core.run.records import (
+    RETIRED_PREFIX,
+    CheckpointRef,
+    Commit,
+    batch_key,
+    checkpoint_prefix,
+    parse_retired_key,
+)
+from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
+
+LIVE_MARGIN = 10
+"""Steps between the newest commit of a live run and the commit that defines the garbage."""
+
+
+class _Named(NamedTuple):
+    """The objects that a commit names. A run may have too many commits to keep them in memory."""
+
+    step: int
+    epoch: int
+    weights_key: str | None
+    checkpoint: CheckpointRef | None
+
+    @classmethod
+    def of(cls, commit: Commit) -> "_Named":
+        key = commit.manifest.key if commit.manifest is not None else None
+        return cls(commit.step, commit.epoch, key, commit.checkpoint)
 
 
 class Collector:
     """Finds the garbage of a run, class by class; keys sorted by name."""
 
-    def __init__(self, store: ObjectStore, config: RunConfig) -> None:
-        """Read every commit."""
+    def __init__(self, store: ObjectStore, config: RunConfig, *, is_live: bool = False) -> None:
+        """Read every commit. is_live: the run may continue during the collection."""
         self._store = store
-        self.epochs = read_epochs(store)
+        self._config = config
+        self._is_live = is_live
+        commits = read_commits(store)
+        self.epochs = commits.epochs
         """Epochs that define the counting commits; a newer epoch invalidates the collection."""
-        keys = counted_commit_keys(store, self.epochs)
-        self._commit_keys = set(keys.values())
-        self._commits: list[Commit] = [read_commit(store, key) for key in keys.values()]
-        last = self._commits[-1] if self._commits else None
-        self._is_done = last is not None and last.step == config.trainer.steps
+        self._commit_keys = set(commits.keys_by_step.values())
+        self._commits = [_Named.of(commit) for commit in commits.values()]
+        last = next(iter(commits.newest(1)), None)
+        self._is_done = last is not None and last.step == config.trainer.steps and not is_live
+        self._end = last.step if last is not None else -1
+        """Objects of later steps are not garbage."""
+        if last is not None and is_live:
+            self._end -= LIVE_MARGIN
+            last = next((commits[step] for step in reversed(commits) if step <= self._end), None)
         self._open = set(last.open_groups) if last is not None else set()
         self._frontier = last.next_group_id if last is not None else 0
         self._low_water = dict(last.low_water) if last is not None else {}
 
     def orphans(self) -> list[str]:
         """Objects of passed steps that no counting commit refers to."""
-        if not self._commits:
+        if self._end < 0:
             return []
-        last = self._commits[-1].step
-        kept = {f"{commit.manifest.key}/" for commit in self._commits if commit.manifest and commit.manifest.key}
+        kept = {f"{commit.weights_key}/" for commit in self._commits}
         kept |= {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits}
         kept |= {f"{batch_key(commit.step, commit.epoch, rank=0).rpartition('/')[0]}/" for commit in self._commits}
         found = [key for key in self._store.list("commits") if key not in self._commit_keys]
@@ -63,11 +105,13 @@ class Collector:
         if not self._is_done:
             # Weights of the last step stay, too: a starting trainer, or an actor that cannot read the weights, makes
             # the trainer publish the version again under a key that no commit names.
-            found = [key for key in found if _step_of(key) <= last - key.startswith("weights/")]
+            found = [key for key in found if _step_of(key) <= self._end - key.startswith("weights/")]
         return sorted(found)
 
     def checkpoints(self) -> list[str]:
         """Checkpoints that neither a start nor a replay needs."""
+        if self._is_live:
+            return []
         named = [commit.checkpoint for commit in self._commits if commit.checkpoint is not None]
         prefixes = list(dict.fromkeys(f"{checkpoint_prefix(ref.step, ref.epoch)}/" for ref in named))
         first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
@@ -75,18 +119,27 @@ class Collector:
         made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits} - kept
         return [key for key in self._store.list("checkpoints") if f"{key.rpartition('/')[0]}/" in made]
 
+    def weights(self) -> list[str]:
+        """Weights of committed versions that the run does not retain."""
+        durable = [commit for commit in self._commits if commit.weights_key is not None]
+        kept = retained(self._config, {*(commit.step for commit in durable), *stored_versions(self._store)})
+        doomed = {f"{commit.weights_key}/" for commit in durable if commit.step not in kept}
+        return [key for key in self._store.list("weights") if f"{key.rpartition('/')[0]}/" in doomed]
+
     def partials(self) -> list[str]:
         """Logs without an open group."""
         keys = self._store.list("partials")
         return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
 
     def rollouts(self) -> list[str]:
-        """Segments below the low-water marks, in which every group is decided."""
+        """Segments in which every group is decided: below the low-water marks, and of retired actor epochs."""
         found = []
+        retired = {parse_retired_key(key) for key in self._store.list(RETIRED_PREFIX)}
         for key in self._store.list("rollouts"):
             name = parse_rollout_key(key)
             mark = self._low_water.get(f"{name.actor}/{name.epoch}")
-            if self._is_done or (mark is not None and name.seq < mark):
+            is_retired = (name.actor, name.epoch) in retired
+            if self._is_done or is_retired or (mark is not None and name.seq < mark):
                 found.append(key)
         return found
 
@@ -107,23 +160,47 @@ def _step_of(key: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def collect(store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool) -> dict[str, list[str]]:
-    """Class -> removed keys (`dry_run`: removable keys). If the run was started: PipelineRLError, nothing removed."""
-    collector = Collector(store, config)
+def collect(
+    store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool, is_live: bool = False
+) -> dict[str, list[str]]:
+    """Class -> removed keys (`dry_run`: removable keys).
+
+    is_live: the run is live at the beginning. Otherwise PipelineRLError if the run is started; nothing is removed.
+    """
+    collector = Collector(store, config, is_live=is_live)
     garbage = {
         "orphans": collector.orphans(),
         "checkpoints": collector.checkpoints(),
+        "weights": collector.weights(),
         "partials": collector.partials(),
     }
     if with_rollouts:
         garbage["rollouts"] = collector.rollouts()
+    unfinished = [*store.unfinished()]
     if not dry_run:
-        refuse_second_hub(store)
-        if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
-            raise PipelineRLError(f"{store.url}: the run was started during the collection; nothing was removed")
-        for keys in garbage.values():
-            store.delete(keys)
-    return garbage
+        if not is_live:
+            _refuse_started(store, collector)
+        for name, keys in garbage.items():
+            if name == "weights":
+                remove_weights(store, keys)
+            else:
+                store.delete(keys)
+        store.discard(unfinished)
+    return {**garbage, "unfinished": unfinished}
+
+
+def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
+    """Removed (`dry_run`: removable) directories in this host's shared memory, of killed runs under a root."""
+    found = abandoned_shared_memory(root)
+    for path in () if dry_run else found:
+        shutil.rmtree(path, ignore_errors=True)
+    return [str(path) for path in found]
+
+
+def _refuse_started(store: ObjectStore, collector: Collector) -> None:
+    refuse_second_hub(store)
+    if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
+        raise PipelineRLError(f"{store.url}: the run was started during the collection; nothing was removed")
 
 
 def main() -> int:
@@ -134,8 +211,12 @@ def main() -> int:
 
 def _remove(options: argparse.Namespace) -> None:
     context = open_run(options.run)
-    refuse_second_hub(context.store)
-    garbage = collect(context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run)
+    garbage = collect(
+        context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
+        is_live=HubWatch(context.store).find_live() is not None,
+    )  # fmt: skip
+    root = context.store.url.rpartition("/")[0]
+    garbage["shared_memory"] = collect_shared_memory(root, dry_run=options.dry_run)
     verb = "would be removed" if options.dry_run else "removed"
     if options.json:
         print(json.dumps({"run_id": context.run_id, "dry_run": options.dry_run, **garbage}))  # noqa: T201

@@ -24,7 +24,7 @@ from pipelinerl_core.roles.trainer.retrain import (
     restore,
 )
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys
 from pipelinerl_core.telemetry.metrics import short_key
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def replay_run(
     for override in overrides:
         if override.partition(".")[0] not in _STUDIED:
             raise ConfigError(f"{override}: a replay can only change keys of {' and '.join(_STUDIED)}")
-    commits = counted_commit_keys(context.store, read_epochs(context.store))
+    commits = counted_commit_keys(context.store)
     if not commits or max(commits) < 1:
         raise ConfigError(f"{url}: no step is committed, so a replay has no batches")
     end = min(last if last is not None else max(commits), max(commits))

@@ -18,7 +18,6 @@ from pipelinerl_core.errors import ChecksumMismatch
 from pipelinerl_core.run.records import ADAPTERS_FILE, WEIGHTS_FILE
 from pipelinerl_core.types import FileEntry, WeightManifest
 
-MANIFEST_FILE = "manifest.json"
 UNREADABLE_COUNTER = "unreadable_version"
 """Counter in an actor's syncs: the announced version that the actor could not read, -1 for none."""
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.records import WEIGHTS_FILE, weights_prefix
+from pipelinerl_core.run.records import MANIFEST_FILE, WEIGHTS_FILE, weights_prefix
 from pipelinerl_core.types import WeightManifest
-from pipelinerl_core.weights.files import MANIFEST_FILE, entry_of, manifest_bytes, serialize
+from pipelinerl_core.weights.files import entry_of, manifest_bytes, serialize
 
 logger = logging.getLogger(__name__)
 

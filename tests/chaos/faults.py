@@ -1,22 +1,32 @@
 """What can go wrong. A fault happens to a World, and tells in a few words what it did."""
 
+import os
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
+from pipelinerl_core.errors import EXIT_STORE
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from tests.chaos.services import Service
-from tests.chaos.world import LEASE_SECONDS, StoreKind, World
+from tests.chaos.world import LEASE_SECONDS, RECOVERY_SECONDS, StoreKind, World
 
 Fault = Callable[[World], str]
 
 AWAY_SECONDS = 60.0
 STORE_SECONDS = 5.0
+OUTAGE_SECONDS = 900.0
+"""Longest time until a run has ended whose store is away: each role repeats its requests for a minute, twice."""
+SPARE_DESCRIPTORS = 100
 _ROLES = ("roles.hub", "roles.trainer", "roles.actor")
 
 
@@ -44,6 +54,45 @@ def stop(words: str, world: World) -> str:
     return f"{seconds:.1f} s"
 
 
+def step_clock(hours: float, world: World) -> str:
+    """The wall clock of the host is set, and set right after a while longer than a lease."""
+    seconds = LEASE_SECONDS + world.random.uniform(1, 3)
+    world.set_clock(3600.0 * hours)
+    time.sleep(seconds)
+    world.set_clock(0.0)
+    return f"{hours:+g} h for {seconds:.1f} s"
+
+
+def second_trainer(world: World) -> str:
+    """A trainer is stopped; another one takes the run over, and the first continues as soon as the other claims."""
+    old = world.process("roles.trainer.main --run")
+    command, environment, directory = old.cmdline(), old.environ(), old.cwd()
+    command[command.index("--parent-pid") + 1] = str(os.getpid())
+    time.sleep(world.random.uniform(0, 0.5))
+    old.send_signal(signal.SIGSTOP)
+    known = len(list(world.directory.glob("epochs/[0-9]*.json")))
+    with (world.home / "second.txt").open("ab") as log:
+        other = subprocess.Popen(
+            command, env={**environment, **world.aws(world.proxy)}, cwd=directory, stdout=log, stderr=log
+        )
+    try:
+        world.wait_for(
+            "the claim of a second trainer",
+            lambda: len(list(world.directory.glob("epochs/[0-9]*.json"))) > known or other.poll() is not None,
+            RECOVERY_SECONDS, poll_seconds=0.002,
+        )  # fmt: skip
+        with suppress(psutil.NoSuchProcess):
+            old.send_signal(signal.SIGCONT)
+        # The supervisor starts its trainer again, which fences the other one.
+        world.wait_for("the end of the second trainer", lambda: other.poll() is not None, RECOVERY_SECONDS)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            old.send_signal(signal.SIGCONT)
+        other.kill()
+        other.wait(60)
+    return f"it ended with {other.returncode}"
+
+
 def store_fails(mode: str, world: World) -> str:
     """The S3 server fails in this way for a while."""
     assert world.proxy is not None
@@ -52,6 +101,49 @@ def store_fails(mode: str, world: World) -> str:
     time.sleep(STORE_SECONDS)
     world.proxy.mode = "pass"
     return f"{world.proxy.num_faults - before} requests"
+
+
+def store_outage(world: World) -> str:
+    """S3 is away for longer than all restarts of the roles: the run ends as resumable, and is resumed afterwards.
+
+    The flow is killed first, so that its next start has few restarts: with all of a campaign this would take hours.
+    """
+    assert world.proxy is not None
+    world.kill_command()
+    world.resume("placement.max_restarts=1")
+    step = world.committed
+    world.wait_for("a step before the outage", lambda: world.committed > step, RECOVERY_SECONDS)
+    world.proxy.mode, begun = "503", time.monotonic()
+    try:
+        code = world.await_end(OUTAGE_SECONDS)
+    finally:
+        world.proxy.mode = "pass"
+    assert code == EXIT_STORE, f"an outage of the store ended the run with exit code {code}: {world.log_tail()}"
+    world.resume("placement.max_restarts=1000")
+    return f"{time.monotonic() - begun:.0f} s, start {world.num_starts}"
+
+
+def bare_connections(world: World) -> str:
+    """TCP connections that say nothing use up the descriptors of the hub for longer than a lease."""
+    hub = world.process("roles.hub")
+    host, port = urlsplit(read_record(world.run.store, HUB_KEY, HubRecord).url).netloc.rsplit(":", 1)
+    limits = hub.rlimit(psutil.RLIMIT_NOFILE)
+    hub.rlimit(psutil.RLIMIT_NOFILE, (hub.num_fds() + SPARE_DESCRIPTORS, limits[1]))
+    connections = []
+    try:
+        for _ in range(4 * SPARE_DESCRIPTORS):  # what the hub does not accept waits in the queue of its socket
+            connection = socket.socket()
+            connection.setblocking(False)
+            connection.connect_ex((host, int(port)))
+            connections.append(connection)
+        time.sleep(LEASE_SECONDS + 1)
+        left = hub.rlimit(psutil.RLIMIT_NOFILE)[0] - hub.num_fds()
+    finally:
+        for connection in connections:
+            connection.close()
+        with suppress(psutil.NoSuchProcess):
+            hub.rlimit(psutil.RLIMIT_NOFILE, limits)
+    return f"{len(connections)} connections, {left} descriptors left"
 
 
 def disk_full(world: World) -> str:
@@ -164,10 +256,14 @@ def catalogue(
         "stop trainer": partial(stop, "roles.trainer.main --run"),
         "stop actor": partial(stop, "roles.actor"),
         "stop reward worker": partial(stop, "rewards.worker"),
+        "second trainer": second_trainer,
+        "clock an hour ahead": partial(step_clock, 1.0),
+        "clock an hour behind": partial(step_clock, -1.0),
         "segments damaged": damaged_segments,
         "log damaged": damaged_log,
         "weights damaged": damaged_weights,
         "checkpoint damaged": damaged_checkpoint,
+        "bare connections": bare_connections,
         "Prefect away": partial(away, lambda world: world.prefect, away_seconds),
         "MLflow away": partial(away, lambda world: world.mlflow, away_seconds),
     }
@@ -177,5 +273,6 @@ def catalogue(
         faults |= {"kill rank": partial(kill, "roles.trainer.rank"), "stop rank": partial(stop, "roles.trainer.rank")}
     if kind == "s3":
         modes = {"503": "503", "slow": "slow", "torn": "torn", "full": "full"}
-        return faults | {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}
+        faults |= {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}
+        return faults | {"store outage": store_outage}
     return faults | {"disk full": disk_full}

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,8 @@ class World:
         self.prefect, self.mlflow = prefect_server(home), mlflow_server(home)
         self.proxy: FaultyProxy | None = None
         self._directory = home / "runs"
+        self._clock = home / "clock"
+        self.set_clock(0.0)
         self._rclone: Any = None
         self._command: subprocess.Popen[str] | None = None
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -93,10 +96,22 @@ class World:
         self._launch("train", "quickstart", *settings)
         self.wait_for("the first steps", lambda: self.committed >= 3, FIRST_SECONDS)
 
-    def resume(self) -> None:
+    def resume(self, *overrides: str) -> None:
         """Start a command that goes on with the run, which must not be running."""
         self.await_servers()
-        self._launch("resume", self.directory.name)
+        self._launch("resume", self.directory.name, *overrides)
+
+    def await_end(self, seconds: float) -> int:
+        """Wait until the command has ended by itself; its exit code. All that it started must have ended too."""
+        assert self._command is not None
+
+        def has_ended() -> bool:
+            self.look()
+            return self._command is not None and self._command.poll() is not None
+
+        self.wait_for("the end of the command", has_ended, seconds, is_running=False)
+        self.wait_for("the end of every child", lambda: not self.leftover_processes(), 20, is_running=False)
+        return int(self._command.returncode)
 
     def finish(self) -> dict[str, Any]:
         """Drain the run and wait for its end; its report."""
@@ -111,6 +126,11 @@ class World:
         assert self._command.returncode == 0, self.log_tail()
         report: dict[str, Any] = json.loads((self.home / "stdout.txt").read_text())
         return report
+
+    def set_clock(self, offset_seconds: float) -> None:
+        """Set the wall clock of all processes of the run, relative to the clock of this host."""
+        with self._clock.open("r+b" if self._clock.exists() else "wb") as file:  # in place: they have mapped the file
+            file.write(struct.pack("d", offset_seconds))
 
     def await_servers(self) -> None:
         """Until Prefect and MLflow answer; those that are away come back first."""
@@ -142,6 +162,9 @@ class World:
     def _launch(self, *arguments: str) -> None:
         environment = {**os.environ, "TMPDIR": str(self._temporary), **self.aws(self.proxy)}
         environment["PREFECT_API_URL"] = f"{self.prefect.url}/api"
+        environment["CHAOS_CLOCK"] = str(self._clock)
+        paths = [str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments, "--root", self.root, "--json"]
         with (self.home / "stdout.txt").open("w") as results, (self.home / "stderr.txt").open("a") as log:
             self._command = subprocess.Popen(
@@ -246,7 +269,10 @@ class World:
         for path in self._temporary.glob("tmp*"):  # its own, of an upload to MLflow; nobody knows them now
             shutil.rmtree(path, ignore_errors=True)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True) -> float:
+    def wait_for(
+        self, what: str, condition: Callable[[], bool], seconds: float, *, is_running: bool = True,
+        poll_seconds: float = 0.1,
+    ) -> float:  # fmt: skip
         """Poll until it holds, returns the seconds; fails at the deadline, or when the command has ended."""
         assert self._command is not None
         begun = time.monotonic()
@@ -254,8 +280,9 @@ class World:
             assert not is_running or self._command.poll() is None, f"the run ended before {what}: {self.log_tail()}"
             waited = time.monotonic() - begun
             assert waited < seconds, f"{what} did not happen within {seconds:g} s: {self.log_tail()}"
-            self.look()
-            time.sleep(0.1)
+            if poll_seconds >= 0.1:  # a look takes tens of milliseconds
+                self.look()
+            time.sleep(poll_seconds)
         return time.monotonic() - begun
 
     def log_tail(self) -> str:

@@ -6,6 +6,7 @@ import uuid
 import pytest
 
 from pipelinerl_core.errors import MissingObject, StoreError
+from pipelinerl_core.storage import s3
 from pipelinerl_core.storage.object_store import check_writable, open_store
 
 
@@ -25,6 +26,16 @@ def test_an_object_reads_back_as_it_was_written(store):
     assert store.get("commits/00000001.0.json") == b"one"
     assert store.get("empty") == b""
     assert store.get("view") == b"bc"
+
+
+@pytest.mark.parametrize("num_bytes", [10 << 20, 12_345_678])
+def test_a_large_object_reads_back_and_leaves_no_part(store, num_bytes, monkeypatch):
+    monkeypatch.setattr(s3, "PART_BYTES", 5 << 20)  # S3's smallest
+    monkeypatch.setattr(s3, "ABANDONED_SECONDS", -3600.0)
+    data = bytes(range(251)) * (num_bytes // 251 + 1)
+    store.put("weights/1/model.safetensors", memoryview(data)[:num_bytes])
+    assert store.get("weights/1/model.safetensors") == data[:num_bytes]
+    assert store.unfinished() == ()
 
 
 def test_a_second_put_replaces_the_whole_object(store):

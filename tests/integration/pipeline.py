@@ -13,7 +13,7 @@ import pyarrow as pa
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.audit import Audit
 from tests.builders import put_run
@@ -73,7 +73,7 @@ def role(name: str, url: str, log: Path, *arguments: str) -> Iterator[subprocess
 def committed_steps(url: str) -> int:
     """Newest committed step that counts, -1 before the first."""
     store = open_store(url)
-    return max(counted_commit_keys(store, read_epochs(store)), default=-1)
+    return max(counted_commit_keys(store), default=-1)
 
 
 CONTENT = (
@@ -96,7 +96,7 @@ def trained_rows(url: str, columns: Sequence[str] = CONTENT) -> dict[int, list[d
     """step -> the rows it trained, in order, without what differs from run to run (times, lease ids, attempts)."""
     store = open_store(url)
     rows: dict[int, list[dict[str, object]]] = {}
-    for step, key in counted_commit_keys(store, read_epochs(store)).items():
+    for step, key in counted_commit_keys(store).items():
         for entry in read_commit(store, key).batches:
             table = pa.Table.from_batches(from_segment(store.get(entry.name)))
             rows[step] = table.select(list(columns)).to_pylist()
@@ -106,7 +106,7 @@ def trained_rows(url: str, columns: Sequence[str] = CONTENT) -> dict[int, list[d
 def trained_groups(url: str) -> list[int]:
     """group_id of every trained group, in order of the commits."""
     store = open_store(url)
-    commits = [read_commit(store, key) for key in counted_commit_keys(store, read_epochs(store)).values()]
+    commits = [read_commit(store, key) for key in counted_commit_keys(store).values()]
     return [fate.group_id for commit in commits for fate in commit.fates if fate.fate == "trained"]
 
 

@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.retrain import replay_steps
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.records import ADAPTERS_FILE
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.export import export
@@ -40,7 +40,7 @@ def test_a_run_of_adapters_closes_goes_on_replays_and_gives_the_model_back(tmp_p
             assert trainer.wait(timeout=240) == 0, log.read_text()[-3000:]
     assert_closes(url)
     store = open_store(url)
-    commits = counted_commit_keys(store, read_epochs(store))
+    commits = counted_commit_keys(store)
     read = [read_commit(store, commits[step]) for step in range(STEPS + 1)]
     assert {entry.name for commit in read for entry in commit.manifest.files} == {ADAPTERS_FILE}
     assert max(swap.version for commit in read for swap in commit.swaps) >= 2

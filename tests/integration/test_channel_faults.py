@@ -24,7 +24,7 @@ from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.run.history import take_over
 from pipelinerl_core.weights.publish import shm_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 from tests.integration.pipeline import BIT_FOR_BIT, SIX_STEPS, TOKEN, committed_steps, make_run, role, trained_rows
@@ -109,8 +109,8 @@ def run_all(url: str, log: Path, faults: Callable[[str], bool] | None, *, restar
         try:
             context = open_run(url)
             store = context.store
-            epoch = take_epoch(store, "trainer", max(counted_commit_keys(store, read_epochs(store)), default=-1))
-            Trainer(context, learner, epoch, link=lossy("trainer", store, faults)).run({}, stop)
+            epoch, commits = take_over(store)
+            Trainer(context, learner, epoch, link=lossy("trainer", store, faults)).run(commits, stop)
         except BaseException as error:  # noqa: BLE001 (handed to the test's thread)
             failures.append(error)
 

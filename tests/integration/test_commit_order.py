@@ -22,7 +22,7 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.learners import build_alone
 from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS, Trainer
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_over
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools import replay_child
@@ -148,8 +148,7 @@ def train(url, fate, stop):
     context = open_run(url)
     store = MortalStore(context.store, fate)
     learner = build_alone(context.config)
-    commits = counted_commit_keys(store, read_epochs(store))
-    epoch = take_epoch(store, "trainer", max(commits, default=-1))
+    epoch, commits = take_over(store)
 
     def link(registration):
         return MortalLink(fate, context.store, token=TOKEN, role="trainer", name="trainer", registration=registration)
@@ -273,4 +272,4 @@ def check_replays(url):
 
 def commits_of(url):
     store = open_store(url)
-    return {step: read_commit(store, key) for step, key in counted_commit_keys(store, read_epochs(store)).items()}
+    return {step: read_commit(store, key) for step, key in counted_commit_keys(store).items()}

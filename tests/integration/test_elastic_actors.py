@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, TOKEN, assert_closes, committed_steps, make_run, role
 from tests.waiting import wait_for
@@ -64,6 +64,6 @@ def test_actors_come_and_go_and_nothing_is_lost(tmp_path, prepared_model):
                 process.wait(timeout=10)
     audit = assert_closes(url)
     assert audit["tokens"]["superseded"] == 0  # what the first had told of was in its log
-    commits = counted_commit_keys(open_store(url), read_epochs(open_store(url)))
+    commits = counted_commit_keys(open_store(url))
     last = read_commit(open_store(url), commits[STEPS])
     assert {key.rpartition("/")[0] for key in last.actors} == {"first", "second"}

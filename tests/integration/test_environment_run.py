@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelinerl_core.data.codec import decode_batch, from_segment
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.tools.replay import replay_run
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups
@@ -33,7 +33,7 @@ SETTINGS = [
 
 def trained_rows(url):
     store = open_store(url)
-    for key in counted_commit_keys(store, read_epochs(store)).values():
+    for key in counted_commit_keys(store).values():
         for entry in read_commit(store, key).batches:
             for batch in from_segment(store.get(entry.name)):
                 yield from decode_batch(batch)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,8 +32,9 @@ from pipelinerl_core.messages import (
     SyncReply,
 )
 from pipelinerl_core.run.history import take_epoch
-from pipelinerl_core.run.records import HubRecord
+from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import put_record
 from tests.builders import (
     hub_record,
     put_commit,
@@ -248,12 +250,21 @@ def test_a_hub_without_a_token_says_what_to_set(run):
     assert "PIPELINERL_TOKEN is not set" in result.stderr
 
 
-def test_a_beat_from_another_host_keeps_a_second_hub_away_until_it_is_old(run, start):
-    record = hub_record(beat=time.time() + 60)  # fresh however long the process takes to start
-    (run / "hub.json").write_text(record.model_dump_json())
+def test_a_beat_from_another_host_keeps_a_second_hub_away_while_it_changes(run, start):
+    store, ended = open_store(str(run)), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.2):
+            put_record(store, HUB_KEY, hub_record(beat=time.time() - 3600))  # its clock is an hour behind
+
+    put_record(store, HUB_KEY, hub_record(beat=1.0))
+    other = threading.Thread(target=beat)
+    other.start()
     refused = start()
     assert refused.process.wait(timeout=60) == 1
-    (run / "hub.json").write_text(json.dumps({**json.loads(record.model_dump_json()), "beat": time.time() - 6}))
+    ended.set()
+    other.join()
+    put_record(store, HUB_KEY, hub_record(beat=time.time() + 3600))  # it died, and its clock was an hour ahead
     start().wait_until_up()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.publish import shm_directory
@@ -50,7 +50,7 @@ def train(url: str, *overrides: str) -> dict[int, Commit]:
 
 def commits_of(url: str) -> dict[int, Commit]:
     store = open_store(url)
-    commits = {step: read_commit(store, key) for step, key in counted_commit_keys(store, read_epochs(store)).items()}
+    commits = {step: read_commit(store, key) for step, key in counted_commit_keys(store).items()}
     assert sorted(commits) == list(range(STEPS + 1))
     for commit in commits.values():
         if commit.step:

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl_core.data.codec import from_segment, origins_of
 from pipelinerl_core.data.partials import PartialReader
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.types import PreviousHolder
 from tests.integration.pipeline import assert_closes, committed_steps, make_run, role, trained_groups
@@ -31,7 +31,7 @@ SETTINGS = [
 def trained(url):
     """Every trained row, as a dictionary."""
     store = open_store(url)
-    for key in counted_commit_keys(store, read_epochs(store)).values():
+    for key in counted_commit_keys(store).values():
         for entry in read_commit(store, key).batches:
             batches = from_segment(store.get(entry.name))
             table = pa.Table.from_batches(batches)
@@ -86,7 +86,7 @@ def num_leased(run, after):
 
 def check_ledger(url, way):
     store = open_store(url)
-    commits = counted_commit_keys(store, read_epochs(store))
+    commits = counted_commit_keys(store)
     commit = read_commit(store, commits[max(commits)])
     tokens = commit.tokens
     assert tokens["generated"] == sum(number for name, number in tokens.items() if name != "generated")

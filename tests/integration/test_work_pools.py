@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.ledger import ActorKey
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps
 from tests.integration.prefect_server import MAX_RESUMES, Prefect, await_, postgres
@@ -83,7 +83,7 @@ class Job:
     def actors_heard(self) -> set[str]:
         """Names of the actors that the newest commit knows."""
         store = open_store(self.url)
-        keys = counted_commit_keys(store, read_epochs(store))
+        keys = counted_commit_keys(store)
         return {ActorKey.parse(key).name for key in read_commit(store, keys[max(keys)]).actors}
 
     def role_processes(self) -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.partials import PartialLog, PartialReader
@@ -16,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Turns of the event loop until a flushed chunk has passed the engine's generator and the runner.
 _TURNS = 3
+_READERS = 4
+"""Threads that read inherited logs; the leases of a dead actor arrive together, and the store may be slow."""
 
 
 class GroupLog:
@@ -39,6 +42,7 @@ class GroupLog:
         self._runner = runner
         self._log = PartialLog(store, actor=actor, epoch=epoch)
         self._reader = PartialReader(store)
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="inherited-logs")
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -74,7 +78,9 @@ class GroupLog:
         if not lease.holders:
             return {}
         try:
-            restored = await asyncio.to_thread(self._reader.read_continuations, lease.group_id, lease.holders)
+            restored = await asyncio.get_running_loop().run_in_executor(
+                self._readers, self._reader.read_continuations, lease.group_id, lease.holders
+            )
         except StoreError as error:
             logger.warning("group %d is sampled from the start: its log cannot be read: %s", lease.group_id, error)
             return {}
@@ -85,3 +91,7 @@ class GroupLog:
             lease.group_id, lease.attempt, num_tokens, len(restored), num_ended,
         )  # fmt: skip
         return restored
+
+    def close(self) -> None:
+        """Start no further reading of an inherited log. Does not wait for the current ones."""
+        self._readers.shutdown(wait=False, cancel_futures=True)

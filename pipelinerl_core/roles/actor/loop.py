@@ -23,6 +23,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import psutil
@@ -115,6 +116,8 @@ class Actor:
         self._leases: dict[str, Lease] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unsent: asyncio.Queue[FinishedGroup] = asyncio.Queue()
+        # Syncs are the actor's heartbeat: their thread is shared with no other work, which a slow store may block.
+        self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._sync_now = asyncio.Event()
         self._newest: WeightManifest | None = None
         self._unreadable = -1
@@ -166,12 +169,14 @@ class Actor:
             if self._broadcasts is not None:
                 await self._broadcasts.close()
             await self._sealer.close()
+            self._log.close()
+            self._sync_thread.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(self._link.close)
 
     async def _connect(self, stop: threading.Event) -> bool:
         """Register with the hub; False if the run is over, or if `stop` was set before a hub answered."""
         try:
-            await asyncio.to_thread(self._link.connect)
+            await asyncio.get_running_loop().run_in_executor(self._sync_thread, self._link.connect)
         except RunOver as over:
             logger.info("%s", over)
             return False
@@ -184,11 +189,12 @@ class Actor:
     # ---- sync ------------------------------------------------------------------------------------------------
 
     async def _sync_loop(self, tasks: asyncio.TaskGroup, stop: threading.Event) -> None:
+        loop = asyncio.get_running_loop()
         want = 0  # request no lease before the newest weights are loaded
         while not stop.is_set():
             self._sync_now.clear()  # an event from here on triggers the next sync
             try:
-                reply = await asyncio.to_thread(self._exchange, self._sync(want))
+                reply = await loop.run_in_executor(self._sync_thread, self._exchange, self._sync(want))
             except RunOver as over:
                 logger.info("%s: %d leases dropped", over, len(self._leases))
                 return
@@ -218,7 +224,7 @@ class Actor:
             want = self._want() if self._is_current() else 0
 
     def _exchange(self, message: Sync) -> SyncReply | None:
-        """Send a sync, on a thread of its own; None if the hub did not know this actor, which registers again."""
+        """Send a sync, on the thread of the syncs; None if the hub did not know this actor, which registers again."""
         reply = self._link.request(message)
         if isinstance(reply, Refused):
             if after(reply) is not Next.REGISTER:

@@ -12,6 +12,7 @@ import psutil
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.roles.hub.service import Hub
+from pipelinerl_core.run.hub_status import process_mark
 from pipelinerl_core.run.records import HubRecord
 
 # Window over which the generation speed is measured.
@@ -28,6 +29,7 @@ class HubRecordBuilder:
         self._url = url
         self._certificate = certificate
         self._process_started_at = psutil.Process().create_time()
+        self._process_mark = process_mark(os.getpid())
         self._generated: deque[tuple[float, int]] = deque()
 
     def record(self, state: str) -> HubRecord:
@@ -49,6 +51,7 @@ class HubRecordBuilder:
             host=socket.gethostname(),
             pid=os.getpid(),
             process_started_at=self._process_started_at,
+            process=self._process_mark,
             beat=time.time(),
             live=live,
         )

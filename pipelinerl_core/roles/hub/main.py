@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,6 +25,7 @@ from pipelinerl_core.ledger import Ledger
 from pipelinerl_core.prompts import build_source
 from pipelinerl_core.roles.hub.heartbeat import HubRecordBuilder
 from pipelinerl_core.roles.hub.recovery import read_stored_state
+from pipelinerl_core.roles.hub.retiring import RetiringThread
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.runtime.addresses import is_loopback, reachable_url
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -39,8 +40,8 @@ from pipelinerl_core.roles.runtime.process import (
 )
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.history import check_not_fenced, take_epoch
-from pipelinerl_core.run.hub_status import refuse_second_hub
-from pipelinerl_core.run.records import HUB_KEY, EpochRecord
+from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
+from pipelinerl_core.run.records import HUB_KEY, Commit, EpochRecord
 
 logger = logging.getLogger(__name__)
 
@@ -71,21 +72,22 @@ def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
 
     Raises PipelineRLError while another hub of the run is live.
     """
-    refuse_second_hub(context.store)
+    watch = HubWatch(context.store)
+    refuse_second_hub(context.store, watch=watch)
     past = read_stored_state(context.store, context.config.placement.hub_bytes)
     committed = past.commit.step if past.commit else -1
-    refuse_second_hub(context.store)  # again: a hub that started during the read must not be fenced
+    refuse_second_hub(context.store, watch=watch)  # again: a hub that started during the read must not be fenced
     epoch = take_epoch(context.store, "hub", committed)
     boot_id = f"{epoch.epoch}-{uuid.uuid4().hex[:8]}"
     is_first = epoch.parent is None
     ledger = Ledger(
         context.config,
-        clock=time.time,
+        clock=steady_clock(past.commit),
         boot_id=boot_id,
         first_attempt=0 if is_first else epoch.epoch * ATTEMPTS_PER_BOOT,
     )
     if past.commit is not None:
-        ledger.restore(past.commit, past.sealed, past.manifest)
+        ledger.restore(past.commit, past.sealed, past.manifest, past.retired)
     else:
         ledger.restore_segments(past.sealed)
     ledger.restore_holders(past.holders)
@@ -95,6 +97,16 @@ def start_hub(context: RunContext) -> tuple[Hub, EpochRecord]:
     )  # fmt: skip
     source = build_source(context.config)
     return Hub(context.config, ledger, source, context.store, boot_id=boot_id, rows=past.rows), epoch
+
+
+def steady_clock(commit: Commit | None) -> Callable[[], float]:
+    """A clock of Unix seconds for leases and samples of actors, unaffected when the clock of the host is set.
+
+    The clock begins after every sample of `commit`, whose hub may have run on a host with another clock.
+    """
+    samples = commit.actors.values() if commit is not None else ()
+    offset = max([time.time(), *(sample.at for sample in samples)]) - time.monotonic()
+    return lambda: offset + time.monotonic()
 
 
 class HubProcess:
@@ -110,6 +122,7 @@ class HubProcess:
         placement = context.config.placement
         self._store = context.store
         self.hub, self._epoch = start_hub(context)
+        self._retiring = RetiringThread(self.hub, context.store)
         credentials = make_credentials() if placement.hub_tls else None
         # gRPC accepts any number of connections before it checks the token. The thread that writes hub.json starts
         # first and has its own file descriptors, so that connections cannot exhaust them.
@@ -148,7 +161,9 @@ class HubProcess:
         self._monitor.set_readiness_check(lambda: "")
         while not stop.wait(_TICK_SECONDS) and not self.hub.is_finished:
             self.hub.tick()
+            self._retiring.tick()
             self._report("run")
+        self._retiring.close()
         was_stopped = stop.is_set() and not self.hub.is_finished
         logger.info("draining: %s", "the hub was asked to stop" if was_stopped else "the last step is committed")
         if was_stopped:

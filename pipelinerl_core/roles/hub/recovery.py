@@ -14,9 +14,9 @@ from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.ledger import GroupSummary, SealedGroup
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
-from pipelinerl_core.run.records import Commit, rollout_key
+from pipelinerl_core.ledger import ActorKey, GroupSummary, SealedGroup
+from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.records import RETIRED_PREFIX, Commit, parse_retired_key, rollout_key
 from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, PreviousHolder, WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class StoredState:
     """Groups in the segments at and above the low-water marks of the commit."""
     rows: dict[GroupKey, pa.RecordBatch] = field(default_factory=dict)
     """Rows of the first of these groups, up to the limit of bytes."""
+    retired: frozenset[ActorKey] = frozenset()
+    """Actor epochs that never return and whose groups are all decided."""
     holders: Mapping[int, list[PreviousHolder]] = field(default_factory=dict)
     """group_id -> actor epochs whose logs hold tokens of the group, newest attempt first."""
 
@@ -50,16 +52,14 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
 
     max_row_bytes: limit of the rows returned in memory; other rows stay in their segments.
     """
-    commits = counted_commit_keys(store, read_epochs(store))
-    commit = read_commit(store, commits[max(commits)]) if commits else None
-    manifest = None
-    for step in sorted(commits, reverse=True):
-        manifest = read_commit(store, commits[step]).manifest
-        if manifest is not None:
-            break
-    past = StoredState(commit=commit, manifest=manifest, holders=PartialReader(store).holders())
+    commits = read_commits(store)
+    commit = next(iter(commits.newest(1)), None)
+    manifests = (commits[step].manifest for step in reversed(commits))
+    manifest = next((one for one in manifests if one is not None), None)
+    retired = frozenset(ActorKey(*parse_retired_key(key)) for key in store.list(RETIRED_PREFIX))
+    past = StoredState(commit=commit, manifest=manifest, retired=retired, holders=PartialReader(store).holders())
     segments, num_bytes = SegmentReader(store), 0
-    for name in segments.segments(commit.low_water if commit else None):
+    for name in segments.segments(commit.low_water if commit else None, retired):
         key = rollout_key(*name)
         try:
             for ref in segments.groups_in(key):

@@ -140,6 +140,16 @@ class Hub:
         if expired:
             logger.warning("leases expired, to be granted again: groups %s", expired)
 
+    def lives_to_retire(self) -> list[ActorKey]:
+        """Actor epochs to retire (`Ledger.lives_to_retire`)."""
+        with self._changed:
+            return self._ledger.lives_to_retire()
+
+    def retire(self, lives: Iterable[ActorKey]) -> None:
+        """Remove retired actor epochs from later commits."""
+        with self._changed:
+            self._ledger.retire(lives)
+
     def read(self, query: Callable[[Ledger], dict[str, object]]) -> dict[str, object]:
         """The result of `query`, evaluated under the lock."""
         with self._changed:

@@ -27,7 +27,7 @@ from pipelinerl_core.messages import (
 )
 from pipelinerl_core.roles.hub.rows import RowSlice
 from pipelinerl_core.roles.hub.state import HubState
-from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.types import GroupKey, GroupRef
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TrainerRequests:
             first = self._ledger.committed_step + 1
         if step < first:
             return
-        keys = counted_commit_keys(self._store, read_epochs(self._store))
+        keys = counted_commit_keys(self._store)
         for missed in range(first, step + 1):
             if missed not in keys:
                 raise MissingObject(

@@ -35,6 +35,12 @@ class ObservedStore:
     def delete(self, keys: Iterable[str]) -> None:
         self._time("delete", lambda: self._store.delete(keys))
 
+    def unfinished(self) -> tuple[str, ...]:
+        return self._time("list", self._store.unfinished)
+
+    def discard(self, names: Iterable[str]) -> None:
+        self._time("delete", lambda: self._store.discard(names))
+
     def child(self, prefix: str) -> ObjectStore:
         return ObservedStore(self._store.child(prefix), self._metrics)
 

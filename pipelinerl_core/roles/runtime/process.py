@@ -18,7 +18,16 @@ from typing import Any, ParamSpec
 
 import pyarrow as pa
 
-from pipelinerl_core.errors import EXIT_CONFIG, EXIT_FENCED, ConfigError, Fenced, ParityError, PipelineRLError
+from pipelinerl_core.errors import (
+    EXIT_CONFIG,
+    EXIT_FENCED,
+    EXIT_STORE,
+    ConfigError,
+    Fenced,
+    ParityError,
+    PipelineRLError,
+    StoreUnavailable,
+)
 from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
 from pipelinerl_core.run.context import RunContext, open_run
@@ -31,7 +40,10 @@ Arguments = Mapping[str, Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 RUN: Arguments = {"--run": {"required": True}}
-_EXIT_CODES = {ConfigError: EXIT_CONFIG, ParityError: EXIT_CONFIG, Fenced: EXIT_FENCED}
+_EXIT_CODES = {
+    Fenced: EXIT_FENCED, ConfigError: EXIT_CONFIG, ParityError: EXIT_CONFIG, StoreUnavailable: EXIT_STORE,
+}  # fmt: skip
+"""In the order in which one of several errors chooses the code."""
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
 _CLOSE_RANGE_UNSHARE = 2
 _NO_DESCRIPTOR = (1 << 32) - 1
@@ -135,8 +147,8 @@ def configure_logging(level: int = logging.INFO) -> None:
 def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
     """Turn a main function's PipelineRLErrors into lines on stderr and an exit code.
 
-    2: ConfigError. 3: Fenced, another process has replaced this one. 1: any other PipelineRLError. Other
-    exceptions pass with their traceback.
+    2: ConfigError. 3: Fenced, another process has replaced this one. 4: StoreUnavailable, another start may find the
+    store. 1: any other PipelineRLError. Other exceptions pass with their traceback.
     """
 
     @functools.wraps(main)
@@ -149,7 +161,8 @@ def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
             for failure in failures:
                 kind = "" if isinstance(failure, ConfigError) else f"{type(failure).__name__}: "
                 print(printable(redact_text(f"{kind}{failure}")), file=sys.stderr)  # noqa: T201
-            code = max(_EXIT_CODES.get(type(failure), 1) for failure in failures)
+            kinds = {type(failure) for failure in failures}
+            code = next((code for kind, code in _EXIT_CODES.items() if kind in kinds), 1)
         return code
 
     return guarded

@@ -27,9 +27,10 @@ def adopt(
     learner: Learner,
     commits: dict[int, str],
     config: RunConfig,
-    trained_again: Callable[[int], None],
+    trained_again: Callable[[int, int], None],
 ) -> Commit:
-    """Bring the learner to the last commit and return the commit. `trained_again` is called with each repeated step.
+    """Bring the learner to the last commit and return the commit. `trained_again` is called with each repeated
+    step and the last one.
 
     Raises ChecksumMismatch if the same arithmetic gives other weights than the committed weights.
     """
@@ -39,8 +40,10 @@ def adopt(
     begun, start = learner.version, time.monotonic()
     must_match = max(inexact_steps(store, commits, config), default=0) <= begun
     differs = False
+    if begun < last:
+        logger.info("training steps %d to %d again, after the checkpoint of step %d", begun + 1, last, begun)
     for replayed in replay_steps(store, learner, commits, last):
-        trained_again(replayed.step)
+        trained_again(replayed.step, last)
         differs = differs or not replayed.weights_match
         if differs and must_match:
             raise ChecksumMismatch(

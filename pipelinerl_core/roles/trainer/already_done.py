@@ -12,8 +12,7 @@ from pipelinerl_core.messages import Register
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import wants_drain
-from pipelinerl_core.run.history import read_commit
-from pipelinerl_core.run.records import EpochRecord
+from pipelinerl_core.run.history import read_commit, read_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +20,11 @@ HUB_SECONDS = 5.0
 """Deadline for finding the hub. A hub that starts later reads the commit from the store."""
 
 
-def is_already_done(context: RunContext, commits: dict[int, str], epochs: list[EpochRecord], stop: Event) -> bool:
+def is_already_done(context: RunContext, commits: dict[int, str], stop: Event) -> bool:
     """Whether the last step is committed, or the run is to drain. In the first case the hub is informed again."""
     last = max(commits, default=-1)
     if last >= context.config.trainer.steps:
-        _report_last_step(context, commits[last], epochs, stop)
+        _report_last_step(context, commits[last], stop)
         return True
     if commits and wants_drain(context.store):
         logger.info("the run is to drain: no step is trained after step %d", last)
@@ -33,9 +32,10 @@ def is_already_done(context: RunContext, commits: dict[int, str], epochs: list[E
     return False
 
 
-def _report_last_step(context: RunContext, key: str, epochs: list[EpochRecord], stop: Event) -> None:
+def _report_last_step(context: RunContext, key: str, stop: Event) -> None:
     """Register as the trainer of the last commit, stored under `key`; the hub then ends the run for all roles."""
     commit = read_commit(context.store, key)
+    epochs = read_epochs(context.store)
     registration = Register(
         role="trainer",
         name="trainer",

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver
+from pipelinerl_core.data.compaction import compact_rollouts
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, RunOver, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Committed, FateRecord, LedgerSnapshot, Refused, Reserved
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
-from pipelinerl_core.run.history import check_not_fenced
+from pipelinerl_core.run.compaction import compact_commits, is_due
+from pipelinerl_core.run.history import write_commit
 from pipelinerl_core.run.records import (
     ADAPTERS_FILE,
     WEIGHTS_FILE,
@@ -29,8 +31,8 @@ from pipelinerl_core.run.records import (
     Commit,
     EpochRecord,
     SwapRecord,
-    commit_key,
 )
+from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.training.checkpoint import prune_checkpoints, save_checkpoint
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER, serialize
@@ -97,6 +99,7 @@ class Committer:
         self._pending: list[Future[Commit]] = []
         self._failure: BaseException | None = None
         """The first failure; no step is committed after a failure."""
+        self._compacting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compact")
         self._checkpoint: CheckpointRef | None = None
         self.newest: Commit | None = None
         self.checkpoint_seconds = 0.0
@@ -104,6 +107,7 @@ class Committer:
 
     def adopt(self, commit: Commit) -> None:
         """Continue after a commit of an earlier epoch."""
+        self._compacting.submit(self._compact)
         self.newest = commit
         self._checkpoint = commit.checkpoint
 
@@ -172,6 +176,7 @@ class Committer:
     def close(self) -> None:
         """Stop the thread; queued steps are not committed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._compacting.shutdown(wait=False, cancel_futures=True)
         if self._broadcasts is not None:
             self._broadcasts.close()
 
@@ -207,16 +212,16 @@ class Committer:
             raise
 
     def _commit(self, computed: ComputedStep) -> Commit:
-        started = time.time()
+        started = time.monotonic()
         step, is_last = computed.step, computed.step == self._config.trainer.steps
         data = serialize(computed.weights)
         manifest = None
         if self._config.publishes(step):
             manifest = self._publish(computed, data, is_last=is_last)
-        published = time.time()
+        published = time.monotonic()
         if computed.state is not None:
             save_checkpoint(self._store, step, self._epoch.epoch, *computed.state)
-            self.checkpoint_seconds = time.time() - published
+            self.checkpoint_seconds = time.monotonic() - published
             self._checkpoint = CheckpointRef(step=step, epoch=self._epoch.epoch)
         commit = self._commit_record(computed, hashlib.sha256(data).hexdigest())
         commit = commit.model_copy(
@@ -224,25 +229,42 @@ class Committer:
                 "manifest": manifest,
                 "metrics": {
                     **computed.metrics,
-                    "time/commit_seconds": time.time() - started,
+                    "time/commit_seconds": time.monotonic() - started,
                     "weights/published_seconds": published - started,
                     "weights/bytes": float(len(data)),
                 },
                 "committed_at": time.time(),
             }
         )
-        check_not_fenced(self._store, self._epoch)
-        self._store.put(commit_key(step, self._epoch.epoch), commit.model_dump_json().encode())
-        # A trainer that started between check and write has not adopted this commit: do not announce it.
-        check_not_fenced(self._store, self._epoch)
+        write_commit(self._store, self._epoch, commit)
         self.newest = commit
         self._announce(commit, computed.reserved, is_last=is_last)
         if self._broadcasts is not None and manifest is not None and manifest.is_broadcast:
             self._announce_again(self._broadcasts.deliver)
         self._committed(commit)
-        if computed.state is not None:
-            prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+        self._remove_old(commit, has_checkpoint=computed.state is not None)
+        if is_due(step) or is_last:
+            self._compacting.submit(self._compact)
         return commit
+
+    def _compact(self) -> None:
+        """Compact old commits and rollouts, on a thread of its own: no step waits for the requests."""
+        try:
+            compact_commits(self._store)
+            compact_rollouts(self._store)
+        except StoreError as error:
+            logger.warning("old commits or rollouts are not compacted, the trainer tries again later: %s", error)
+
+    def _remove_old(self, commit: Commit, *, has_checkpoint: bool) -> None:
+        """Remove checkpoints and weights that the run does not keep. `gc` removes what a failed request leaves."""
+        try:
+            if has_checkpoint:
+                prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
+            if commit.manifest is not None and commit.manifest.key is not None:
+                keys = self._store.list("weights")
+                remove_weights(self._store, weights_to_remove(self._config, keys, commit.step))
+        except StoreError as error:
+            logger.warning("old checkpoints or weights are not removed: %s", error)
 
     def _commit_record(self, computed: ComputedStep, sha256: str) -> Commit:
         reserved = computed.reserved or Reserved(re=0, is_ready=False)  # step 0 has no reservation

@@ -48,7 +48,7 @@ from pipelinerl_core.roles.trainer.learners import Spread, open_learners
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
-from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, read_epochs, take_epoch
+from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
 from pipelinerl_core.run.records import EpochRecord, batch_key
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
@@ -353,11 +353,11 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
     If no step is left, return before anything is loaded: ranks on other hosts may have ended, and this start would
     wait for them in vain.
     """
-    epochs = read_epochs(context.store)
-    commits = counted_commit_keys(context.store, epochs)
-    if is_already_done(context, commits, epochs, stop):
+    if is_already_done(context, counted_commit_keys(context.store), stop):
         return
-    epoch = take_epoch(context.store, "trainer", max(commits, default=-1), context.config.arithmetic)
+    epoch, commits = take_over(context.store, context.config.arithmetic)
+    if is_already_done(context, commits, stop):  # the previous trainer has committed in the meantime
+        return
     spread = Spread(nodes=context.config.placement.trainer_nodes, store=context.store, epoch=epoch.epoch)
     try:
         with open_learners(context.store.url, context.config.trainer.ranks, spread) as learners:

@@ -6,10 +6,8 @@ rank 0 --meetings/<epoch>.json--> this role --starts--> its ranks --> torch's pr
 import logging
 import sys
 import threading
-import time
 
 from pipelinerl_core.config.cores import own_cores
-from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.hub_link import HUB_DEADLINE_SECONDS
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.runtime.process import RoleProcess, keep_to_cores, run_role
@@ -18,7 +16,7 @@ from pipelinerl_core.roles.trainer.rendezvous import newest_rendezvous
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.history import is_complete
-from pipelinerl_core.run.hub_status import read_hub
+from pipelinerl_core.run.hub_status import HubWatch
 from pipelinerl_core.run.records import RendezvousRecord
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ def run_node(context: RunContext, node: int, stop: threading.Event, monitor: Rol
     Otherwise the node waits for the next start of rank 0.
     """
     joined = 0
-    hub = _HubWatch(context.store)
+    hub = HubWatch(context.store)
     monitor.set_readiness_check(lambda: "")
     while not stop.is_set():
         rendezvous = newest_rendezvous(context.store)
@@ -48,28 +46,12 @@ def run_node(context: RunContext, node: int, stop: threading.Event, monitor: Rol
             if run_ranks(context, rendezvous, node, stop, monitor) and _is_over(context):
                 return
             continue
-        if hub.silent_seconds() > HUB_DEADLINE_SECONDS and _is_over(context):
+        hub.look()
+        if hub.silent_seconds > HUB_DEADLINE_SECONDS and _is_over(context):
             logger.info("the run is over and its hub is gone: this node does not wait for rank 0")
             return
         monitor.heartbeat("waiting for rank 0")
         stop.wait(_POLL_SECONDS)
-
-
-class _HubWatch:
-    """Measures how long the hub has not rewritten hub.json, by the clock of this process."""
-
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self._heartbeat: float | None = None
-        self._since = time.monotonic()
-
-    def silent_seconds(self) -> float:
-        """Seconds since the last call that read a new heartbeat from hub.json."""
-        hub = read_hub(self._store)
-        now = time.monotonic()
-        if hub is not None and hub.beat != self._heartbeat:
-            self._heartbeat, self._since = hub.beat, now
-        return now - self._since
 
 
 def run_ranks(

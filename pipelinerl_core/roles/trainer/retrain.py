@@ -16,7 +16,7 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject,
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
-from pipelinerl_core.run.records import Commit, holds_adapters, parse_commit_key
+from pipelinerl_core.run.records import CheckpointRef, Commit, holds_adapters, parse_commit_key
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow
 from pipelinerl_core.weights.files import serialize
@@ -69,12 +69,20 @@ def _read_batch(store: ObjectStore, entry: FileEntry) -> list[TrainingRow]:
     return [row for batch in from_segment(data) for row in decode_batch(batch)]
 
 
+def _checkpoints(store: ObjectStore, commits: Mapping[int, str], step: int) -> Iterator[CheckpointRef]:
+    """The checkpoints that commits up to `step` wrote, newest first; reads at most two commits for each."""
+    candidate = step
+    while (committed := max((one for one in commits if one <= candidate), default=None)) is not None:
+        reference = read_commit(store, commits[committed]).checkpoint
+        if reference is not None and reference.step == committed:
+            yield reference
+        # No commit between the named checkpoint and this commit wrote a checkpoint.
+        candidate = min(reference.step if reference is not None else -1, committed - 1)
+
+
 def restore(store: ObjectStore, learner: Learner, commits: dict[int, str], step: int) -> None:
     """Load the newest intact checkpoint at or before `step`. Raises ConfigError if there is none."""
-    for candidate in sorted((committed for committed in commits if committed <= step), reverse=True):
-        reference = read_commit(store, commits[candidate]).checkpoint
-        if reference is None or reference.step != candidate:
-            continue  # an earlier commit wrote this checkpoint
+    for reference in _checkpoints(store, commits, step):
         try:
             tensors, values = load_checkpoint(store, reference.step, reference.epoch)
         except MissingObject:

@@ -34,9 +34,11 @@ class TrainerWatch:
         """A step begins."""
         self._monitor.heartbeat(f"computing step {step}")
 
-    def replayed(self, step: int) -> None:
-        """A recorded step was trained again."""
+    def replayed(self, step: int, last: int) -> None:
+        """A recorded step was trained again; `last` is the last step to be trained again."""
         self._monitor.heartbeat(f"trained step {step} again from its batch")
+        is_last = step == last
+        self._monitor.progress = "" if is_last else f"the trainer restarts: step {step + 1}/{last} is trained again"
 
     def computed(
         self, step: int, rows: Sequence[TrainingRow], metrics: Mapping[str, float], times: tuple[float, float, float]

@@ -51,13 +51,14 @@ from pipelinerl_core.roles.hub.main import ATTEMPTS_PER_BOOT
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.roles.hub.service import Hub
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
-from pipelinerl_core.run.follow import RunFollower, forward
+from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.records import HUB_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY, batch_key
 from pipelinerl_core.telemetry.metrics import step_metrics
 from pipelinerl_core.telemetry.mlflow import MlflowTracker
 from pipelinerl_core.telemetry.role_metrics import run_exposition
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_group
+from pipelinerl_core.types import NO_STEP
 from pipelinerl_core.weights.files import entry_of
 from tests.builders import put_epoch, put_run, sync_message
 
@@ -341,8 +342,11 @@ class Shifted:
         Shifted.steps += 10
         self._first = Shifted.steps
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._tracker.log(self._first + step, metrics)
+    logged = NO_STEP
+    room = 1000
+
+    def log(self, step: int, metrics: dict[str, float], *, at: float | None = None, weights_sha256: str = "") -> None:
+        self._tracker.log(self._first + step, metrics, at=at, weights_sha256=weights_sha256)
 
 
 def sync_with(path: tuple[Any, ...], number: float) -> Said:
@@ -440,7 +444,9 @@ def resumed(world: World) -> Committer:
 def check_objects(store: MemoryStore, tracker: Shifted) -> None:
     """What reads a run can read this one: metrics for MLflow, the tables of artifacts, report and weights.parquet."""
     follower = RunFollower(store)
-    assert forward(follower, tracker)  # type: ignore[arg-type]
+    forwarder = Forwarder(follower, tracker)  # type: ignore[arg-type]
+    forwarder.refresh()
+    assert forwarder.push()
     version_rows(list(follower.commits.values()))
     write_report(store)
     json.loads(store.get(REPORT_JSON_KEY))

@@ -117,7 +117,7 @@ def is_sound_row(row) -> bool:
         reached, newest = span["end"], span["version"]
     ends = [0, *(turn["end"] for turn in turns or ())]
     counts = [origin["num_tokens"] for origin in row["origins"] or ()]
-    components = row["reward_components"] or ()
+    components, rewards = row["reward_components"] or (), row["turn_rewards"]
     times = [row[name] for name in ("started_at", "finished_at", "scored_at", "temperature", "top_p")]
     return (
         reached == length == len(mask) == len(row["rollout_logprobs"]) <= MAX_TOKENS
@@ -126,6 +126,7 @@ def is_sound_row(row) -> bool:
         and all(abs(logprob) <= 1e6 * live for logprob, live in zip(row["rollout_logprobs"], mask, strict=True))
         and all(end <= turn["start"] < turn["end"] <= length for end, turn in zip(ends, turns or (), strict=False))
         and (turns is None or (len(turns) > 0 and all(map(in_a_turn(turns), np.flatnonzero(mask)))))
+        and (rewards is None or (len(rewards) == len(turns or ()) > 1 and all(abs(one) <= 1e9 for one in rewards)))
         and all(count > 0 for count in counts)
         and sum(counts) <= length
         and all(0 <= time <= 1e11 for time in times)

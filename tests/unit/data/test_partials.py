@@ -1,6 +1,9 @@
 """The log of open groups: written, joined, taken over, removed."""
 
 import itertools
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from pipelinerl_core.data.partials import PartialLog, PartialReader, decode_part
 from pipelinerl_core.errors import SchemaMismatch, StoreError
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.run.records import partial_key
+from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import (
     Chunk,
     Completion,
@@ -156,6 +160,91 @@ def test_a_store_that_fails_for_a_while_costs_nothing(store, monkeypatch):
     one.write([])
     one.write([row(3, 2)])
     assert len(PartialReader(store).read_continuations(5, [PreviousHolder("a", 1, 0)])[0].token_ids) == 5
+
+
+class Slow(MemoryStore):
+    """Each reading of an object takes 40 ms of `now`; counts the readings of each object."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.read = Counter()
+
+    def get(self, key):
+        self.now += 0.04
+        self.read[key] += 1
+        return super().get(key)
+
+
+def inherited(store, actor, *, groups, segments):
+    """A log that takes `segments` x 40 ms to read; (group, holder) of each of its groups."""
+    one = log(store, actor)
+    for number in range(segments):
+        one.write([row(0, 3, group_id=number % groups)])
+    return [(group_id, PreviousHolder(actor, 1, 0)) for group_id in range(groups)]
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    monkeypatch.setattr(partials, "_CACHE_SECONDS", 2.0)
+    return Slow()
+
+
+def test_a_log_that_takes_longer_to_read_than_it_is_cached_is_read_once(slow):
+    leases = [lease for actor in "ab" for lease in inherited(slow, actor, groups=12, segments=60)]
+    reader = PartialReader(slow, clock=lambda: slow.now)
+    for group_id, holder in leases:
+        assert len(reader.read_continuations(group_id, [holder])[0].token_ids) == 3
+    assert len(slow.read) == 120
+    assert set(slow.read.values()) == {1}
+
+
+def test_a_log_that_grows_is_listed_again_and_only_its_new_segments_are_read(slow):
+    ((_, holder),) = inherited(slow, "a", groups=1, segments=2)
+    reader = PartialReader(slow, clock=lambda: slow.now)
+    assert len(reader.read_continuations(0, [holder])[0].token_ids) == 3
+    slow.put(partial_key("a", 1, 2), to_segment([encode_partials([row(3, 2, group_id=0)])]))
+    slow.now += 3.0
+    assert len(reader.read_continuations(0, [holder])[0].token_ids) == 5
+    assert set(slow.read.values()) == {1}
+
+
+def test_after_an_error_of_the_store_the_reading_goes_on_where_it_ended(slow, monkeypatch):
+    ((_, holder),) = inherited(slow, "a", groups=1, segments=5)
+    reader = PartialReader(slow, clock=lambda: slow.now)
+    get = slow.get
+
+    def fail_at_3(key):
+        if key == partial_key("a", 1, 3):
+            raise StoreError("503")
+        return get(key)
+
+    monkeypatch.setattr(slow, "get", fail_at_3)
+    with pytest.raises(StoreError):
+        reader.read_continuations(0, [holder])
+    monkeypatch.setattr(slow, "get", get)
+    assert reader.read_continuations(0, [holder])
+    assert (len(slow.read), set(slow.read.values())) == (5, {1})
+
+
+def test_a_log_that_does_not_come_delays_no_other_log(store, monkeypatch):
+    leases = [lease for actor in "ab" for lease in inherited(store, actor, groups=1, segments=1)]
+    is_there, get = threading.Event(), store.get
+
+    def wait_for_a(key):
+        assert not key.startswith("partials/a/") or is_there.wait(60)
+        return get(key)
+
+    monkeypatch.setattr(store, "get", wait_for_a)
+    reader = PartialReader(store)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(reader.read_continuations, group_id, [one]) for group_id, one in leases)
+        try:
+            assert second.result(60)
+            assert not first.done()
+        finally:
+            is_there.set()
+        assert first.result(60)
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------

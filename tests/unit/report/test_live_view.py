@@ -43,7 +43,7 @@ def follower():
 
 
 def test_a_live_run_shows_the_hub_and_its_pace(follower):
-    status = status_of(follower, hub(beat=START), now=START + 1)
+    status = status_of(follower, hub(beat=START), silent_seconds=1.0)
     assert status["state"] == "running"
     assert status["eta_seconds"] == pytest.approx(7 * 0.8)  # seven steps of 0.8 s
     assert status["actors"] == {"actor-0": {"engine_version": 4, "running": 12, "waiting": 3, "concurrency": 16}}
@@ -56,13 +56,16 @@ def test_a_live_run_shows_the_hub_and_its_pace(follower):
 
 def test_the_time_between_two_starts_is_not_in_the_estimate(follower):
     for step in (2, 3):
+        key = follower.commits.keys_by_step[step]
         commit = follower.commits[step]
-        follower.commits[step] = commit.model_copy(update={"committed_at": commit.committed_at + 900})
-    assert status_of(follower, hub(beat=START), now=START + 1)["eta_seconds"] == pytest.approx(7 * 0.8)
+        put_record(follower.store, key, commit.model_copy(update={"committed_at": commit.committed_at + 900}))
+    follower = RunFollower(follower.store)
+    follower.refresh()
+    assert status_of(follower, hub(beat=START))["eta_seconds"] == pytest.approx(7 * 0.8)
 
 
 def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):
-    status = status_of(follower, hub(beat=START), now=START + 60)
+    status = status_of(follower, hub(beat=START), silent_seconds=60.0)
     assert status["state"] == "stopped"
     assert status["eta_seconds"] is None
     assert status["hub"]["silent_seconds"] == 60
@@ -74,7 +77,7 @@ def test_a_hub_whose_process_on_this_host_has_ended_is_stopped_at_once(follower)
     alive = {"pid": os.getpid(), "process_started_at": psutil.Process().create_time()}
     for process, state in ((alive, "running"), ({**alive, "process_started_at": 1.0}, "stopped")):
         record = hub_record(beat=START, live=LIVE, host=socket.gethostname(), **process)
-        assert status_of(follower, record, now=START + 1)["state"] == state
+        assert status_of(follower, record)["state"] == state
 
 
 def test_a_finished_run_has_the_totals_of_its_last_commit_and_no_slots(store):
@@ -104,7 +107,9 @@ def test_off_a_terminal_it_prints_a_plain_line_every_five_seconds(follower, monk
     console = Console(file=out, force_terminal=False, width=20)
     with LiveView(console, 10) as view:
         view.update(None, follower)
-        follower.commits.pop(3)
+        store = follower.store
+        store.delete([key for key in store.list("commits") if "/00000003." in key])
+        follower.refresh()
         clock["now"] += 4
         view.update(None, follower)  # too early
         assert len(out.getvalue().splitlines()) == 1
@@ -148,11 +153,14 @@ def test_equal_rewards_are_reported_first_after_three_steps():
     assert status_line(status_of(follower, None)).startswith(
         "all rewards were equal (0.000): nothing was learned;  step 4/4"
     )
-    del follower.commits[4]
+    store.delete([key for key in store.list("commits") if "/00000004." in key])
+    follower.refresh()
     assert status_of(follower, None)["warning"] == "all rewards of 3 steps are equal (0.000): nothing is learned"
-    del follower.commits[3]
+    store.delete([key for key in store.list("commits") if "/00000003." in key])
+    follower.refresh()
     assert status_of(follower, None)["warning"] is None
     out = io.StringIO()
+    write_run(store, Shape(steps=4, reward=0.0))
     follower.refresh()
     with LiveView(Console(file=out, force_terminal=True, width=120), 4) as view:
         view.update(None, follower)

@@ -96,7 +96,7 @@ def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, mon
 def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
     monkeypatch.setattr(web, "PAGE_SHARE", 1e-6)
     real = web.status_of
-    monkeypatch.setattr(web, "status_of", lambda *known: {**real(*known), "state": "running"})
+    monkeypatch.setattr(web, "status_of", lambda *known, **more: {**real(*known, **more), "state": "running"})
     page = LivePage(run.store, None)
     page.page()
     run.commit(7)

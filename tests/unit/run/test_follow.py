@@ -8,7 +8,7 @@ import pytest
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.ranges import MAX_STEP
 from pipelinerl_core.report.html import write_report
-from pipelinerl_core.run.follow import RunFollower, commit_metrics, forward
+from pipelinerl_core.run.follow import Forwarder, RunFollower, commit_metrics
 from pipelinerl_core.run.history import counting, read_commit
 from pipelinerl_core.run.records import (
     RUN_KEY,
@@ -22,19 +22,34 @@ from pipelinerl_core.run.records import (
 from pipelinerl_core.telemetry.metrics import METRICS
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, put_record, write_run
+from pipelinerl_core.types import NO_STEP, LoggedStep
 
 
 class Recorder:
-    """A tracker that remembers."""
+    """A tracker that remembers; `logged_step`: the newest step that it has from earlier."""
 
-    def __init__(self):
-        self.logged = []
+    def __init__(self, logged_step=NO_STEP, room=1000):
+        self.logged = logged_step
+        self.room = room
+        self.entries = []
+        self.lost_at = []
 
-    def log(self, step, metrics):
-        self.logged.append((step, dict(metrics)))
+    def log(self, step, metrics, *, at=None, weights_sha256=""):
+        self.entries.append((step, dict(metrics)))
+        self.room -= 1
 
-    def close(self):
-        pass
+    def start_over(self, step):
+        self.lost_at.append(step)
+        self.logged = None
+
+    @property
+    def steps(self):
+        return [step for step, _ in self.entries]
+
+
+def forward(follower, tracker):
+    Forwarder(follower, tracker).refresh()
+    return len(tracker.entries)
 
 
 def keys(*pairs):
@@ -67,7 +82,7 @@ def test_commits_are_delivered_once_and_in_order(store):
     write_run(store, Shape(steps=3))
     follower = RunFollower(store)
     assert [commit.step for commit in follower.refresh().commits] == [0, 1, 2, 3]
-    assert follower.refresh().commits == ()
+    assert len(follower.refresh().commits) == 0
     put_record(store, commit_key(4, 2), make_commit(4))
     assert [commit.step for commit in follower.refresh().commits] == [4]
     assert follower.last.step == 4
@@ -125,9 +140,64 @@ def test_forward_logs_commits_and_evaluations(store):
     recorder = Recorder()
     write_run(store, Shape(steps=2))
     assert forward(RunFollower(store), recorder) == 5
-    assert [step for step, _ in recorder.logged] == [0, 1, 2, 0, 2]
-    assert recorder.logged[3][1]["eval/accuracy"] == pytest.approx(0.12)
-    assert {key for _, metrics in recorder.logged for key in metrics} <= set(METRICS)
+    assert recorder.steps == [0, 1, 2, 0, 2]
+    assert recorder.entries[3][1]["eval/accuracy"] == pytest.approx(0.12)
+    assert {key for _, metrics in recorder.entries for key in metrics} <= set(METRICS)
+
+
+def sha256_of(store, step):
+    return read_commit(store, commit_key(step, 2)).weights_sha256
+
+
+def test_steps_that_the_tracker_has_are_not_logged_again(store):
+    write_run(store, Shape(steps=5))
+    recorder = Recorder(LoggedStep(3, sha256_of(store, 3)))
+    forward(RunFollower(store), recorder)
+    assert recorder.steps[:2] == [4, 5]
+    assert recorder.lost_at == []
+
+
+def test_nothing_is_logged_before_the_newest_step_of_the_tracker_is_known(store):
+    write_run(store, Shape(steps=5))
+    recorder = Recorder(None)
+    forwarder = Forwarder(RunFollower(store), recorder)
+    forwarder.refresh()
+    assert recorder.entries == []
+    recorder.logged = LoggedStep(4, sha256_of(store, 4))
+    assert forwarder.push()
+    assert recorder.steps[0] == 5
+
+
+@pytest.mark.parametrize("logged", [LoggedStep(9, "9" * 64), LoggedStep(3, "of another timeline")], ids=str)
+def test_after_a_restore_of_an_older_copy_all_steps_are_logged_again_apart_from_the_lost_ones(store, logged):
+    write_run(store, Shape(steps=5))
+    recorder = Recorder(logged)
+    forwarder = Forwarder(RunFollower(store), recorder)
+    forwarder.refresh()
+    assert (recorder.lost_at, recorder.entries) == ([5], [])
+    assert not forwarder.push()  # the tracker has not begun again
+    recorder.logged = NO_STEP
+    assert forwarder.push()
+    assert recorder.steps[:6] == [0, 1, 2, 3, 4, 5]
+    assert recorder.lost_at == [5]
+
+
+def test_what_the_tracker_has_no_room_for_waits_and_is_not_lost(store):
+    write_run(store, Shape(steps=5))
+    recorder = Recorder(room=2)
+    forwarder = Forwarder(RunFollower(store), recorder)
+    forwarder.refresh()
+    assert recorder.steps == [0, 1]
+    while not forwarder.push():
+        recorder.room = 1
+    assert recorder.steps[:6] == [0, 1, 2, 3, 4, 5]
+    assert len(recorder.steps) == 8  # and two evaluations
+
+
+def test_a_store_that_was_never_read_is_no_older_copy():
+    recorder = Recorder(LoggedStep(9, "9" * 64))
+    assert Forwarder(RunFollower(MemoryStore()), recorder).push()
+    assert recorder.lost_at == []
 
 
 def test_sets_are_apart_and_have_metrics_of_their_own(store):
@@ -139,7 +209,7 @@ def test_sets_are_apart_and_have_metrics_of_their_own(store):
     forward(follower, recorder)
     assert list(follower.evals) == [0, 2]
     assert [record.lag for record in follower.set_evals["hard"].values()] == [1]
-    (metrics,) = [one for _, one in recorder.logged if "eval/hard/accuracy" in one]
+    (metrics,) = [one for _, one in recorder.entries if "eval/hard/accuracy" in one]
     assert metrics == {
         "eval/hard/accuracy": 0.5, "eval/hard/accuracy_low": 0.4, "eval/hard/accuracy_high": 0.6,
         "eval/hard/best": 0.8, "eval/hard/mean_tokens": 4.0, "eval/hard/lag": 1.0, "eval/hard/component/right": 0.75,

@@ -7,11 +7,15 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pipelinerl_core.run import locate
+from pipelinerl_core.run.records import HUB_KEY
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
-from tests.builders import put_epoch
+from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
+from tests.builders import hub_record, put_epoch
 
 
 @pytest.fixture
@@ -61,3 +65,38 @@ def test_weights_in_shared_memory_go_though_the_trainer_of_this_start_has_its_gr
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE) as trainer:
         start(run, 2, pid=trainer.pid)
         assert not is_left(run)
+
+
+@pytest.fixture
+def killed(tmp_path, monkeypatch):
+    """(root, store) of a run whose processes were killed, with weights in shared memory."""
+    monkeypatch.setattr(locate, "SHARED_MEMORY", tmp_path / "shm")
+    store = open_store(f"{tmp_path}/runs/r-1")
+    write_run(store, Shape(steps=1))
+    (locate.shared_memory_of("r-1") / "00000001.4").mkdir(parents=True)
+    (locate.shared_memory_of("of-another-root") / "00000001.4").mkdir(parents=True)
+    return f"{tmp_path}/runs", store
+
+
+def test_shared_memory_of_a_killed_run_is_found_and_that_of_other_roots_stays(killed):
+    assert locate.abandoned_shared_memory(killed[0]) == [locate.shared_memory_of("r-1")]
+
+
+def test_shared_memory_of_a_run_whose_hub_or_trainer_lives_is_not_abandoned(killed):
+    root, store = killed
+    put_epoch(store, 90, "trainer", started_at=time.time(), host=socket.gethostname(), pid=os.getpid())
+    assert locate.abandoned_shared_memory(root) == []
+    put_epoch(store, 91, "trainer", started_at=time.time(), host=socket.gethostname(), pid=dead_pid())
+    assert len(locate.abandoned_shared_memory(root)) == 1
+    own = psutil.Process()
+    hub = hub_record(host=socket.gethostname(), pid=own.pid, process_started_at=own.create_time(), beat=0.0)
+    put_record(store, HUB_KEY, hub)
+    assert locate.abandoned_shared_memory(root) == []
+
+
+def test_shared_memory_in_which_a_live_engine_stages_weights_is_not_abandoned(killed):
+    staged = locate.shared_memory_of("r-1") / "staged"
+    (staged / f"actor-0.{dead_pid()}").mkdir(parents=True)
+    assert len(locate.abandoned_shared_memory(killed[0])) == 1
+    (staged / f"actor-0.{os.getpid()}").mkdir()
+    assert locate.abandoned_shared_memory(killed[0]) == []

@@ -1,15 +1,21 @@
 """Opening stores, preflight, and what single stores do beyond the contract."""
 
+import errno
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
-from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
+from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.storage.exclusive import create_exclusively
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.storage.s3 import S3Store
@@ -55,6 +61,73 @@ def test_a_file_that_is_being_written_is_no_object(tmp_path):
     store.put("commits/1.json", b"{}")
     (tmp_path / "commits" / ".tmp-77-half-2.json").write_bytes(b"{")
     assert store.list("commits") == ["commits/1.json"]
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from pipelinerl_core.storage.local import FileStore
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+FileStore(Path(sys.argv[1])).put("weights/1.1/model.safetensors", b"half")
+"""
+
+
+def temporary_files(directory):
+    return sorted(path for path in directory.rglob(".tmp-*"))
+
+
+def age(path, seconds):
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_the_temporary_file_of_a_killed_writer_is_found_and_removed(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path)], check=False, timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = temporary_files(tmp_path)
+    store = open_store(str(tmp_path))
+    assert store.unfinished() == ()  # so new that its writer may be about to lock it
+    age(left, 120)
+    assert store.unfinished() == (left.relative_to(tmp_path).as_posix(),)
+    store.discard(store.unfinished())
+    assert temporary_files(tmp_path) == []
+
+
+def test_the_temporary_file_of_a_live_writer_stays_however_old_it_is(tmp_path, monkeypatch):
+    store, found = open_store(str(tmp_path)), []
+    replace = os.replace
+
+    def look(source, target):  # after the data, and before the object has its name
+        age(source, 1e6)
+        found.extend(store.unfinished())
+        store.discard([Path(source).name])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    store.put("a", b"1")
+    assert (found, store.get("a")) == ([], b"1")
+
+
+def test_without_locks_the_age_of_a_temporary_file_decides(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    store = open_store(str(tmp_path))
+    store.put("a", b"1")
+    (left := tmp_path / ".tmp-77-1-0-b").write_bytes(b"half")
+    age(left, 3600)
+    assert store.unfinished() == ()
+    age(left, 100_000)
+    assert store.unfinished() == (left.name,)
+
+
+def test_no_object_can_be_discarded(tmp_path):
+    store = open_store(str(tmp_path))
+    store.put("a", b"1")
+    age(tmp_path / "a", 1e6)
+    store.discard(["a", ".tmp-gone"])
+    assert store.get("a") == b"1"
 
 
 def test_every_new_directory_is_durable_before_the_object_that_lies_in_it(tmp_path, monkeypatch):
@@ -223,8 +296,9 @@ def test_s3_waits_for_room_in_a_full_store(faulty):
 
 def test_s3_does_not_repeat_a_refusal_and_names_key_and_endpoint(faulty):
     server = faulty([403])
-    with pytest.raises(StoreError, match=rf"'a' in s3://bucket/runs at {server.endpoint}"):
+    with pytest.raises(StoreError, match=rf"'a' in s3://bucket/runs at {server.endpoint}") as caught:
         open_store("s3://bucket/runs").put("a", b"data")
+    assert not isinstance(caught.value, StoreUnavailable)
     assert len(server.requests) == 1
 
 
@@ -235,7 +309,7 @@ def test_s3_gives_up_at_its_deadline(faulty):
         store.get("a")  # makes its client, which may take seconds
     server.requests.clear()
     started = time.monotonic()
-    with pytest.raises(StoreError, match=server.endpoint):
+    with pytest.raises(StoreUnavailable, match=server.endpoint):
         store.get("a")
     assert 1 < len(server.requests) < 12
     assert time.monotonic() - started < 30
@@ -270,6 +344,29 @@ def test_the_probe_tells_conditional_stores_from_others(faulty, monkeypatch):
     assert server.objects == {}
     monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (200, b""))
     assert not open_store("s3://bucket/runs").is_conditional
+    monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (501, b"<Error><Code>NotImplemented</Code></Error>"))
+    assert not open_store("s3://bucket/runs").is_conditional
+
+
+def test_the_probe_does_not_take_an_outage_for_a_store_without_conditional_put(faulty):
+    server = faulty([503] * 100)
+    store = S3Store("s3://bucket/runs", retry_seconds=0.0)
+    with pytest.raises(StoreError):
+        _ = store.is_conditional
+    server.script.clear()
+    assert store.is_conditional
+
+
+def test_a_writer_that_died_between_its_mark_and_the_object_is_named(store, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    store.put("marks/run.json/dead", b"")
+    with pytest.raises(FileExistsError, match=r"has died .* remove marks/run\.json/dead"):
+        create_exclusively(store, "run.json", b"{}")
+    assert store.list("") == ["marks/run.json/dead"]
+    create_exclusively(store, "epochs/2.json", b"{}")
+    with pytest.raises(FileExistsError, match="exists already"):
+        create_exclusively(store, "epochs/2.json", b"other")
+    assert store.get("epochs/2.json") == b"{}"
 
 
 def test_s3_missing_object_and_missing_bucket_differ(faulty, monkeypatch):

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipelinerl_core.config import load_config, model_path
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.markdown import report_markdown
-from pipelinerl_core.run.hub_status import is_live
+from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
 from pipelinerl_core.run.locate import refuse_if_live, root_url
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -92,7 +92,13 @@ def test_versions_of_adapters_need_little_room_and_the_models_that_vllm_reads_ne
     save_file({"w": np.zeros((1000, 500), np.float32), "b": np.zeros(7)}, model / "model.safetensors")
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1}))
-    adapters = (f"model.path={model}", "learner.lora_rank=8", "weights.content=adapters", "trainer.steps=299")
+    adapters = (
+        f"model.path={model}",
+        "learner.lora_rank=8",
+        "weights.content=adapters",
+        "trainer.steps=299",
+        "weights.keep=0",
+    )
     # 300 versions of 8 * (1000 + 500) * 4 bytes, 9 x 100 MB of checkpoints, and 200 MB for the rest.
     with pytest.raises(ConfigError, match=r"needs about 1\.1 GB for 300 durable weight versions of 0 MB"):
         checks.check_space(config(*adapters, "weights.durable_every=1"), f"file://{tmp_path}")
@@ -180,24 +186,73 @@ def hub(**changes) -> HubRecord:
 
 
 def test_a_run_is_live_while_its_hub_process_lives_on_this_host_however_old_the_beat():
-    assert is_live(hub())
-    assert is_live(hub(beat=0.0)), "a hub that is stuck still owns the run"
-    assert not is_live(None)
+    assert may_be_live(hub())
+    assert may_be_live(hub(beat=0.0)), "a hub that is stuck still owns the run"
+    assert not may_be_live(None)
 
 
 def test_a_killed_hub_leaves_the_run_free_at_once_although_its_beat_is_fresh():
-    assert not is_live(hub(pid=2**22 + 1))
-    assert not is_live(hub(process_started_at=0.0)), "the pid was reused by another process"
+    assert not may_be_live(hub(pid=2**22 + 1))
+    assert not may_be_live(hub(process_started_at=0.0)), "the pid was reused by another process"
+    assert not may_be_live(hub(process="another boot/17")), "the pid was reused by another process"
+    assert process_mark(2**22 + 1) == ""
 
 
-def test_a_hub_on_another_host_counts_for_five_seconds_after_its_last_beat():
-    assert is_live(hub(host="elsewhere", pid=1, beat=time.time() - 4))
-    assert not is_live(hub(host="elsewhere", pid=1, beat=time.time() - 6))
+@pytest.mark.parametrize("step_seconds", [-3600.0, 3600.0])
+def test_a_hub_on_this_host_lives_although_the_clock_was_set(monkeypatch, step_seconds):
+    record = hub(process=process_mark(os.getpid()))
+    boot_time = psutil._psplatform.boot_time
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: boot_time() + step_seconds)
+    assert may_be_live(record)
+
+
+class Elsewhere:
+    """A hub on another host, and the clock of this host."""
+
+    def __init__(self, store, clock_offset):
+        self.store, self.now, self.offset = store, 0.0, clock_offset
+        self.beats_until = 0.0
+        self.beat()
+
+    def beat(self):
+        put_record(self.store, HUB_KEY, hub(host="elsewhere", pid=1, beat=1e9 + self.now + self.offset))
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now <= self.beats_until:
+            self.beat()
+
+    def watch(self):
+        return HubWatch(self.store, clock=lambda: self.now, sleep=self.sleep)
+
+
+@pytest.mark.parametrize("clock_offset", [-3600.0, 0.0, 3600.0])
+def test_a_hub_on_another_host_lives_while_its_beat_changes_whatever_its_clock_says(store, clock_offset):
+    other = Elsewhere(store, clock_offset)
+    other.beats_until = 60.0
+    watch = other.watch()
+    assert watch.find_live() is not None
+    assert other.now <= 1.0
+    with pytest.raises(PipelineRLError, match="this run is live: its hub has pid 1 on elsewhere"):
+        refuse_second_hub(store, watch=watch)
+
+
+@pytest.mark.parametrize("clock_offset", [-3600.0, 0.0, 3600.0])
+def test_a_hub_on_another_host_that_died_blocks_a_start_for_five_seconds_whatever_its_clock_said(store, clock_offset):
+    other = Elsewhere(store, clock_offset)
+    watch = other.watch()
+    assert watch.find_live() is None
+    assert other.now == 5.0
+    refuse_second_hub(store, watch=watch)
+    assert other.now == 5.0, "the same watch does not wait again"
+    other.beats_until = 60.0
+    other.beat()
+    assert watch.find_live() is not None, "it was started again in between"
 
 
 @pytest.mark.parametrize(("state", "lives"), [("run", True), ("drain", True), ("stopped", False), ("done", False)])
 def test_a_hub_on_another_host_that_has_said_goodbye_leaves_the_run_free_at_once(state, lives):
-    assert is_live(hub(host="elsewhere", pid=1, live={"state": state})) is lives
+    assert may_be_live(hub(host="elsewhere", pid=1, live={"state": state})) is lives
 
 
 def test_a_second_start_of_a_live_run_is_refused_by_pid(tmp_path):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ConfigError, Fenced
+from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
 from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
@@ -238,6 +238,13 @@ def test_shared_memory_of_a_killed_role_goes_with_it(tmp_path, monkeypatch):
     name, *pids = (tmp_path / "left").read_text().split()
     assert not (Path("/dev/shm") / name).exists()
     assert not any(is_running(int(pid)) for pid in pids)
+
+
+def test_a_role_that_the_store_has_ended_to_its_last_restart_is_an_outage_and_no_failure(tmp_path):
+    with pytest.raises(StoreUnavailable, match="the store did not answer, after 1 restarts"):
+        run(tmp_path, COUNT + "sys.exit(4)", max_restarts=1)
+    with pytest.raises(RoleFailed, match="exited with code 1, after 3 restarts"):
+        run(tmp_path, COUNT + "sys.exit(1)", max_restarts=3)
 
 
 def test_exit_codes_in_words():

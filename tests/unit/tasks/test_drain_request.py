@@ -8,7 +8,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled
 
 from pipelinerl.tasks import automations
-from pipelinerl.tasks.automations import RESUME_MESSAGE
+from pipelinerl.tasks.automations import OUTAGE_MESSAGE, RESUME_MESSAGE
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl_core.run.drain import ask_to_drain, wants_drain
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -16,6 +16,7 @@ from pipelinerl_core.testing.fakes import MemoryStore
 FIRST = [Scheduled(), Pending(), Running()]
 RESUMED = [Crashed(message="no heartbeat"), AwaitingRetry(message=RESUME_MESSAGE), Pending(), Running()]
 RETRIED = [Crashed(), AwaitingRetry(message="Retry from the UI"), Pending(), Running()]
+OUTAGE = [AwaitingRetry(message=f"{OUTAGE_MESSAGE} (s3://bucket/runs/r-1)"), Pending(), Running()]
 QUEUED = [*RESUMED[:2], State(type="SCHEDULED", name="AwaitingConcurrencySlot"), *RESUMED[2:]]
 
 
@@ -49,12 +50,14 @@ def is_kept(monkeypatch, server: Server) -> bool:
     return wants_drain(store)
 
 
-@pytest.mark.parametrize("states", [FIRST, [], FIRST + RETRIED, FIRST + RESUMED + RETRIED])
+@pytest.mark.parametrize("states", [FIRST, [], FIRST + RETRIED, FIRST + RESUMED + RETRIED, FIRST + OUTAGE + RETRIED])
 def test_who_starts_a_run_means_it_to_run(monkeypatch, states):
     assert not is_kept(monkeypatch, Server(states))
 
 
-@pytest.mark.parametrize("states", [FIRST + RESUMED, FIRST + RESUMED * 2, FIRST + RETRIED + RESUMED, FIRST + QUEUED])
+@pytest.mark.parametrize(
+    "states", [FIRST + RESUMED, FIRST + RESUMED * 2, FIRST + RETRIED + RESUMED, FIRST + QUEUED, FIRST + OUTAGE]
+)
 def test_a_drain_outlives_a_crash_that_the_automation_mends(monkeypatch, states):
     assert is_kept(monkeypatch, Server(states))
 

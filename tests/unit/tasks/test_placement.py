@@ -174,7 +174,7 @@ class Runs:
 def test_an_actor_that_left_comes_back_only_if_the_hub_does(monkeypatch, states, has_left):
     runs = Runs(states)
     monkeypatch.setattr(run_roles, "read_hub", runs.read)
-    monkeypatch.setattr(run_roles, "is_live", lambda hub: hub.live["state"] != "stopped")
+    monkeypatch.setattr(run_roles, "may_be_live", lambda hub: hub.live["state"] != "stopped")
     monkeypatch.setattr(run_roles, "_POLL_SECONDS", 0.001)
     assert (
         run_roles.hub_has_stopped(SimpleNamespace(store=None), threading.Event(), seconds=0.3 if has_left else 60.0)
@@ -235,7 +235,7 @@ def test_a_fenced_actor_comes_back_if_the_run_lives_without_one_of_its_name(monk
     runs = Runs(states)
     runs.actors = actors
     monkeypatch.setattr(run_roles, "read_hub", runs.read)
-    monkeypatch.setattr(run_roles, "is_live", lambda hub: True)
+    monkeypatch.setattr(run_roles, "may_be_live", lambda hub: True)
     monkeypatch.setattr(run_roles, "is_over", lambda run: states == ["done"])
     monkeypatch.setattr(run_roles, "_POLL_SECONDS", 0.001)
     run = SimpleNamespace(store=None, config=build_config({"placement": {"lease_seconds": 0.01}}))

@@ -10,6 +10,7 @@ from prefect.states import Cancelled, Cancelling, Completed, Crashed, Running
 
 from pipelinerl.tasks import pooled
 from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import StoreUnavailable
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import run_record
@@ -98,3 +99,13 @@ def test_a_role_continues_while_its_flow_run_runs_or_has_an_unknown_state(follow
 def test_a_role_that_ends_by_itself_is_not_cancelled(follow, monkeypatch):
     monkeypatch.setattr(RunRoles, "num_looks", 0)
     assert follow(Completed()) is None
+
+
+def test_a_role_that_an_outage_of_the_store_has_ended_is_crashed_so_that_the_train_flow_replaces_it(
+    follow, monkeypatch
+):
+    def fail(self, name):
+        raise StoreUnavailable("actor-0: ended because the store did not answer")
+
+    monkeypatch.setattr(RunRoles, "has_ended", fail)
+    assert follow(Running()).is_crashed()

@@ -43,7 +43,7 @@ def clock(monkeypatch) -> Clock:
 def watch(tmp_path, clock) -> RunWatch:
     """Of a run whose commits and tokens stay as they are."""
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
-    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock())
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None))
     look(watch, clock, 60.0)
     return watch
 
@@ -69,8 +69,8 @@ def test_a_run_without_a_commit_or_a_token_is_ended(watch, clock):
 
 def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_all_of_it(watch, clock):
     for _ in range(20):
-        look(watch, clock, STEP_SECONDS)
         trainer_turns(watch, clock.now)
+        look(watch, clock, STEP_SECONDS)
     look(watch, clock, STALL_SECONDS - 1)  # it has come to its work, and beats no more
     with pytest.raises(DeadlineExceeded):
         look(watch, clock, 2)
@@ -78,9 +78,17 @@ def test_a_trainer_that_trains_steps_again_may_take_its_time_and_then_has_all_of
 
 def test_a_trainer_that_hangs_as_it_trains_steps_again_is_noticed(watch, clock):
     trainer_turns(watch, clock.now)
+    look(watch, clock, 2)
     look(watch, clock, STALL_SECONDS - 1)
     with pytest.raises(DeadlineExceeded):
         look(watch, clock, 2)
+
+
+@pytest.mark.parametrize("step_seconds", [-3600.0, 3600.0])
+def test_a_trainer_whose_clock_is_set_while_it_trains_steps_again_is_not_ended(watch, clock, step_seconds):
+    for number in range(20):
+        trainer_turns(watch, 1e9 + (step_seconds if number > 10 else 0.0) + number)
+        look(watch, clock, STEP_SECONDS)
 
 
 def test_a_store_that_does_not_answer_ends_nothing(watch, clock):
@@ -91,7 +99,7 @@ def test_a_store_that_does_not_answer_ends_nothing(watch, clock):
 
 def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_path, clock, caplog):
     write_run(open_store(str(tmp_path / "r-1")), Shape(steps=3, reward=0.0))
-    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock())
+    watch = RunWatch(open_run(f"file://{tmp_path}/r-1"), MagicMock(logged=None))
     look(watch, clock, 60.0)
     warnings = [record.getMessage() for record in caplog.records if "all rewards" in record.getMessage()]
     assert len(warnings) == 1

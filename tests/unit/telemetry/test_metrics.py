@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.report.live_view import run_status
-from pipelinerl_core.run.follow import RunFollower, forward
+from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.records import commit_key
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.metrics import METRICS, Metric, as_markdown, short_key, step_metrics
@@ -22,7 +22,7 @@ from pipelinerl_core.testing.synthetic_run import (
     training_row,
     write_run,
 )
-from pipelinerl_core.types import RewardComponent, TurnSpan, WeightSpan
+from pipelinerl_core.types import NO_STEP, RewardComponent, TurnSpan, WeightSpan
 
 LEARNED = {
     "importance/ess": 0.9,
@@ -111,8 +111,8 @@ def test_a_metric_that_is_declared_and_computed_is_in_mlflow_prometheus_and_the_
     commit = make_commit(3).model_copy(update={"metrics": metrics_of([], {name: 0.75})})
     put_record(store, commit_key(3, commit.epoch), commit)
     logged = {}
-    tracker = SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
-    forward(RunFollower(store), tracker)
+    tracker = SimpleNamespace(log=lambda step, metrics, **known: logged.update(metrics), logged=NO_STEP, room=10)
+    Forwarder(RunFollower(store), tracker).refresh()
     assert logged[name] == 0.75
     status = run_status(store)
     assert status["metrics"][name] == 0.75

@@ -17,6 +17,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.telemetry import mlflow as tracking
 from pipelinerl_core.telemetry.datasets import run_datasets
 from pipelinerl_core.telemetry.mlflow import RUN_TAG, MlflowTracker, run_page, tracking_uri
+from pipelinerl_core.types import NO_STEP, LoggedStep
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -53,23 +54,52 @@ def test_metrics_parameters_and_tags_arrive_without_secrets(uri):
     assert first.timestamp == 1_750_000_000_500
 
 
-def test_a_resumed_run_is_the_same_run_and_repeats_no_step(uri):
+def test_a_resumed_run_is_the_same_run_and_says_which_step_it_has(uri):
     tracker = MlflowTracker(uri, "e", "two", config={"a": 1})
+    assert tracker.logged == NO_STEP
     for step in (1, 2):
-        tracker.log(step, {"train/loss": float(step)})
+        tracker.log(step, {"train/loss": float(step)}, weights_sha256=f"sha256 of {step}")
+    tracker.log(7, {"eval/accuracy": 1.0})
     tracker.close("KILLED")
     assert run_of(tracker).info.status == "KILLED"
     by_id = MlflowTracker(uri, "e", "two", run_id=tracker.run_id, config={"a": 1, "b": 2})
-    assert by_id.run_id == tracker.run_id
+    assert (by_id.run_id, by_id.logged) == (tracker.run_id, LoggedStep(2, "sha256 of 2"))
     assert run_of(by_id).info.status == "RUNNING"
-    for step in (1, 2, 3):
-        by_id.log(step, {"train/loss": float(step), "reward/mean": 0.5})
     by_id.close()
-    assert sorted(history(by_id, "train/loss")) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert len(history(by_id, "reward/mean")) == 3, "a key that was not logged before is not skipped"
     by_name = MlflowTracker(uri, "e", "two")
     by_name.close()
     assert by_name.run_id == tracker.run_id
+
+
+def test_metrics_that_are_logged_again_with_the_same_time_are_stored_once(uri):
+    for _ in range(2):  # the first start has written the metrics, and was killed before it heard of this
+        tracker = MlflowTracker(uri, "e", "again")
+        for step in range(40):
+            tracker.log(step, {f"m{index}": float(step) for index in range(30)}, at=1_750_000_000.0 + step)
+        tracker.close()
+    assert len(history(tracker, "m7")) == 40
+
+
+def test_a_resume_connects_later_and_writes_what_was_logged_before(uri):
+    first = MlflowTracker(uri, "e", "later")
+    first.close()
+    tracker = MlflowTracker(uri, "e", "later", run_id=first.run_id, is_required=False)
+    tracker.log(1, {"x": 1.0})
+    tracker.close()
+    assert history(tracker, "x") == [(1, 1.0)]
+    assert run_of(tracker).info.status == "FINISHED"
+
+
+def test_what_is_fed_at_the_end_is_written(uri):
+    tracker = MlflowTracker(uri, "e", "fed")
+    left = [1, 2, 3]
+
+    def feed():
+        tracker.log(left[0], {"x": float(left.pop(0))})
+        return not left
+
+    tracker.close("FINISHED", feed)
+    assert [step for step, _ in history(tracker, "x")] == [1, 2, 3]
 
 
 def test_more_metrics_than_fit_one_batch_arrive(uri):
@@ -189,7 +219,8 @@ def test_the_default_is_a_database_under_a_local_root():
     assert tracking_uri("", "file:///data/runs") == "sqlite:////data/runs/mlflow.db"
     assert tracking_uri("none", "/data/runs") is None
     assert tracking_uri("http://h:5000", "/data/runs") == "http://h:5000"
-    assert run_page("sqlite:////data/runs/mlflow.db", "x") is None
+    assert run_page("sqlite:////data/runs/mlflow.db", "7", "x") is None
+    assert run_page("http://h:5000/", "7", "x").startswith("http://h:5000/#/experiments/7/runs/x?")
 
 
 def test_the_default_for_a_remote_root_is_a_database_in_the_users_data_directory(tmp_path, monkeypatch):

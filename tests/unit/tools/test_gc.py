@@ -1,5 +1,6 @@
 """What is removed of a run: orphans, logs of decided groups, collected rollouts; and what never is."""
 
+import os
 import socket
 
 import psutil
@@ -10,15 +11,29 @@ from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.run.records import HUB_KEY, CheckpointRef, batch_key, commit_key, partial_key, rollout_key
-from pipelinerl_core.testing.synthetic_run import put_record
+from pipelinerl_core.roles.hub.recovery import read_stored_state
+from pipelinerl_core.run import locate
+from pipelinerl_core.run.records import (
+    HUB_KEY,
+    CheckpointRef,
+    batch_key,
+    commit_key,
+    partial_key,
+    retired_key,
+    rollout_key,
+)
+from pipelinerl_core.run.versions import remove_weights, weights_to_remove
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
 from pipelinerl_core.tools.audit import Audit
-from pipelinerl_core.tools.gc import collect
+from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, collect_shared_memory
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
-from tests.builders import hub_record, partial_row, put_epoch
+from tests.builders import hub_record, partial_row, put_commit, put_epoch
 from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
+NOTHING = {name: [] for name in ("orphans", "checkpoints", "weights", "partials", "rollouts", "unfinished")}
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
@@ -139,7 +154,7 @@ def test_a_run_without_a_commit_keeps_everything(store):
     for key in store.list("commits"):
         store.delete([key])
     garbage = collect(store, LONGER, with_rollouts=True, dry_run=True)
-    assert garbage == {"orphans": [], "checkpoints": [], "partials": [], "rollouts": []}
+    assert garbage == NOTHING
 
 
 @pytest.mark.parametrize(("config", "gone"), [(LONGER, [1]), (DONE, [1, 2, STEPS + 1])])
@@ -171,3 +186,122 @@ def test_segments_below_the_low_water_mark_go_when_asked(store, config, gone):
     collected = collect(store, config, with_rollouts=True, dry_run=False)["rollouts"]
     assert collected == [rollout_key("actor-0", 1, seq) for seq in gone]
     assert Audit(store, CONFIG).run().problems == []
+
+
+def test_unfinished_writes_of_killed_processes_are_counted_and_removed(tmp_path):
+    store = open_store(str(tmp_path / "run"))
+    source = stored_run()
+    for key in everything(source) | set(source.list("epochs")):
+        store.put(key, source.get(key))
+    left = tmp_path / "run" / "weights" / ".tmp-77-1-0-model.safetensors"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    for dry_run in (True, False):
+        assert collect(store, LONGER, with_rollouts=False, dry_run=dry_run)["unfinished"] == [f"weights/{left.name}"]
+        assert left.exists() == dry_run
+    assert collect(store, LONGER, with_rollouts=False, dry_run=True)["unfinished"] == []
+
+
+def test_shared_memory_of_killed_runs_is_counted_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(locate, "SHARED_MEMORY", tmp_path / "shm")
+    write_run(open_store(f"{tmp_path}/runs/r-1"), Shape(steps=1))
+    left = tmp_path / "shm" / "pipelinerl-r-1"
+    left.mkdir(parents=True)
+    for dry_run in (True, False):
+        assert collect_shared_memory(f"{tmp_path}/runs", dry_run=dry_run) == [str(left)]
+        assert left.exists() == dry_run
+
+
+def test_segments_of_retired_lives_go_when_asked(store):
+    change(store, STEPS, low_water={})
+    assert collect(store, LONGER, with_rollouts=True, dry_run=True)["rollouts"] == []
+    store.put(retired_key("actor-0", 1), b"")
+    collected = collect(store, LONGER, with_rollouts=True, dry_run=False)["rollouts"]
+    assert collected == [rollout_key("actor-0", 1, seq) for seq in range(1, STEPS + 1)]
+
+
+def put_versions(store, num, *, epoch=EPOCH):
+    """Steps 1 to `num` with durable weights."""
+    for step in range(1, num + 1):
+        publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False)
+        manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
+        put_commit(store, step, epoch, manifest=manifest, weights_sha256=manifest.files[0].sha256)
+
+
+def versions_in(store):
+    return sorted({int(key.split("/")[1].split(".")[0]) for key in store.list("weights")})
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_weights_beyond_the_kept_versions_go_and_the_audit_does_not_miss_them(is_live):
+    store = MemoryStore()
+    put_epoch(store, EPOCH)
+    put_versions(store, 40)
+    config = build_config({"weights": {"keep": 5}, "trainer": {"steps": 100}, "eval": {"num_prompts": 0}})
+    store.put("weights/00000041.2/model.safetensors", b"being written")
+    collected = collect(store, config, with_rollouts=False, dry_run=False, is_live=is_live)["weights"]
+    assert versions_in(store) == [36, 37, 38, 39, 40, 41]
+    assert len(collected) == 2 * 35
+    audit = Audit(store, config).run()
+    assert [text for text in (*audit.problems, *audit.damaged) if "weights" in text] == []
+    store.delete(["weights/00000037.2/model.safetensors"])
+    assert "00000037" in str(Audit(store, config).run().damaged)
+
+
+def test_a_version_that_was_published_again_displaces_another_one_without_damage():
+    store, config = MemoryStore(), build_config({"weights": {"keep": 5}, "eval": {"num_prompts": 0}})
+    put_epoch(store, EPOCH)
+    put_versions(store, 40)
+    put_commit(store, 38, EPOCH, weights_sha256="0" * 64)  # not durable; an actor could not read its weights
+    remove_weights(store, weights_to_remove(config, store.list("weights"), 40))
+    assert versions_in(store) == [36, 37, 38, 39, 40]
+    audit = Audit(store, config).run()
+    assert [text for text in (*audit.problems, *audit.damaged) if "weights" in text] == []
+    assert collect(store, config, with_rollouts=False, dry_run=True)["weights"] == []
+
+
+def test_a_live_run_is_collected_as_of_ten_steps_ago():
+    store = MemoryStore()
+    put_epoch(store, EPOCH)
+    for step in range(STEPS + 20):
+        marks = {"actor-0/1": step}
+        put_commit(store, step, EPOCH, low_water=marks, open_groups=(step,), next_group_id=step + 1)
+        for epoch in (1, EPOCH):
+            store.put(batch_key(step, epoch, rank=0), b"x")
+        store.put(rollout_key("actor-0", 1, step), b"x")
+        put_log(store, step, step)
+    put_hub(store)
+    before = everything(store)
+    end = STEPS + 20 - 1 - LIVE_MARGIN
+    garbage = collect(store, LONGER, with_rollouts=True, dry_run=False, is_live=True)
+    assert garbage["orphans"] == [batch_key(step, 1, rank=0) for step in range(end + 1)]
+    assert garbage["rollouts"] == [rollout_key("actor-0", 1, seq) for seq in range(end)]
+    assert garbage["partials"] == [partial_key("actor-0", 1, seq) for seq in range(end)]
+    assert (garbage["checkpoints"], garbage["weights"]) == ([], [])
+    assert before - everything(store) == {key for keys in garbage.values() for key in keys}
+
+
+def test_a_live_run_with_few_steps_loses_nothing(store):
+    for step in range(STEPS + 1):
+        store.put(batch_key(step, 1, rank=0), b"x")
+    garbage = collect(store, LONGER, with_rollouts=True, dry_run=True, is_live=True)
+    assert garbage == NOTHING
+
+
+def test_a_hub_that_starts_after_a_collection_of_a_live_run_finds_the_same_state(store):
+    for step in range(STEPS + 1, STEPS + 16):
+        commit = commit_of(store, STEPS).model_copy(update={"step": step, "low_water": {"actor-0/1": 3}})
+        put_record(store, commit_key(step, EPOCH), commit)
+    before = read_stored_state(store)
+    collect(store, LONGER, with_rollouts=True, dry_run=False, is_live=True)
+    after = read_stored_state(store)
+    assert len(store.list("rollouts")) == 1
+    assert (after.commit, after.manifest, after.sealed) == (before.commit, before.manifest, before.sealed)
+
+
+def test_the_checkpoints_of_a_live_run_are_left_to_its_trainer(store):
+    for step in range(STEPS + 30):
+        save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
+        put_commit(store, step, EPOCH, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
+    assert collect(store, LONGER, with_rollouts=False, dry_run=True)["checkpoints"] != []
+    assert collect(store, LONGER, with_rollouts=False, dry_run=True, is_live=True)["checkpoints"] == []

@@ -243,3 +243,31 @@ def test_a_hub_that_is_lost_while_an_actor_registers_again_is_looked_for():
     unknown = Refused(re=0, code="unknown_boot", detail="another hub")
     drain = SyncReply(re=0, boot_id="boot", state="drain")
     assert run_actor(Link(said(unknown, drain)), threading.Event()) == [False]
+
+
+def test_syncs_go_on_while_every_thread_of_other_work_waits_for_the_store():
+    syncs, is_there = [], threading.Event()
+
+    def answers(message):
+        if message.kind != "sync":
+            return Ack(re=0)
+        syncs.append(message)
+        if len(syncs) == 5:
+            is_there.set()
+            return SyncReply(re=0, boot_id="boot", state="drain")
+        return SyncReply(re=0, boot_id="boot")
+
+    async def main():
+        parts = ActorParts(
+            engine=Engine(), scorer=None, codec=None, subscriber=None, segments=Segments(), store=MemoryStore()
+        )
+        one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers))
+        one._log.flush = lambda: asyncio.sleep(0)
+        one._log.run = lambda: asyncio.sleep(SECONDS)
+        stalled = [asyncio.create_task(asyncio.to_thread(is_there.wait, SECONDS)) for _ in range(64)]
+        await asyncio.sleep(0)
+        await asyncio.wait_for(one.run(threading.Event()), SECONDS)
+        assert all(await asyncio.gather(*stalled))  # nothing but the fifth sync ended the wait
+
+    asyncio.run(main())
+    assert len(syncs) == 5

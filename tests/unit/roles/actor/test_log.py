@@ -1,6 +1,7 @@
 """The actor's log of open groups: when it is written, and what a store that fails costs."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,27 @@ def test_a_log_that_cannot_be_read_means_a_new_beginning(store, monkeypatch, cap
     monkeypatch.setattr(store, "list", fail)
     assert asyncio.run(log_of(store, Runner()).restore(lease(PreviousHolder("a", 1, 0)))) == {}
     assert "group 5 is sampled from the start" in caplog.text
+
+
+async def test_logs_that_do_not_come_occupy_few_threads_and_none_of_those_of_other_work(store, monkeypatch):
+    is_there, waiting = threading.Event(), []
+
+    def wait(_prefix):
+        waiting.append(threading.current_thread().name)
+        assert is_there.wait(60)
+        return []
+
+    monkeypatch.setattr(store, "list", wait)
+    log = log_of(store, Runner())
+    leases = [asyncio.create_task(log.restore(lease(PreviousHolder(f"a{number}", 1, 0)))) for number in range(64)]
+    try:
+        await until(lambda: waiting, "a reading")
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "sealed"), 60) == "sealed"
+        assert len(waiting) <= 4
+    finally:
+        is_there.set()
+    assert await asyncio.gather(*leases) == [{}] * 64
+    assert len(set(waiting)) <= 4
 
 
 @pytest.mark.parametrize(

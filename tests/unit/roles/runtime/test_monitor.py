@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.messages import SyncReply
-from pipelinerl_core.report.scrape_targets import live_roles, targets
+from pipelinerl_core.report.scrape_targets import live_roles, role_progress, targets
 from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime import inference, monitor
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor, monitored
@@ -175,10 +175,11 @@ def test_the_record_of_a_role_shows_how_its_start_goes_and_then_stands_still(mon
     with monitored(run, "trainer", "trainer") as (_, watched):
         assert await_record(lambda found: True).start_beat == 0.0
         watch = TrainerWatch(watched, epoch=1)
-        watch.replayed(3)
+        watch.replayed(3, 4)
         first = await_record(lambda found: found.start_beat > 0.0)
-        watch.replayed(4)
-        await_record(lambda found: found.start_beat > first.start_beat)
+        assert first.progress == role_progress(run.store) == "the trainer restarts: step 4/4 is trained again"
+        watch.replayed(4, 4)
+        assert await_record(lambda found: found.start_beat > first.start_beat).progress == ""
         watch.registered()
         last = watched.start_beat
         watch.waiting(5)

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pipelinerl_core.errors import ConfigError, Fenced, ParityError, StoreError
+from pipelinerl_core.errors import ConfigError, Fenced, ParityError, StoreError, StoreUnavailable
 from pipelinerl_core.roles.runtime.process import RUN, exit_codes, run_main
 
 
@@ -58,6 +58,37 @@ def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_n
     assert run(code) == f"{errno.EMFILE} True"
 
 
+FULL = """
+import os, resource, sys
+from concurrent.futures import ThreadPoolExecutor
+from pipelinerl_core.roles.runtime.process import own_descriptors
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+heartbeat = ThreadPoolExecutor(1, initializer=own_descriptors if sys.argv[1] == "own" else None)
+heartbeat.submit(int).result()
+taken = []
+try:
+    while True:
+        taken.append(open("/dev/null"))
+except OSError:
+    pass
+def beat():
+    with open("/dev/null", "wb") as file:
+        return file.write(b"x")
+try:
+    print(heartbeat.submit(beat).result())
+except OSError as error:
+    print(error.errno)
+"""
+
+
+@pytest.mark.parametrize(("table", "printed"), [("own", "1"), ("common", str(errno.EMFILE))])
+def test_a_thread_with_its_own_descriptors_writes_while_connections_have_used_up_all_others(table, printed):
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL, table], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.strip() == printed
+
+
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
@@ -66,6 +97,8 @@ def test_a_thread_with_descriptors_of_its_own_opens_files_when_the_others_have_n
         (ParityError("parity gate: mean 0.3"), 2, "parity gate: mean 0.3\n"),
         (Fenced("epoch 4 was taken over"), 3, "Fenced: epoch 4 was taken over\n"),
         (StoreError("disk"), 1, "StoreError: disk\n"),
+        (StoreUnavailable("503"), 4, "StoreUnavailable: 503\n"),
+        (ExceptionGroup("", [StoreUnavailable("503"), Fenced("gone")]), 3, "StoreUnavailable: 503\nFenced: gone\n"),
         (StoreError("\x1b[2J of a\npeer"), 1, "StoreError: \\x1b[2J of a\\npeer\n"),
         (ExceptionGroup("", [StoreError("disk"), ExceptionGroup("", [Fenced("gone")])]), 3,
          "StoreError: disk\nFenced: gone\n"),

@@ -12,13 +12,15 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import Fenced, PipelineRLError, StoreError
 from pipelinerl_core.messages import Ack
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
-from pipelinerl_core.run.history import counted_commit_keys, read_epochs, take_epoch
+from pipelinerl_core.run import compaction
+from pipelinerl_core.run.compacted import StepRange, list_commits
+from pipelinerl_core.run.history import counted_commit_keys, read_commit, take_epoch
 from pipelinerl_core.run.records import ActorSample, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.builders import epoch_record, put_epoch
+from tests.builders import epoch_record, put_commit, put_epoch
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -102,7 +104,7 @@ def test_a_commit_that_its_successor_has_not_adopted_is_not_announced(parts, mon
     with pytest.raises(Fenced, match="trainer epoch 2 was taken over by epoch 3 "):
         committer.flush()
     assert [manifest.version for manifest in link.manifests] == [0, 1]
-    assert committer.newest.step == max(counted_commit_keys(store, read_epochs(store))) == 1
+    assert committer.newest.step == max(counted_commit_keys(store)) == 1
 
 
 # ---- a write that fails --------------------------------------------------------------------------------------------
@@ -223,3 +225,56 @@ def test_a_committer_begins_where_its_run_is(store):
         committer.flush()
     committer.close()
     assert steps_in(store) == []
+
+
+class StubbornStore:
+    """A store that cannot delete."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def delete(self, keys):
+        raise StoreError("read only")
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+def test_the_store_holds_as_many_versions_as_are_kept_however_many_steps_there_are(store, caplog, is_stubborn):
+    config = load_config(
+        "quickstart", ["weights.durable_every=1", "weights.keep=4", "weights.transport=object_store"]
+    )
+    wrapped = StubbornStore(store) if is_stubborn else store
+    committer = Committer(wrapped, config, run_id="run", epoch=put_epoch(store, 2), link=Link())
+    for step in range(30):
+        committer.submit(without_rows(step))
+    committer.flush()
+    committer.close()
+    versions = sorted({int(key.split("/")[1].split(".")[0]) for key in store.list("weights")})
+    due = [step for step in range(30) if config.evaluates(step)][-2:]
+    assert versions == (list(range(30)) if is_stubborn else sorted({0, 26, 27, 28, 29, *due}))
+    assert ("not removed: read only" in caplog.text) == is_stubborn
+
+
+def test_old_commits_are_compacted_while_the_trainer_goes_on_and_after_a_start(store, shm, monkeypatch):
+    monkeypatch.setattr(compaction, "FILE_STEPS", 8)
+    monkeypatch.setattr(compaction, "MARGIN_STEPS", 2)
+    config, epoch = load_config("quickstart"), put_epoch(store, 2)
+    committer = Committer(store, config, run_id="run", epoch=epoch, link=Link())
+    for step in range(20):
+        committer.submit(without_rows(step))
+    committer.flush()
+    committer._compacting.submit(int).result(60)
+    committer.close()
+    assert list_commits(store).files == [StepRange(0, 7, 2), StepRange(8, 15, 2)]
+    newest = [commit_key(step, 2) for step in range(16, 20)]
+    assert list_commits(store).originals == newest
+    store.delete([StepRange(8, 15, 2).commits_key])  # as if the previous trainer had died before the compaction
+    for step in range(8, 16):
+        put_commit(store, step, 2)
+    adopting = Committer(store, config, run_id="run", epoch=epoch, link=Link())
+    adopting.adopt(read_commit(store, newest[-1]))
+    adopting._compacting.submit(int).result(60)
+    adopting.close()
+    assert list_commits(store).originals == newest

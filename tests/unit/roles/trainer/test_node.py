@@ -10,6 +10,7 @@ from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.roles.trainer import node
 from pipelinerl_core.roles.trainer.node import run_node
 from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous
+from pipelinerl_core.run import hub_status
 from pipelinerl_core.run.drain import ask_to_drain
 from pipelinerl_core.run.records import HUB_KEY, RendezvousRecord, commit_key
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -34,8 +35,8 @@ class World:
         self.hub_beats = True
         self.stop.wait = self.wait
         monkeypatch.setattr(node, "run_ranks", self.run_ranks)
-        clock = SimpleNamespace(monotonic=lambda: float(self.seconds))
-        monkeypatch.setattr(node, "time", clock, raising=False)
+        clock = SimpleNamespace(monotonic=lambda: float(self.seconds), sleep=self.wait)
+        monkeypatch.setattr(hub_status, "time", clock)
 
     def wait(self, seconds):
         self.seconds += 1

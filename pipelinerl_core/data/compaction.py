@@ -1,0 +1,184 @@
+"""Compaction of rollouts: the rows that a run sampled, in Parquet objects of many steps (docs/storage.md).
+
+compacted/rollouts/<first>-<last>.<k>.parquet has the rows of each group that the commits of these steps decided:
+trained rows as in batches/, and from the segments the rows of groups that were filtered or dropped. Afterwards no
+program needs the segments in which every group is decided by these commits:
+
+    write   compacted/rollouts/<first>-<last>.<k>.parquet, unless the object exists
+    delete  decided segments
+
+A crash in between leaves segments, which a later call deletes. If two processes compact at the same time, each reads
+every segment before it writes, so that both write the same rows, or one of them ends with MissingObject.
+"""
+
+import io
+import logging
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelinerl_core.data.codec import from_segment
+from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA, conform
+from pipelinerl_core.data.segments import SegmentName, SegmentReader
+from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.compacted import StepRange, list_commits, read_range
+from pipelinerl_core.run.records import (
+    COMPACTED_ROLLOUTS_PREFIX,
+    RETIRED_PREFIX,
+    Commit,
+    parse_retired_key,
+    rollout_key,
+)
+from pipelinerl_core.types import GroupKey
+
+logger = logging.getLogger(__name__)
+
+FILE_TOKENS = 16 << 20
+"""Limit of completion tokens of an object with more than one step; in memory, about 20 bytes per token."""
+
+_TRAINED_ONLY = BATCH_SCHEMA.names[len(ROLLOUT_SCHEMA.names) :]
+SCHEMA = pa.schema(
+    [
+        *ROLLOUT_SCHEMA,
+        *(BATCH_SCHEMA.field(name).with_nullable(name != "step") for name in _TRAINED_ONLY),
+        pa.field(
+            "fate", pa.string(), nullable=False, metadata={"description": "trained, filtered or dropped_stale."}
+        ),
+    ],
+    metadata=BATCH_SCHEMA.metadata,
+)
+"""The columns of BATCH_SCHEMA; in rows that were not trained only `step`, of the commit that decided the group."""
+
+_REPEATED = [name for name in SCHEMA.names if pa.types.is_string(SCHEMA.field(name).type)]
+_ROW_GROUP = 4096
+
+
+def list_rollouts(store: ObjectStore) -> list[StepRange]:
+    """The objects of compacted rollouts, by first step."""
+    return [StepRange.parse(key) for key in store.list(COMPACTED_ROLLOUTS_PREFIX)]
+
+
+def read_rollouts(store: ObjectStore, steps: StepRange, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
+    """Some columns of an object. Raises BrokenRecord for a damaged object."""
+    try:
+        source = pa.BufferReader(store.get(steps.rollouts_key))
+        return pq.read_table(source, columns=columns, page_checksum_verification=True, use_threads=False)
+    except (OSError, pa.ArrowException) as error:
+        where = f"{store.url}/{steps.rollouts_key}"
+        raise BrokenRecord(f"{where} is damaged: {str(error).splitlines()[0]}") from None
+
+
+def compact_rollouts(store: ObjectStore) -> int:
+    """Compact the rollouts of compacted commits, and delete decided segments; returns the number of new objects.
+
+    Raises StoreError. The next call continues.
+    """
+    ends = {(steps.last, steps.epoch) for steps in list_rollouts(store)}
+    left = [steps for steps in list_commits(store).files if (steps.last, steps.epoch) not in ends]
+    if not left:
+        return 0
+    segments = _Segments(store)
+    num_objects = 0
+    for steps in left:
+        commits = read_range(store, steps)
+        for part in _parts(commits):
+            num_objects += _write(store, part, segments)
+    segments.delete_decided(commits[-1])
+    logger.info("rollouts of steps %d to %d are compacted", left[0].first, left[-1].last)
+    return num_objects
+
+
+def _parts(commits: Sequence[Commit]) -> Iterator[list[Commit]]:
+    """Consecutive commits whose groups have FILE_TOKENS tokens together."""
+    part: list[Commit] = []
+    num_tokens = 0
+    for commit in commits:
+        added = sum(fate.num_tokens for fate in commit.fates)
+        if part and num_tokens + added > FILE_TOKENS:
+            yield part
+            part, num_tokens = [], 0
+        part.append(commit)
+        num_tokens += added
+    yield part
+
+
+def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments") -> bool:
+    """Write the object of consecutive commits; returns False if the object exists."""
+    key = StepRange(commits[0].step, commits[-1].step, commits[0].epoch).rollouts_key
+    if store.exists(key):
+        return False
+    rows = [batch for commit in commits for batch in (*_trained(store, commit), *segments.untrained(commit))]
+    sink = io.BytesIO()
+    pq.write_table(
+        pa.Table.from_batches(rows, SCHEMA),
+        sink,
+        row_group_size=_ROW_GROUP,
+        compression="zstd",
+        use_dictionary=_REPEATED,
+        write_page_checksum=True,
+    )
+    if store.exists(key):  # another process may have written the object and deleted segments in the meantime
+        return False
+    store.put(key, sink.getbuffer())
+    return True
+
+
+def _trained(store: ObjectStore, commit: Commit) -> Iterator[pa.RecordBatch]:
+    for entry in commit.batches:
+        try:
+            batches = from_segment(store.get(entry.name), entry.name)
+            yield from (_as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained") for batch in batches)
+        except (MissingObject, SchemaMismatch) as error:
+            logger.warning("trained rows of step %d are not in the compacted rollouts: %s", commit.step, error)
+
+
+def _as_rows(batch: pa.RecordBatch, step: int, fate: str) -> pa.RecordBatch:
+    known = {"step": pa.repeat(pa.scalar(step, pa.int64()), len(batch)), "fate": pa.repeat(fate, len(batch))}
+    known = dict(zip(batch.schema.names, batch.columns, strict=True)) | known
+    columns = [known.get(field.name, pa.nulls(len(batch), field.type)) for field in SCHEMA]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+class _Segments:
+    """The segments in the store, and the groups in each."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        """Read every segment."""
+        self._store = store
+        self._reader = SegmentReader(store)
+        self._segment_of: dict[GroupKey, SegmentName] = {}
+        self._groups_in: dict[SegmentName, set[int]] = {}
+        for name in self._reader.segments():
+            try:
+                refs = self._reader.groups_in(rollout_key(*name))
+            except SchemaMismatch as error:
+                logger.warning("segment left out of the compacted rollouts: %s", error)
+                continue
+            self._groups_in[name] = {ref.group_id for ref in refs}
+            self._segment_of |= {(ref.group_id, ref.attempt): name for ref in refs}
+
+    def untrained(self, commit: Commit) -> Iterator[pa.RecordBatch]:
+        """The rows of groups that the commit decided and did not train, as far as the rows are in segments."""
+        for fate in commit.fates:
+            name = self._segment_of.get((fate.group_id, fate.attempt))
+            if fate.fate != "trained" and name is not None:
+                batch = self._reader.read_group(*name, fate.group_id, fate.attempt)
+                yield _as_rows(conform(batch, ROLLOUT_SCHEMA), commit.step, fate.fate)
+
+    def delete_decided(self, commit: Commit) -> None:
+        """Delete the segments in which every group is decided as of a commit.
+
+        The newest segment of an actor life that may return stays: its name keeps later lives of the actor newer.
+        """
+        retired = {parse_retired_key(key) for key in self._store.list(RETIRED_PREFIX)}
+        newest = {(name.actor, name.epoch): name for name in sorted(self._groups_in)}
+        kept = {name for life, name in newest.items() if life not in retired}
+        is_open = set(commit.open_groups)
+        decided = [
+            name
+            for name, groups in self._groups_in.items()
+            if name not in kept and all(one < commit.next_group_id and one not in is_open for one in groups)
+        ]
+        self._store.delete([rollout_key(*name) for name in decided])

@@ -1,0 +1,120 @@
+"""The commits of a run that count, read when they are used and kept within a limit of memory."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import overload
+
+from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.compacted import CommitListing, StepRange, decode_commits, list_commits
+from pipelinerl_core.run.history import counting, read_epochs
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import Commit, EpochRecord
+
+_DECODED_FILES = 4
+"""Compacted objects of which the parsed commits are in memory."""
+_FILE_BYTES = 128 << 20
+"""Limit of compacted objects in memory as they are stored, so that most readers that pass over the commits several
+times read each object once."""
+
+
+class Commits(Mapping[int, Commit]):
+    """Step -> commit that counts, by step. Reading an item may read the store. Not thread-safe."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self.epochs: list[EpochRecord] = []
+        """Every start of hub and trainer, as `read_commits` found them."""
+        self._keys: dict[int, str] = {}
+        self._originals: dict[str, Commit] = {}
+        self._files: list[StepRange] = []
+        self._file_of: dict[str, StepRange] = {}
+        self._decoded: OrderedDict[StepRange, dict[str, Commit]] = OrderedDict()
+        self._bytes: OrderedDict[StepRange, bytes] = OrderedDict()
+
+    def select(self, chosen: Mapping[int, str], listing: CommitListing) -> None:
+        """Set the commits that count: step -> key, by step, of commits in `listing`."""
+        self._keys = dict(chosen)
+        self._find_files(listing)
+
+    @property
+    def keys_by_step(self) -> Mapping[int, str]:
+        """Step -> key of its commit."""
+        return self._keys
+
+    def newest(self, num: int) -> list[Commit]:
+        """The newest `num` commits, by step."""
+        return [self[step] for step in list(self._keys)[-num:]]
+
+    def __getitem__(self, step: int) -> Commit:
+        """Raises KeyError for a step without a commit, StoreError if the commit cannot be read."""
+        key = self._keys[step]
+        if key in self._originals:
+            return self._originals[key]
+        if key not in self._file_of:
+            try:
+                self._originals[key] = read_record(self._store, key, Commit)
+                return self._originals[key]
+            except MissingObject:  # compacted since the listing
+                self._find_files(list_commits(self._store))
+                if key not in self._file_of:
+                    raise
+        return self._read_file(self._file_of[key])[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _find_files(self, listing: CommitListing) -> None:
+        if listing.files != self._files:
+            self._files = listing.files
+            self._file_of = {key: file for file in listing.files for key in file.commit_keys()}
+            self._originals = {key: one for key, one in self._originals.items() if key not in self._file_of}
+
+    def _read_file(self, file: StepRange) -> dict[str, Commit]:
+        if file in self._decoded:
+            self._decoded.move_to_end(file)
+            return self._decoded[file]
+        data = self._bytes.get(file)
+        if data is None:
+            data = self._bytes[file] = self._store.get(file.commits_key)
+            while sum(map(len, self._bytes.values())) > _FILE_BYTES and len(self._bytes) > 1:
+                self._bytes.popitem(last=False)
+        found = self._decoded[file] = decode_commits(data, file, f"{self._store.url}/{file.commits_key}")
+        while len(self._decoded) > _DECODED_FILES:
+            self._decoded.popitem(last=False)
+        return found
+
+
+def read_commits(store: ObjectStore) -> Commits:
+    """The commits that count."""
+    listing = list_commits(store)  # before the epochs (see `counting`)
+    commits = Commits(store)
+    commits.epochs = read_epochs(store)
+    commits.select(counting(listing.keys(), commits.epochs), listing)
+    return commits
+
+
+class CommitSteps(Sequence[Commit]):
+    """The commits of some steps; an item is read when it is used."""
+
+    def __init__(self, commits: Commits, steps: Sequence[int]) -> None:
+        self._commits = commits
+        self._steps = steps
+
+    @overload
+    def __getitem__(self, index: int) -> Commit: ...
+    @overload
+    def __getitem__(self, index: slice) -> "CommitSteps": ...
+    def __getitem__(self, index: int | slice) -> "Commit | CommitSteps":
+        if isinstance(index, slice):
+            return CommitSteps(self._commits, self._steps[index])
+        return self._commits[self._steps[index]]
+
+    def __len__(self) -> int:
+        return len(self._steps)

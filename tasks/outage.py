@@ -1,0 +1,99 @@
+"""Outages of the store: a flow run of a deployment is scheduled again, any other flow run becomes Crashed.
+
+The next start waits until the store is back. The flow run of a deployment does not become Crashed: the automation
+pipelinerl-resume would schedule it while its old process still runs. The worker would then report the end of the old
+process, and remove its directory, as if they belonged to the new start.
+"""
+
+import logging
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from prefect import get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import Pause
+from prefect.runtime import deployment, flow_run
+from prefect.states import AwaitingRetry, Crashed
+
+from pipelinerl.tasks.automations import OUTAGE_MESSAGE
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
+from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.object_store import CHECK_SECONDS, open_store
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 60.0
+"""Until the next start of a flow run of a deployment; its process ends within seconds."""
+STORE_SECONDS = 86_400.0
+"""Deadline of the wait for the store at a repeated start."""
+_POLL_SECONDS = 15.0
+
+
+def crashed_by_outage(run: RunContext, error: PipelineRLError) -> State[Any] | None:
+    """The state Crashed if `error` ended the run because the store does not answer, else None."""
+    if not isinstance(error, StoreUnavailable) and _answers(run.store.url):
+        return None
+    return Crashed(
+        message=f"{OUTAGE_MESSAGE} ({run.store.url}). When the store is back, Retry or "
+        f"`pipelinerl resume {run.run_id}` continues the run. {error}"
+    )
+
+
+def schedule_again(crashed: State[Any]) -> None:
+    """Schedule this flow run, if a worker has started it, with the message of `crashed`, and end its process.
+
+    Raises Pause, on which Prefect ends the process. Returns if no worker has started this flow run, or if the Prefect
+    server does not answer.
+    """
+    if not deployment.id or not flow_run.id:
+        return
+    at = datetime.now(UTC) + timedelta(seconds=RETRY_SECONDS)
+    state: State[Any] = AwaitingRetry(scheduled_time=at, message=crashed.message)
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(str(flow_run.id)), state, force=True)
+    except Exception as error:  # noqa: BLE001 (whatever the client raises, the state Crashed is left)
+        logger.warning("this flow run could not be scheduled again: %s", error)
+        return
+    logger.warning("%s. The next start is in %.0f s", crashed.message, RETRY_SECONDS)
+    raise Pause(state=state)
+
+
+def _answers(url: str) -> bool:
+    try:
+        open_store(url).limited(CHECK_SECONDS).exists(RUN_KEY)
+    except StoreUnavailable:
+        return False
+    except StoreError:
+        return True  # the store has refused the request
+    return True
+
+
+def await_store(url: str) -> None:
+    """Wait until the store at a URL accepts a small object. Raises DeadlineExceeded after a day.
+
+    Returns if the store refuses the object: the checks of the start report this.
+    """
+    store, key = open_store(url).limited(CHECK_SECONDS), f"check-{uuid.uuid4().hex}"
+    deadline = time.monotonic() + STORE_SECONDS
+    has_warned = False
+    while True:
+        try:
+            store.put(key, b"check")
+            store.delete([key])
+            return
+        except StoreUnavailable as error:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"the store {url} has not answered for {STORE_SECONDS / 3600:.0f} h. Continue with Retry"
+                ) from error
+            if not has_warned:
+                logger.warning("waiting at most %.0f h for the store: %s", STORE_SECONDS / 3600, error)
+                has_warned = True
+        except StoreError:
+            return
+        time.sleep(_POLL_SECONDS)

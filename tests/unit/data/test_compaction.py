@@ -1,0 +1,200 @@
+"""Compacted rollouts have the rows of batches and of untrained groups; decided segments go, also after crashes."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipelinerl_core.data import compaction as rollouts
+from pipelinerl_core.data.codec import decode_batch, encode_rollouts, to_segment
+from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
+from pipelinerl_core.data.schema import BATCH_SCHEMA
+from pipelinerl_core.errors import BrokenRecord, StoreError
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.report.facts import collect
+from pipelinerl_core.run import compaction
+from pipelinerl_core.run.compacted import StepRange
+from pipelinerl_core.run.records import batch_key, retired_key, rollout_key
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.testing.synthetic_run import put_batch, training_row
+from tests.builders import put_commit, put_epoch, put_run, small_config
+from tests.counting_store import CountingStore
+
+STEPS, EPOCH, ACTOR_EPOCH = 20, 2, 1
+COMPACTED = [StepRange(0, 7, EPOCH), StepRange(8, 15, EPOCH)]
+STALE_STEP = 9
+"""The commit of this step drops group 0."""
+
+
+@pytest.fixture(autouse=True)
+def _small_objects(monkeypatch):
+    monkeypatch.setattr(compaction, "FILE_STEPS", 8)
+    monkeypatch.setattr(compaction, "MARGIN_STEPS", 2)
+
+
+def group(group_id, *, attempt=0):
+    rng = np.random.default_rng(group_id)
+    return [
+        build_rollout(rng, group_id=group_id, attempt=attempt, rollout_index=index, group_size=2, num_tokens=5)
+        for index in range(2)
+    ]
+
+
+def fate(group_id, name="trained", attempt=0):
+    return FateRecord(group_id=group_id, attempt=attempt, fate=name, num_tokens=10)
+
+
+def put_segment(store, seq, *groups, epoch=ACTOR_EPOCH):
+    rows = [encode_rollouts("run", rollouts) for rollouts in groups]
+    store.put(rollout_key("actor-0", epoch, seq), to_segment([pa.concat_batches(rows)]))
+
+
+def put_step(store, step):
+    """Step n trains group n, whose rows are in segment n."""
+    groups, fates, batches = [], [], ()
+    if step:
+        groups, fates = [group(step)], [fate(step)]
+        batches = put_batch(store, step, EPOCH, [training_row(one, advantage=step / 7) for one in group(step)])
+    if step == STALE_STEP:
+        groups.append(group(0, attempt=3))
+        fates.append(fate(0, "dropped_stale", attempt=3))
+    if groups:
+        put_segment(store, step, *groups)
+    is_open = (0,) if step < STALE_STEP else ()
+    put_commit(store, step, EPOCH, fates=tuple(fates), batches=batches, next_group_id=step + 1, open_groups=is_open)
+
+
+@pytest.fixture
+def run():
+    store = MemoryStore()
+    put_run(store, small_config())
+    put_epoch(store, EPOCH)
+    for step in range(STEPS + 1):
+        put_step(store, step)
+    put_segment(store, STEPS + 1, group(10_000))
+    compaction.compact_commits(store)
+    return store
+
+
+def segments(store):
+    return [int(key[-14:-6]) for key in store.list("rollouts")]
+
+
+def test_the_rows_are_those_of_the_batches_and_the_dropped_group(run):
+    assert compact_rollouts(run) == 2
+    assert list_rollouts(run) == COMPACTED
+    first, second = (read_rollouts(run, steps) for steps in COMPACTED)
+    assert first["step"].to_pylist() == [step for step in range(1, 8) for _ in range(2)]
+    assert set(first["fate"].to_pylist()) == {"trained"}
+    for step in range(1, 8):
+        stored = pa.ipc.open_file(run.get(batch_key(step, EPOCH, 0))).read_all()
+        rows = first.filter(pa.compute.equal(first["step"], step)).select(BATCH_SCHEMA.names)
+        assert rows.to_pylist() == stored.to_pylist()
+    dropped = second.filter(pa.compute.equal(second["fate"], "dropped_stale"))
+    assert dropped["group_id"].to_pylist() == [0, 0]
+    assert dropped["step"].to_pylist() == [STALE_STEP] * 2
+    sampled = [list(one.completion_token_ids) for one in group(0)]
+    assert dropped["completion_token_ids"].to_pylist() == sampled
+    assert dropped["advantage"].null_count == 2
+
+
+def test_segments_whose_groups_are_all_decided_go_and_the_newest_of_a_life_stays(run):
+    put_segment(run, 0, group(1), group(9_999))  # group 9,999 is undecided
+    put_segment(run, 5, group(2), epoch=7)
+    compact_rollouts(run)
+    assert segments(run) == [0, 16, 17, 18, 19, 20, 21, 5]
+    run.put(retired_key("actor-0", 7), b"")
+    for step in range(STEPS + 1, STEPS + 8):
+        put_step(run, step)
+    compaction.compact_commits(run)
+    compact_rollouts(run)
+    assert segments(run) == [0, 24, 25, 26, 27]
+
+
+def test_a_second_call_does_nothing_and_reads_no_segment(run):
+    compact_rollouts(run)
+    counted = CountingStore(run)
+    assert compact_rollouts(counted) == 0
+    assert counted.total == 3  # listings
+
+
+def test_objects_are_cut_by_tokens(run, monkeypatch):
+    monkeypatch.setattr(rollouts, "FILE_TOKENS", 30)
+    assert compact_rollouts(run) == 6
+    ranges = [(0, 3), (4, 6), (7, 7), (8, 9), (10, 12), (13, 15)]
+    assert [(steps.first, steps.last) for steps in list_rollouts(run)] == ranges
+    assert compact_rollouts(run) == 0
+
+
+class DyingStore:
+    """Raises StoreError from the n-th write or deletion on, before the request has an effect."""
+
+    def __init__(self, store, allowed):
+        self._store = store
+        self._allowed = allowed
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def put(self, key, data, **options):
+        self._use()
+        self._store.put(key, data, **options)
+
+    def delete(self, keys):
+        self._use()
+        self._store.delete(keys)
+
+    def _use(self):
+        self._allowed -= 1
+        if self._allowed < 0:
+            raise StoreError("the process died")
+
+
+@pytest.mark.parametrize("allowed", range(3))
+def test_a_crash_at_any_write_loses_no_row(run, allowed):
+    with pytest.raises(StoreError, match="died"):
+        compact_rollouts(DyingStore(run, allowed))
+    compact_rollouts(run)
+    assert [len(read_rollouts(run, steps)) for steps in COMPACTED] == [14, 18]
+    for step in range(STEPS + 1, STEPS + 8):  # what a crash before the deletion left goes with the next objects
+        put_step(run, step)
+    compaction.compact_commits(run)
+    compact_rollouts(run)
+    assert segments(run)[0] >= STEPS
+
+
+def test_damaged_objects_cost_their_rows_only(run, caplog):
+    run.put(batch_key(3, EPOCH, 0), b"torn")
+    run.put(rollout_key("actor-0", ACTOR_EPOCH, STALE_STEP), b"torn")
+    assert compact_rollouts(run) == 2
+    assert [len(read_rollouts(run, steps)) for steps in COMPACTED] == [12, 16]
+    assert "trained rows of step 3 are not in the compacted rollouts" in caplog.text
+    assert segments(run)[0] == STALE_STEP
+    run.put(COMPACTED[0].rollouts_key, b"torn")
+    with pytest.raises(BrokenRecord, match="is damaged"):
+        read_rollouts(run, COMPACTED[0])
+
+
+def test_the_report_reads_compacted_rollouts_instead_of_their_batches(run):
+    before = collect(run)
+    compact_rollouts(run)
+    for key in run.list("batches/"):
+        if int(key.split("/")[1].split(".")[0]) in range(1, 16):
+            run.delete([key])
+    counted = CountingStore(run)
+    after = collect(counted)
+    assert counted.requests["get compacted"] == 4  # of commits and rollouts
+    assert counted.requests["get batches"] == STEPS - 15
+    assert [one.step for one in after.steps] == list(range(1, STEPS + 1))
+    for one, other in zip(before.steps, after.steps, strict=True):
+        assert one.trained == other.trained
+        for name in ("rewards", "lengths", "spreads", "versions", "lags"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_a_batch_can_be_decoded_from_the_compacted_rows(run):
+    compact_rollouts(run)
+    table = read_rollouts(run, COMPACTED[0])
+    rows = table.filter(pa.compute.equal(table["step"], 3)).select(BATCH_SCHEMA.names).cast(BATCH_SCHEMA)
+    [decoded] = [decode_batch(batch) for batch in rows.combine_chunks().to_batches()]
+    assert [row.advantage for row in decoded] == pytest.approx([3 / 7] * 2)

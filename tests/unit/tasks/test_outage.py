@@ -1,0 +1,160 @@
+"""An outage of the store that is longer than all restarts: the flow run is Crashed, and its next start waits."""
+
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import pytest
+from prefect.exceptions import Pause
+
+from pipelinerl.flows import train_flow
+from pipelinerl.tasks import outage
+from pipelinerl.tasks.automations import wanted_automations
+from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.run.jobs import Job
+from pipelinerl_core.supervision.supervise import RoleFailed
+from pipelinerl_core.testing.fakes import MemoryStore
+
+
+class Store(MemoryStore):
+    """Fails the first `failures` requests."""
+
+    def __init__(self, failures: int, error: type[StoreError] = StoreUnavailable) -> None:
+        super().__init__()
+        self.failures, self.error = failures, error
+        self.num_requests = 0
+
+    def limited(self, seconds: float) -> "Store":
+        return self
+
+    def _answer(self) -> None:
+        self.num_requests += 1
+        if self.num_requests <= self.failures:
+            raise self.error("503")
+
+    def put(self, *args, **kwargs) -> None:
+        self._answer()
+        super().put(*args, **kwargs)
+
+    def exists(self, key: str) -> bool:
+        self._answer()
+        return super().exists(key)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(outage, "time", clock)
+    return clock
+
+
+def use(monkeypatch, store):
+    monkeypatch.setattr(outage, "open_store", lambda url: store)
+    return SimpleNamespace(run_id="r-1", store=store)
+
+
+def test_a_run_that_an_outage_has_ended_is_in_the_state_that_the_automation_resumes(monkeypatch):
+    state = outage.crashed_by_outage(use(monkeypatch, Store(0)), StoreUnavailable("no answer"))
+    assert state.is_crashed()
+    (resume,) = [one for one in wanted_automations(None) if one.name == "pipelinerl-resume"]
+    assert f"prefect.flow-run.{state.name}" in resume.trigger.expect
+    assert "`pipelinerl resume r-1` continues the run" in state.message
+
+
+@pytest.mark.parametrize(
+    ("store", "is_crashed"),
+    [(Store(99), True), (Store(0), False), (Store(99, StoreError), False)],
+    ids=["away", "answers", "refuses"],
+)
+def test_a_role_that_failed_for_another_reason_is_an_outage_only_while_the_store_is_away(
+    monkeypatch, store, is_crashed
+):
+    state = outage.crashed_by_outage(use(monkeypatch, store), RoleFailed("killed by SIGKILL"))
+    assert (state is not None) == is_crashed
+
+
+def test_the_train_flow_returns_the_state_and_fails_as_before_without_an_outage(monkeypatch):
+    run = use(monkeypatch, Store(0))
+    monkeypatch.setattr(train_flow, "open_job", lambda *_, **__: (run, None))
+    errors = iter([StoreUnavailable("503"), RoleFailed("exited with code 1")])
+
+    def fail(*_):
+        raise next(errors)
+
+    monkeypatch.setattr(train_flow, "train_opened", fail)
+    job = Job.__new__(Job)
+    assert train_flow.train_run(job).is_crashed()
+    with pytest.raises(RoleFailed):
+        train_flow.train_run(job)
+
+
+def test_a_repeated_start_waits_until_the_store_takes_objects(monkeypatch, clock, caplog):
+    store = Store(500)
+    use(monkeypatch, store)
+    outage.await_store("s3://bucket/runs")
+    assert store.num_requests == 501
+    assert store.list("") == []
+    assert clock.now == 500 * outage._POLL_SECONDS
+    assert len([record for record in caplog.records if "for the store" in record.getMessage()]) == 1
+
+
+def test_the_wait_for_the_store_has_a_deadline(monkeypatch, clock):
+    use(monkeypatch, Store(10**9))
+    with pytest.raises(DeadlineExceeded, match="has not answered for 24 h"):
+        outage.await_store("s3://bucket/runs")
+
+
+def test_a_store_that_refuses_is_left_to_the_checks_of_the_start(monkeypatch, clock):
+    store = Store(99, StoreError)
+    use(monkeypatch, store)
+    outage.await_store("s3://bucket/runs")
+    assert (store.num_requests, clock.now) == (1, 0.0)
+
+
+class Client:
+    """Notes the states that the server is asked for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked = error, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def set_flow_run_state(self, flow_run_id, state, *, force):
+        if self.error is not None:
+            raise self.error
+        self.asked.append((str(flow_run_id), state, force))
+
+
+def started_by(monkeypatch, deployment, client):
+    monkeypatch.setattr(outage, "deployment", SimpleNamespace(id=deployment))
+    monkeypatch.setattr(outage, "flow_run", SimpleNamespace(id=FLOW_RUN))
+    monkeypatch.setattr(outage, "get_client", lambda sync_client: client)
+    return outage.crashed_by_outage(use(monkeypatch, Store(0)), StoreUnavailable("no answer"))
+
+
+FLOW_RUN = "00000000-0000-0000-0000-000000000001"
+
+
+def test_the_flow_run_of_a_worker_is_scheduled_after_its_process_has_ended(monkeypatch):
+    client = Client()
+    crashed = started_by(monkeypatch, "deployment", client)
+    with pytest.raises(Pause) as ended:
+        outage.schedule_again(crashed)
+    ((flow_run_id, state, is_forced),) = client.asked
+    assert (flow_run_id, state.name, is_forced) == (FLOW_RUN, "AwaitingRetry", True)
+    assert state.message == crashed.message
+    seconds = (state.state_details.scheduled_time - datetime.now(UTC)).total_seconds()
+    assert 30 < seconds <= outage.RETRY_SECONDS
+    assert ended.value.state is state
+
+
+@pytest.mark.parametrize(("deployment", "error"), [(None, None), ("deployment", ConnectionError("no server"))])
+def test_without_a_worker_or_a_server_the_state_crashed_is_left(monkeypatch, deployment, error):
+    client = Client(error)
+    outage.schedule_again(started_by(monkeypatch, deployment, client))
+    assert client.asked == []
