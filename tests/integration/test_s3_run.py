@@ -54,7 +54,7 @@ def test_a_run_on_s3_leaves_the_documented_layout(s3_url, rclone_server, tmp_pat
     between = {key: one for key, one in evaluations.items() if 0 < key[1] < STEPS}
     assert {version for _, version in between} <= {3, 6}
     own = {version for name, version in between if not name}
-    assert own <= {version for name, version in between if name}, "the record of the run's own prompts is the last one"
+    assert own <= {version for name, version in between if name}, "the records of the sets come first"
     for one in evaluations.values():
         assert one["low"] <= one["accuracy"] <= one["high"] <= 1
         assert one["accuracy"] <= one["best"] <= 1
