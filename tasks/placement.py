@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from threading import Event
 from typing import Any, Protocol
@@ -35,18 +35,18 @@ from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.supervision.gpus import gpus_of
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 
 HUB, TRAINER, EVALUATOR = "hub", "trainer", "evaluator"
+EVALUATOR_PREFIX = "evaluator-"
 WORKERS_SECONDS = 5.0
 """Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
 STOP_SECONDS = 9.5
 """Deadline for the end of all roles, the hub included."""
-EVALUATION_SECONDS = 1800.0
-"""Deadline of one evaluation."""
 _POLL_DEPLOYMENT_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 
@@ -111,9 +111,20 @@ class DeployedRole:
     fences the old role if the old role is still alive.
     """
 
-    def __init__(self, deployment: str, parameters: dict[str, Any], name: str, max_restarts: int) -> None:
-        """max_restarts: in a row; the count begins again after the role has run for STABLE_SECONDS."""
+    def __init__(
+        self,
+        deployment: str,
+        parameters: dict[str, Any],
+        name: str,
+        max_restarts: int,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """max_restarts: in a row; the count begins again after the role has run for STABLE_SECONDS.
+
+        variables: job variables of the flow run; those that the job template of the work pool lacks are left out.
+        """
         self._deployment = deployment
+        self._variables = variables or {}
         self._run_id = parameters["run_url"].rstrip("/").rpartition("/")[2]
         self._parameters = parameters
         self._name = name
@@ -152,11 +163,22 @@ class DeployedRole:
             timeout=0,
             tags=[run_tag(self._run_id)],
             flow_run_name=f"{self._run_id}-{self._name}",
+            job_variables=self._known_variables(),
         )
         if not isinstance(started, FlowRun):
             raise TypeError(f"run_deployment returned {type(started).__name__} instead of a FlowRun")
         logger.info("%s: deployment %s, flow run %s", self._name, self._deployment, started.id)
         return started
+
+    def _known_variables(self) -> dict[str, Any]:
+        """The job variables that the job template of the deployment's work pool has."""
+        if not self._variables:
+            return {}
+        with get_client(sync_client=True) as client:
+            pool = client.read_deployment_by_name(self._deployment).work_pool_name
+            template = client.read_work_pool(pool).base_job_template if pool else {}
+        known = template.get("variables", {}).get("properties", {})
+        return {name: value for name, value in self._variables.items() if name in known}
 
     def has_ended(self) -> bool:
         """Whether the flow run is in a final state and is not replaced; reads the state from the API every 5 s."""
@@ -223,7 +245,7 @@ class RunRoles:
             Secret(value=run.token).save(secret_name(run.run_id), overwrite=True)
 
     def start(self, name: str) -> None:
-        """Start `hub`, `trainer`, `evaluator` (beside training) or an actor. Hub and evaluator run on this host.
+        """Start `hub`, `trainer`, `evaluator` (beside training) or an actor. The hub runs on this host.
 
         On work pools, a trainer on several hosts is started on each host.
         """
@@ -242,8 +264,8 @@ class RunRoles:
         An evaluator beside training evaluates the first and the last version too, unless it has ended.
         enough: accuracy after which, once two versions have reached it, the later versions of `all` are left out.
         """
-        deadline = time.monotonic() + EVALUATION_SECONDS
-        name = f"evaluator-{version}"
+        deadline = time.monotonic() + self._run.config.evaluation_seconds
+        name = f"{EVALUATOR_PREFIX}{version}"
         wanted = eval_key(0 if version == "first" else self._run.config.trainer.steps)
         while EVALUATOR in self._members and not self.has_ended(EVALUATOR):
             if self._run.store.exists(wanted):
@@ -251,15 +273,14 @@ class RunRoles:
             self._wait_for_evaluation(name, deadline)
         if EVALUATOR in self._members and self._run.store.exists(wanted):
             return
-        self._begin(
-            name, LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
-        )
+        self._begin(name, self._evaluator(version, enough))
         while not self.has_ended(name):
             self._wait_for_evaluation(name, deadline)
 
     def _wait_for_evaluation(self, name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{name}: not done after {EVALUATION_SECONDS:.0f} s. Set a lower eval.num_prompts")
+            seconds = self._run.config.evaluation_seconds
+            raise DeadlineExceeded(f"{name}: not done after {seconds:.0f} s. Set a lower eval.num_prompts")
         self.wait(_POLL_SECONDS)
 
     def _create(self, name: str) -> Role:
@@ -267,19 +288,30 @@ class RunRoles:
         if name == HUB:
             return LocalRole(lambda stop: run_hub.submit(run, stop), self._changed)
         if name == EVALUATOR:
-            return LocalRole(lambda stop: run_evaluation.submit(run, SCHEDULED, stop), self._changed)
+            return self._evaluator(SCHEDULED)
+        if name.startswith(EVALUATOR_PREFIX):  # as a flow run on the actors' work pool
+            return self._evaluator(name.removeprefix(EVALUATOR_PREFIX))
         if self._is_pooled:
             if name == TRAINER:
-                return DeployedRole("trainer/trainer", {"run_url": url}, name, restarts)
+                return DeployedRole("trainer/trainer", {"run_url": url}, name, restarts, self._variables(TRAINER))
             if name.startswith(NODE_PREFIX):
-                node = int(name.removeprefix(NODE_PREFIX))
-                return DeployedRole("trainer/trainer", {"run_url": url, "node": node}, name, restarts)
-            return DeployedRole("actor/actor", {"run_url": url, "name": name}, name, restarts)
+                parameters = {"run_url": url, "node": int(name.removeprefix(NODE_PREFIX))}
+                return DeployedRole("trainer/trainer", parameters, name, restarts, self._variables(TRAINER))
+            return DeployedRole("actor/actor", {"run_url": url, "name": name}, name, restarts, self._variables("actor"))
         if name == TRAINER:
             return LocalRole(lambda stop: run_trainer.submit(run, stop), self._changed)
         if name.startswith(NODE_PREFIX):
             return LocalRole(lambda stop: run_trainer_node.submit(run, name, stop), self._changed)
         return LocalRole(lambda stop: run_actor.submit(run, name, stop), self._changed)
+
+    def _evaluator(self, version: str, enough: float | None = None) -> Role:
+        """On work pools, an evaluator that needs vLLM or a GPU runs where actors run: this host may have neither."""
+        config = self._run.config
+        if self._is_pooled and (config.engine.kind == "vllm" or gpus_of(config, EVALUATOR)):
+            name = f"{EVALUATOR_PREFIX}{version}"
+            parameters = {"run_url": self._run.store.url, "name": name}
+            return DeployedRole("actor/actor", parameters, name, config.placement.max_restarts, self._variables("actor"))
+        return LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
 
     def has_ended(self, name: str) -> bool:
         """Whether a role has ended; raises the error of any failed role but the evaluator, which is logged once."""

@@ -194,6 +194,13 @@ def _placement_problem(config: "RunConfig") -> str | None:
             f"trainer.ranks={config.trainer.ranks}: placement.trainer_nodes={nodes} hosts need equally many ranks. "
             f"Set trainer.ranks to a multiple of {nodes}"
         )
+    if config.placement.share_gpu and (config.placement.actors > 1 or config.trainer.ranks > 1):
+        return (
+            f"placement.share_gpu=true is one GPU for one actor and one rank, but placement.actors="
+            f"{config.placement.actors} and trainer.ranks={config.trainer.ranks}. Set both to 1, or share_gpu=false"
+        )
+    if config.placement.share_gpu and config.placement.kind != "local":
+        return "placement.share_gpu=true needs actor and trainer on one host. Set placement.kind=local"
     if config.placement.cores == "own" and config.placement.kind != "local":
         return (
             f"placement.cores=own assigns the cores of one host, but placement.kind={config.placement.kind} uses "
@@ -319,6 +326,11 @@ def _weights_problem(config: "RunConfig") -> str | None:
         return (
             f"weights.keep={config.weights.keep}: an actor or a starting trainer may still read one of the newest "
             f"{MIN_KEPT_VERSIONS} versions. Set weights.keep={MIN_KEPT_VERSIONS} or more, or 0 to keep all versions"
+        )
+    if config.weights.transport == "nccl" and config.placement.share_gpu:
+        return (
+            "weights.transport=nccl broadcasts between GPUs, but with placement.share_gpu=true trainer and actor have "
+            "the same one. Set weights.transport=shm"
         )
     if config.weights.content != "adapters":
         return None

@@ -236,8 +236,17 @@ class EngineConfig(Section):
     data_parallel: int = Field(1, ge=1)
     """vllm: copies of the model in one actor. Raise to use more GPUs per actor."""
     kv_gigabytes: float = Field(0, ge=0)
-    """vllm: size of the KV cache in GiB; 0: the memory that vLLM finds free on a GPU, 1 GiB on a CPU. Set if trainer
-    and engine share a GPU, or if a CPU engine preempts sequences."""
+    """vllm: size of the KV cache in GiB; 0: what memory_share leaves on a GPU, 1 GiB on a CPU. Raise if a CPU engine
+    preempts sequences."""
+    memory_share: float = Field(0, ge=0, lt=1)
+    """vllm: share of a GPU's memory for weights, KV cache and working memory of the engine; 0: 0.9, or 0.4 with
+    placement.share_gpu. Lower if the engine runs out of memory at its start."""
+    batched_tokens: int = Field(0, ge=0)
+    """vllm: tokens of one engine step at most, prompts included; 0: vLLM chooses. Lower if long prompts delay running
+    sequences or use up the working memory, raise for prompt throughput."""
+    prefix_cache: bool = True
+    """vllm: keep the KV cache of prompts for the other rollouts of a group and for later turns. Unset only to
+    measure."""
     compile: Literal["auto", "always", "never"] = "auto"
     """vllm: compile the model and capture CUDA graphs, faster decoding for minutes of start time; auto: only on GPUs.
     Set never for short tests."""
@@ -339,6 +348,19 @@ class PlacementConfig(Section):
     its own work pool. Set work_pools for several hosts."""
     actors: int = Field(1, ge=1)
     """Number of actors, each with one engine. Raise to use more hosts or GPUs for generation."""
+    gpus_per_actor: int = Field(0, ge=0)
+    """GPUs that are assigned to each actor; 0: engine.tensor_parallel * engine.data_parallel. Each rank of the trainer
+    gets one GPU. Without GPUs on the host, nothing is assigned (docs/gpus.md)."""
+    share_gpu: bool = False
+    """One GPU for actor and trainer together, each with a share of its memory (engine.memory_share). Set on a host
+    with one GPU."""
+    gpu: str = ""
+    """GPU of the hosts that run actors and trainer, for the check that the run fits: a name such as H100, A100-40GB
+    or L4, or its memory in GB, such as 80; empty: the GPUs of the host that starts the run. Set with
+    kind=work_pools."""
+    start_seconds: float = Field(0, ge=0)
+    """Seconds for the trainer to load the model and to publish the starting weights; 0: ten minutes, and half a minute
+    more per GB of the model. Raise for slow disks or networks."""
     threads: int = Field(1, ge=1)
     """Compute threads of each role. Raise up to cores / (actors + 1); more threads than cores slow all roles down."""
     cores: Literal["shared", "own"] = "shared"
@@ -493,6 +515,18 @@ class RunConfig(Section):
             return self.trainer.threads
         hands_over = self.takes_turns and self.placement.cores == "shared"
         return self.placement.threads * (1 + self.placement.actors if hands_over else 1)
+
+    @property
+    def group_seconds(self) -> float:
+        """Longest wait of the trainer for another finished group: a whole rollout at ten tokens per second, the time
+        of its environment, and ten minutes."""
+        episode = self.environment.episode_seconds if self.environment.path else 0.0
+        return 600.0 + self.rollouts.max_tokens / 10.0 + episode
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """Deadline of one evaluation: half an hour, and several times the limit of the first evaluation per set."""
+        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (1 + len(self.eval.sets))
 
     @property
     def evaluates_on_actors(self) -> bool:

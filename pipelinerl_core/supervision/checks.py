@@ -24,6 +24,7 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
+from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
 from pipelinerl_core.telemetry.redact import redact_text
@@ -87,6 +88,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     own_cores(config, "trainer")
     check_engine(config)
     check_learner(config)
+    check_gpus(config)
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
     is_model_there = resolve_model_path(config.model.path) is not None

@@ -25,6 +25,8 @@ _THREAD_VARIABLES = (
 )
 # OpenMP's default spin-wait made two roles on two cores 10 to 30 times slower.
 _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+# torch asks the driver's library whether there is a GPU. The default asks CUDA, which no process can use after a fork.
+_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def role_environment(threads: int, token: str) -> dict[str, str]:
@@ -32,7 +34,7 @@ def role_environment(threads: int, token: str) -> dict[str, str]:
     limits = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
-    return {**first, **os.environ, **_PASSIVE_WAIT, **limits, **first, TOKEN_VARIABLE: token}
+    return {**first, **os.environ, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:

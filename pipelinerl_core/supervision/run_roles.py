@@ -15,6 +15,7 @@ from pipelinerl_core.run.hub_status import is_descendant, may_be_live, read_hub
 from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import ALL, names_several
+from pipelinerl_core.supervision.gpus import claimed_gpus
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
 
@@ -55,22 +56,23 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
 
 
 def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], stop: Event) -> RoleReport:
-    """`supervise_role` with the command, environment and log file of a role of this run."""
+    """`supervise_role` with the command, environment, GPUs and log file of a role of this run."""
     try:
-        return supervise_role(
-            role_command(role, {"run": run.store.url, **arguments}),
-            env=role_environment(run.config.placement.threads, run.token),
-            log_path=log_directory(run.store.url, run.run_id) / f"{name}.log",
-            max_log_bytes=run.config.tracking.log_bytes,
-            max_restarts=run.config.placement.max_restarts,
-            stop=stop,
-            name=name,
-            ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
-            is_done=_is_done(run, role, stop),
-            is_replaced=_is_replaced(run, role, name, stop),
-            stop_seconds={"hub": HUB_STOP_SECONDS, "trainer": TRAINER_STOP_SECONDS}.get(role, STOP_SECONDS),
-            stable_seconds=stable_seconds(run.config, role),
-        )
+        with claimed_gpus(run.config, run.run_id, role, name, stop) as gpus:
+            return supervise_role(
+                role_command(role, {"run": run.store.url, **arguments}),
+                env=role_environment(run.config.placement.threads, run.token) | gpus,
+                log_path=log_directory(run.store.url, run.run_id) / f"{name}.log",
+                max_log_bytes=run.config.tracking.log_bytes,
+                max_restarts=run.config.placement.max_restarts,
+                stop=stop,
+                name=name,
+                ready_check=(lambda: hub_is_up(run)) if role == "hub" else None,
+                is_done=_is_done(run, role, stop),
+                is_replaced=_is_replaced(run, role, name, stop),
+                stop_seconds={"hub": HUB_STOP_SECONDS, "trainer": TRAINER_STOP_SECONDS}.get(role, STOP_SECONDS),
+                stable_seconds=stable_seconds(run.config, role),
+            )
     finally:
         if role == "trainer" and stop.is_set():  # between SIGTERM and its end, the trainer may publish again
             remove_shared_memory(run)
@@ -79,12 +81,12 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
 def stable_seconds(config: RunConfig, role: str) -> float:
     """Seconds after which a process of a role counts as stable, which resets the count of restarts.
 
-    Longer than the trainer's waits (ten minutes for groups, `trainer.collective_seconds` for ranks): otherwise each
+    Longer than the trainer's waits (`group_seconds` for groups, `trainer.collective_seconds` for ranks): otherwise each
     failed wait would reset the count, and the trainer would restart forever.
     """
     if role not in ("trainer", "trainer_node"):
         return STABLE_SECONDS
-    return max(TRAINER_STABLE_SECONDS, 2 * config.trainer.collective_seconds)
+    return max(TRAINER_STABLE_SECONDS, 2 * config.trainer.collective_seconds, 2 * config.group_seconds)
 
 
 def _is_replaced(run: RunContext, role: str, name: str, stop: Event) -> Callable[[], bool] | None:

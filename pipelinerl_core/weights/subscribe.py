@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from pipelinerl_core.algo.adapters import Adapters
-from pipelinerl_core.errors import ChecksumMismatch, MissingObject
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore, WeightUpdate
 from pipelinerl_core.types import FileEntry, WeightManifest
 from pipelinerl_core.weights.base import BaseWeights
@@ -25,7 +25,7 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
 
-        Raises MissingObject if the version is gone, ChecksumMismatch if it is damaged, or if its adapters belong to
+        Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if it is damaged, or if its adapters belong to
         another base model.
         """
         tensors, num_bytes, path = self._read(manifest)
@@ -76,6 +76,12 @@ class WeightSubscriber:
         return data
 
     def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
+        if manifest.key is None and manifest.shm is not None and manifest.host != self._host:
+            raise ConfigError(
+                f"weights.transport=shm: version {manifest.version} is in the shared memory of {manifest.host}, which "
+                f"{self._host} cannot read, and not every version is durable. Set weights.transport=object_store or "
+                "nccl, or weights.durable_every=1"
+            )
         if manifest.key is None:
             raise MissingObject(
                 f"weights of version {manifest.version}: gone from shared memory of {manifest.host} and not durable; "

@@ -20,7 +20,7 @@ from pipelinerl_core.errors import ConfigError, MissingObject, StoreError
 from pipelinerl_core.messages import Committed, Reserve
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.learners import build_alone
-from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS, Trainer
+from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.history import counted_commit_keys, read_commit, read_epochs, take_over
 from pipelinerl_core.run.records import commit_key
@@ -217,7 +217,7 @@ def test_a_write_that_fails_costs_a_restart_and_no_step(clean, tmp_path, monkeyp
                 begun = time.monotonic()
                 with pytest.raises(StoreError, match="the disk is away"):
                     train(url, Failure(pattern), stop)
-                assert time.monotonic() - begun < RESERVE_DEADLINE_SECONDS / 2, "the trainer has waited for groups"
+                assert time.monotonic() - begun < 300, "the trainer has waited for groups"
                 assert max(commits_of(url)) == newest
             train(url, Fate(None), stop)
             assert actor.wait(timeout=60) == 0

@@ -25,6 +25,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_PLUGINS": "pipelinerl",
+    # A forked process cannot use CUDA if its parent has initialized CUDA.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # No binding of threads to CPU cores: trainer and actors share the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -54,7 +56,12 @@ class CoreSettings:
     seed: int
     """Seed of the sampling noise; two actors must not have the same seed."""
     kv_bytes: int | None = None
-    """Memory of the KV cache; None: vLLM decides."""
+    """Memory of the KV cache; None: what memory_share leaves."""
+    memory_share: float = 0.9
+    """Share of a GPU's memory for weights, KV cache and working memory."""
+    batched_tokens: int | None = None
+    """Tokens of one engine step at most; None: vLLM decides."""
+    prefix_cache: bool = True
     tensor_parallel: int = 1
     data_parallel: int = 1
     is_eager: bool = True
@@ -270,12 +277,14 @@ class VLLMCore:
             max_num_seqs=settings.max_sequences,
             seed=settings.seed,
             kv_cache_memory_bytes=settings.kv_bytes,
+            gpu_memory_utilization=settings.memory_share,
+            max_num_batched_tokens=settings.batched_tokens,
             tensor_parallel_size=settings.tensor_parallel,
             data_parallel_size=settings.data_parallel,
             enforce_eager=settings.is_eager,
             block_size=settings.block_size,
             stream_interval=settings.stream_interval,
-            enable_prefix_caching=True,
+            enable_prefix_caching=settings.prefix_cache,
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",

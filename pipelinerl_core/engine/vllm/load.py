@@ -16,6 +16,8 @@ from pipelinerl_core.engine.vllm.weights import StagedWeights
 from pipelinerl_core.errors import EngineError
 
 _GIB = 2**30
+_SHARES = {False: 0.9, True: 0.4}
+"""engine.memory_share=0, by placement.share_gpu: the trainer's state and activations need more than the weights."""
 
 
 async def start_vllm_engine(
@@ -74,6 +76,9 @@ def core_settings(directory: Path, config: RunConfig, *, max_len: int, name: str
         max_sequences=config.engine.concurrency,
         seed=int.from_bytes(digest, "little") >> 1,
         kv_bytes=int(kv_gigabytes * _GIB) or None,
+        memory_share=config.engine.memory_share or _SHARES[config.placement.share_gpu],
+        batched_tokens=config.engine.batched_tokens or None,
+        prefix_cache=config.engine.prefix_cache,
         tensor_parallel=config.engine.tensor_parallel,
         data_parallel=config.engine.data_parallel,
         is_eager=not is_compiled,

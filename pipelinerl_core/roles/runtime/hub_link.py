@@ -5,19 +5,18 @@ the link first registers the role, so that the hub has the role's leases or rese
 """
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
 from pipelinerl_core.channel.client import HubClient
 from pipelinerl_core.channel.refusals import error_of
-from pipelinerl_core.errors import (
-    HubUnavailable,
-    RunOver,
-)
+from pipelinerl_core.errors import ConfigError, HubUnavailable, RunOver
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.messages import Answer, Refused, Register, Registered, Request, Reserve, Rows, RowsHeader
 from pipelinerl_core.run.hub_status import read_hub
@@ -197,6 +196,11 @@ class HubLink:
             raise HubUnavailable(f"{HUB_KEY} does not exist: the hub has not started")
         if found.live.get("state") == "done" and (found.boot_id == self.boot_id or self._is_over()):
             raise RunOver("the run is over, its hub has ended after the last step")
+        if found.host != socket.gethostname() and _is_loopback(found.url):
+            raise ConfigError(
+                f"the hub listens at {found.url} of host {found.host}, which other hosts cannot reach. Set "
+                "placement.hub_host to an address of the host that runs the train flow"
+            )
         return found
 
     def _wait_or_raise(self, deadline: float, error: HubUnavailable, seconds: float) -> None:
@@ -205,3 +209,8 @@ class HubLink:
         if time.monotonic() > deadline:
             raise HubUnavailable(f"no hub for {seconds:.0f} s ({error}): it was not restarted") from error
         time.sleep(_POLL_SECONDS)
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    return host.startswith("127.") or host in ("localhost", "::1")

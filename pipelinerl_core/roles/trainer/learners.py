@@ -102,7 +102,10 @@ class Learners:
         ranks, seconds = self._ranks, config.trainer.collective_seconds
         device = rank_device(config, ranks)
         host = None if self._spread is None else own_address(config)
-        store, where = open_rendezvous(ranks.size, seconds, directory=self._directory, host=host)
+        store, where = open_rendezvous(
+            ranks.size, seconds, directory=self._directory, host=host,
+            sends_weights=config.weights.transport == "nccl" and config.placement.kind == "work_pools",
+        )  # fmt: skip
         if self._spread is not None:
             record = RendezvousRecord(
                 epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,

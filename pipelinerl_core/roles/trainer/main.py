@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# If no further group is ready for this long while the hub answers, all actors have ended or all groups fail.
-RESERVE_DEADLINE_SECONDS = 600.0
 # Actors send rows that the hub has lost again within a few syncs.
 ROWS_DEADLINE_SECONDS = 30.0
 # Reservations of one step; rows were lost in each reservation but the last.
@@ -255,7 +253,8 @@ class Trainer:
         self, step: int, stop: threading.Event, lost: tuple[GroupKey, ...]
     ) -> tuple[Reserved, dict[GroupKey, pa.RecordBatch]] | None:
         """The groups of a step, and the rows in the hub's answer; None if `stop` is set while waiting."""
-        deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+        # If no further group is ready for this long while the hub answers, all actors have ended or all groups fail.
+        deadline = time.monotonic() + self._config.group_seconds
         reason, most_ready = "", 0
         while not stop.is_set():
             self._watch.waiting(step)
@@ -270,11 +269,11 @@ class Trainer:
                 self._committer.republish_if_unreadable(answer.actors, self._learner.version, self._learner.weights)
                 if answer.ready_groups > most_ready:  # a long phase may fill slowly
                     most_ready = answer.ready_groups
-                    deadline = time.monotonic() + RESERVE_DEADLINE_SECONDS
+                    deadline = time.monotonic() + self._config.group_seconds
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"step {step}: no {self._config.trainer.groups_per_step} groups within "
-                    f"{RESERVE_DEADLINE_SECONDS:.0f} s ({reason}). Look at the actors' logs"
+                    f"{self._config.group_seconds:.0f} s ({reason}). Look at the actors' logs"
                 )
         return None
 

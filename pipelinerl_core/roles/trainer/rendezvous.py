@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of a trainer: a file on one host, a TCP port of rank 0 on several hosts.
 
-Ranks on one host communicate over the loopback interface only. Ranks on several hosts need a trusted network, because
-torch's process groups have no authentication.
+Ranks on one host communicate over the loopback interface only, unless rank 0 also broadcasts weights to other hosts.
+Ranks and receivers on several hosts need a trusted network, because torch's process groups have no authentication.
 """
 
 import os
@@ -16,16 +16,19 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
-_FILE, _TCP = "file:", "tcp:"
+_FILE, _OPEN_FILE, _TCP = "file:", "open-file:", "tcp:"
 
 
-def open_rendezvous(size: int, seconds: float, *, directory: Path, host: str | None) -> tuple[Store, str]:
+def open_rendezvous(
+    size: int, seconds: float, *, directory: Path, host: str | None, sends_weights: bool = False
+) -> tuple[Store, str]:
     """Rank 0: create the store of the process group; returns the store and its address for the other ranks.
 
-    host: address of this host for other hosts; None if all ranks are on this host.
+    host: address of this host for other hosts; None if all ranks are on this host. sends_weights: this process also
+    broadcasts weights to other hosts, which the variables of a loopback interface would prevent.
     """
     if host is None:
-        where = f"{_FILE}{directory / 'ranks'}"
+        where = f"{_OPEN_FILE if sends_weights else _FILE}{directory / 'ranks'}"
         return join_rendezvous(where, size, seconds), where
     store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     return store, f"{_TCP}{host}:{store.port}"
@@ -37,6 +40,8 @@ def join_rendezvous(where: str, size: int, seconds: float) -> Store:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
         return FileStore(where.removeprefix(_FILE), size)
+    if where.startswith(_OPEN_FILE):
+        return FileStore(where.removeprefix(_OPEN_FILE), size)
     host, _, port = where.removeprefix(_TCP).rpartition(":")
     return TCPStore(host, int(port), size, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 

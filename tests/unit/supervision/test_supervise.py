@@ -11,7 +11,6 @@ import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
-from pipelinerl_core.roles.trainer.main import RESERVE_DEADLINE_SECONDS
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
@@ -83,16 +82,16 @@ def test_failures_before_a_long_life_are_not_counted(tmp_path):
     assert report.restarts == 5
 
 
-@pytest.mark.parametrize("collective_seconds", [600.0, 3600.0])
-def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, monkeypatch):
+@pytest.mark.parametrize(("collective_seconds", "max_tokens"), [(600.0, 80), (3600.0, 80), (600.0, 32768)])
+def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, max_tokens, monkeypatch):
     """Groups never come, or ranks: the trainer gives up after its deadline, and has done so in every life."""
     given = {}
     monkeypatch.setattr(run_roles, "supervise_role", lambda command, **options: given.update(options))
-    config = load_config("quickstart", [f"trainer.collective_seconds={collective_seconds}"])
+    config = load_config("quickstart", [f"trainer.collective_seconds={collective_seconds}", f"rollouts.max_tokens={max_tokens}"])
     run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
     run_roles.supervise(run, "trainer", "trainer", {}, threading.Event())
     start_seconds = 300.0
-    assert given["stable_seconds"] > start_seconds + max(RESERVE_DEADLINE_SECONDS, collective_seconds)
+    assert given["stable_seconds"] > start_seconds + max(config.group_seconds, collective_seconds)
 
 
 def test_a_killed_role_is_restarted_and_named_by_its_signal(tmp_path):

@@ -70,6 +70,13 @@ def test_a_wrong_token_is_said_at_once(server, link_to):
         link.connect()
 
 
+@pytest.mark.parametrize("url", ["grpc://127.0.0.1:1", "grpc+tls://localhost:1", "grpc://[::1]:1"])
+def test_a_hub_on_the_loopback_of_another_host_is_a_wrong_configuration(link_to, url):
+    link = link_to(record(url=url, host="node-7"), deadline_seconds=3600.0)
+    with pytest.raises(ConfigError, match="of host node-7, which other hosts cannot reach. Set placement.hub_host"):
+        link.connect()
+
+
 def test_a_hub_that_is_not_there_is_named_by_its_url(link_to):
     link = link_to(record(url="grpc://127.0.0.1:1"))
     with pytest.raises(HubUnavailable, match=r"no hub at grpc://127\.0\.0\.1:1"):

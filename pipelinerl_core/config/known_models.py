@@ -1,0 +1,126 @@
+"""Shapes of models: from the config.json of a directory, or of well-known models that are not on this host.
+
+This module must not import torch or transformers, so that `pipelinerl doctor` and a flow start fast.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pipelinerl_core.config.hub_models import is_hub_model
+from pipelinerl_core.config.model_path import resolve_model_path
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, *, tied: bool) -> Any:
+    return _shape("qwen2", "Qwen2ForCausalLM", hidden, inner, layers, heads, groups, vocabulary, tied=tied)
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Any:
+    made = _shape("qwen3", "Qwen3ForCausalLM", hidden, inner, layers, heads, 8, 151936, tied=tied)
+    return made | {"head_dim": 128}
+
+
+def _shape(
+    kind: str,
+    name: str,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    groups: int,
+    vocabulary: int,
+    *,
+    tied: bool,
+) -> dict[str, Any]:
+    return {
+        "model_type": kind, "architectures": [name], "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
+        "vocab_size": vocabulary, "tie_word_embeddings": tied, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6,
+    }  # fmt: skip
+
+
+_SHAPES = {
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-3B": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "Qwen/Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, 8, 152064, tied=False),
+    "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, 8, 152064, tied=False),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+}
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    _SHAPES | {f"{name}-Instruct": shape for name, shape in _SHAPES.items() if "Qwen2.5" in name}
+)
+"""Name on the hub -> entries of the config.json of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder that decide its memory."""
+
+    hidden: int
+    inner: int
+    """Width of the feed-forward layer."""
+    layers: int
+    heads: int
+    groups: int
+    """Key-value heads."""
+    head_dim: int
+    vocabulary: int
+    is_tied: bool
+    """Embedding and head are one matrix."""
+    experts: int = 1
+    """Feed-forward layers of which each token uses some."""
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights: embedding, head, and per layer attention, feed-forward and norms; biases are left out."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.groups)
+        layer = attention + 3 * self.hidden * self.inner * self.experts + 2 * self.hidden
+        return self.vocabulary * self.hidden * (1 if self.is_tied else 2) + self.layers * layer + self.hidden
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in bfloat16."""
+        return 2 * 2 * self.layers * self.groups * self.head_dim
+
+
+def model_config_of(path: str) -> Mapping[str, Any] | None:
+    """config.json of `model.path` on this host, or the entry of KNOWN_MODELS; None: neither is there."""
+    directory = resolve_model_path(path)
+    if directory is None:
+        return KNOWN_MODELS.get(path.partition("@")[0]) if is_hub_model(path) else None
+    try:
+        found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape in a config.json; None if entries of a decoder are missing."""
+    text = config.get("text_config", config)  # models with images keep the decoder's entries there
+    try:
+        heads = int(text["num_attention_heads"])
+        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
+        inner = int(text["moe_intermediate_size"] if experts > 1 and text.get("moe_intermediate_size") else
+                    text["intermediate_size"])  # fmt: skip
+        return ModelShape(
+            hidden=int(text["hidden_size"]),
+            inner=inner,
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            groups=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+            vocabulary=int(text["vocab_size"]),
+            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            experts=experts,
+        )
+    except (KeyError, TypeError, ValueError):
+        return None

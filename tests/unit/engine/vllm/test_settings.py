@@ -1,0 +1,79 @@
+"""The arguments that vLLM is started with."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.engine.vllm import core, load
+from pipelinerl_core.supervision.role_commands import role_environment
+
+VLLM = ("engine.kind=vllm", "model.dtype=bfloat16")
+
+
+def settings(*overrides):
+    return load.core_settings(Path("/model"), load_config("quickstart", [*VLLM, *overrides]), max_len=64, name="a.1")
+
+
+def test_on_a_cpu_the_cache_is_small_and_nothing_is_compiled():
+    found = settings()
+    assert (found.kv_bytes, found.is_eager, found.batched_tokens, found.prefix_cache) == (2**30, True, None, True)
+
+
+def test_on_a_gpu_the_keys_decide_and_a_shared_gpu_leaves_room_for_the_trainer(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = settings()
+    assert (found.kv_bytes, found.is_eager, found.memory_share) == (None, False, 0.9)
+    assert settings("placement.share_gpu=true").memory_share == 0.4
+    assert settings("placement.share_gpu=true", "engine.memory_share=0.3").memory_share == 0.3
+    found = settings("engine.batched_tokens=4096", "engine.prefix_cache=false", "engine.tensor_parallel=2")
+    assert (found.batched_tokens, found.prefix_cache, found.tensor_parallel) == (4096, False, 2)
+
+
+def test_workers_are_spawned_and_vllm_is_not_imported_before_its_variables_are_set():
+    assert core._ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    for module in (core, load):
+        imports = [
+            node for node in ast.parse(Path(module.__file__).read_text()).body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]  # fmt: skip
+        names = {alias.name for node in imports for alias in node.names} | {
+            getattr(node, "module", "") for node in imports
+        }
+        assert not [name for name in names if name and name.split(".")[0] == "vllm"]
+
+
+def test_an_actor_looks_for_a_gpu_without_initializing_cuda():
+    """A stand-in for the CUDA runtime raises if torch asks it; the driver's library (NVML) may be asked."""
+    program = (
+        "import json, torch\n"
+        "def initialized(*_): raise AssertionError('CUDA was initialized')\n"
+        "torch._C._cuda_getDeviceCount = initialized\n"
+        "torch.cuda._device_count_nvml = lambda: 2\n"
+        "from pathlib import Path\n"
+        "from pipelinerl_core.config import load_config\n"
+        "from pipelinerl_core.engine.vllm.load import core_settings\n"
+        "torch.backends.cuda.is_built = lambda: True\n"
+        "torch.cuda._is_compiled = lambda: True\n"
+        f"found = core_settings(Path('/model'), load_config('quickstart', {list(VLLM)!r}), max_len=64, name='a.1')\n"
+        "print(json.dumps([found.is_eager, torch.cuda.is_initialized()]))\n"
+    )
+    environment = role_environment(1, "") | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    printed = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(printed.stdout) == [False, False]
+
+
+@pytest.mark.parametrize("share", ["1.0", "-0.1"])
+def test_a_share_is_a_share(share):
+    from pipelinerl_core.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="engine.memory_share"):
+        settings(f"engine.memory_share={share}")

@@ -1,0 +1,150 @@
+"""GPUs of a host, with an nvidia-smi of the test: inventory, sums, claims of several processes."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from contextlib import ExitStack
+from threading import Event
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded
+from pipelinerl_core.supervision import gpus
+from pipelinerl_core.supervision.gpus import check_gpus, claimed_gpus, gpus_of, inventory, needed_here
+
+VLLM = ("engine.kind=vllm", "model.dtype=bfloat16", "model.device=cuda", "weights.transport=object_store")
+
+
+def host_of(tmp_path, monkeypatch, count, *, mib=81559):
+    """A host with `count` GPUs: an nvidia-smi on PATH."""
+    lines = "".join(f"{index}, GPU-{index}{index}aa-bb, NVIDIA H100 80GB HBM3, {mib}\n" for index in range(count))
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f"#!/bin/sh\nif [ \"$1\" = \"--query-gpu=compute_cap\" ]; then echo 9.0; exit; fi\n"
+                       f"cat <<'END'\n{lines}END\n")  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "CLAIMS", tmp_path / "claims")
+
+
+def config(*overrides):
+    return load_config("quickstart", [*VLLM, *overrides])
+
+
+def claim(stack, role, name, *overrides, run_id="one", seconds=0.0):
+    return stack.enter_context(claimed_gpus(config(*overrides), run_id, role, name, Event(), seconds))
+
+
+def test_the_inventory_is_what_the_driver_lists_and_the_environment_allows(tmp_path, monkeypatch):
+    assert [gpu.device for gpu in inventory()] == [], "this host has no driver"
+    host_of(tmp_path, monkeypatch, 4)
+    assert [(gpu.device, gpu.uuid, gpu.num_bytes) for gpu in inventory()][1] == ("1", "GPU-11aa-bb", 81559 * 2**20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-00aa")
+    assert [(gpu.device, gpu.uuid) for gpu in inventory()] == [("2", "GPU-22aa-bb"), ("GPU-00aa", "GPU-00aa-bb")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert inventory() == ()
+
+
+def test_a_driver_that_answers_nonsense_is_a_host_without_gpus(tmp_path, monkeypatch):
+    host_of(tmp_path, monkeypatch, 1)
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert inventory() == ()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert inventory() == ()
+
+
+def test_each_role_gets_what_its_keys_say():
+    twelve = config("placement.actors=6", "engine.tensor_parallel=2", "trainer.ranks=4", "schedule.max_lag=8")
+    assert (gpus_of(twelve, "actor"), gpus_of(twelve, "trainer"), gpus_of(twelve, "hub")) == (2, 4, 0)
+    assert needed_here(twelve) == (16, "trainer.ranks=4 x 1 + placement.actors=6 x 2 = 16")
+    assert gpus_of(config("placement.gpus_per_actor=4", "engine.data_parallel=2"), "evaluator") == 4
+    pooled = config("placement.kind=work_pools", "placement.trainer_nodes=2", "trainer.ranks=8")
+    assert gpus_of(pooled, "trainer") == gpus_of(pooled, "trainer_node") == 4
+    on_cpu = load_config("quickstart")
+    assert {gpus_of(on_cpu, role) for role in ("actor", "trainer", "evaluator")} == {0}
+    assert gpus_of(config("model.device=cpu"), "actor") == 0
+    own = config("eval.on=own", "eval.every_steps=10", "placement.actors=1")
+    assert needed_here(own) == (3, "trainer.ranks=1 x 1 + placement.actors=1 x 1 + evaluator 1 (eval.on=own) = 3")
+
+
+def test_asking_for_more_than_there_is_is_refused_with_the_sum(tmp_path, monkeypatch):
+    check_gpus(config("placement.actors=3"))  # a host without GPUs: vLLM on the CPU
+    host_of(tmp_path, monkeypatch, 2)
+    check_gpus(config())
+    with pytest.raises(ConfigError, match=r"trainer.ranks=1 x 1 \+ placement.actors=3 x 1 = 4 GPUs.*this host has 2 "):
+        check_gpus(config("placement.actors=3"))
+    check_gpus(config("placement.actors=3", "placement.kind=work_pools"))
+    host_of(tmp_path, monkeypatch, 1)
+    with pytest.raises(ConfigError, match="placement.share_gpu=true"):
+        check_gpus(config())
+    check_gpus(config("placement.share_gpu=true"))
+    with ExitStack() as stack, pytest.raises(ConfigError, match="actor-0: needs 2 GPUs, this host has 1"):
+        claim(stack, "actor", "actor-0", "engine.tensor_parallel=2")
+
+
+def test_roles_get_different_gpus_and_give_them_back(tmp_path, monkeypatch):
+    host_of(tmp_path, monkeypatch, 4)
+    with ExitStack() as run:
+        assert claim(run, "hub", "hub")["CUDA_VISIBLE_DEVICES"] == ""
+        assert claim(run, "trainer", "trainer", "trainer.ranks=2")["CUDA_VISIBLE_DEVICES"] == "0,1"
+        with ExitStack() as actor:
+            assert claim(actor, "actor", "actor-0")["CUDA_VISIBLE_DEVICES"] == "2"
+            assert claim(run, "actor", "actor-1")["CUDA_VISIBLE_DEVICES"] == "3"
+            with pytest.raises(DeadlineExceeded, match=r"evaluator: 1 GPUs wanted.*GPU 2: one/actor-0, GPU 3: one/act"):
+                claim(run, "evaluator", "evaluator")
+        assert claim(run, "evaluator", "evaluator")["CUDA_VISIBLE_DEVICES"] == "2"
+    with ExitStack() as run:
+        assert claim(run, "actor", "actor-0")["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_shared_gpu_is_for_one_run(tmp_path, monkeypatch):
+    host_of(tmp_path, monkeypatch, 2)
+    share = ("placement.share_gpu=true",)
+    with ExitStack() as runs:
+        assert claim(runs, "trainer", "trainer", *share)["CUDA_VISIBLE_DEVICES"] == "0"
+        assert claim(runs, "actor", "actor-0", *share)["CUDA_VISIBLE_DEVICES"] == "0"
+        assert claim(runs, "actor", "actor-0", *share, run_id="two")["CUDA_VISIBLE_DEVICES"] == "1"
+        with pytest.raises(DeadlineExceeded):
+            claim(runs, "actor", "actor-0", run_id="three")
+
+
+CLAIMER = """
+import sys, time
+from pathlib import Path
+from threading import Event
+from pipelinerl_core.config import load_config
+from pipelinerl_core.supervision import gpus
+gpus.CLAIMS = Path(sys.argv[1])
+config = load_config("quickstart", sys.argv[3:])
+with gpus.claimed_gpus(config, sys.argv[2], "actor", "actor-0", Event(), 5.0) as environment:
+    print(environment["CUDA_VISIBLE_DEVICES"], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_of_two_runs_do_not_collide_and_a_killed_process_frees_its_gpus(tmp_path, monkeypatch):
+    host_of(tmp_path, monkeypatch, 4)
+    command = [sys.executable, "-c", textwrap.dedent(CLAIMER), str(tmp_path / "claims")]
+    overrides = [*VLLM, "engine.tensor_parallel=2"]
+    processes = [
+        subprocess.Popen([*command, run_id, *overrides], stdout=subprocess.PIPE, text=True) for run_id in ("a", "b")
+    ]
+    try:
+        first, second = (process.stdout.readline().strip() for process in processes)
+        assert {first, second} == {"0,1", "2,3"}
+        with ExitStack() as stack, pytest.raises(DeadlineExceeded, match="GPU 0: [ab]/actor-0"):
+            claim(stack, "actor", "actor-0", run_id="c")
+        processes[0].kill()
+        processes[0].wait()
+        with ExitStack() as stack:
+            assert claim(stack, "actor", "actor-0", "engine.tensor_parallel=2", run_id="c") == {
+                "CUDA_VISIBLE_DEVICES": first, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"
+            }  # fmt: skip
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
