@@ -39,11 +39,10 @@ from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
 from pipelinerl_core.run.records import eval_key
 from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.run.user_code import warn_of_changed_code
+from pipelinerl_core.supervision.checks import start_seconds
 
 logger = logging.getLogger(__name__)
 
-INITIAL_WEIGHTS_SECONDS = 600.0
-"""Deadline of loading the model, or of training the steps after the newest checkpoint again."""
 FOLLOW_SECONDS = 1.0
 
 Preset = Annotated[
@@ -189,7 +188,7 @@ def run_roles(
         if has_evaluator:
             roles.start(EVALUATOR)
         roles.wait_until(
-            "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), INITIAL_WEIGHTS_SECONDS
+            "initial weights (commits/00000000.*)", lambda: bool(run.store.list("commits")), start_seconds(config)
         )
         if evaluates and not run.store.exists(eval_key(0)) and not wants_drain(run.store):
             roles.evaluate("first")

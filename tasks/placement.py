@@ -4,6 +4,7 @@ The flows call RunRoles with names of roles and do not depend on where a role ru
 """
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -30,18 +31,20 @@ from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, PipelineRLError
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import TOKEN_VARIABLE, RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.supervision.fit import shared_memory_of
 from pipelinerl_core.supervision.gpus import gpus_of
 from pipelinerl_core.supervision.run_roles import is_over
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed, restart_rule
 
 logger = logging.getLogger(__name__)
 
-HUB, TRAINER, EVALUATOR = "hub", "trainer", "evaluator"
+HUB, TRAINER, EVALUATOR, ACTOR = "hub", "trainer", "evaluator", "actor"
 EVALUATOR_PREFIX = "evaluator-"
 WORKERS_SECONDS = 5.0
 """Deadline for the end of actors and trainer; the hub, which they need until then, is stopped afterwards."""
@@ -293,11 +296,14 @@ class RunRoles:
             return self._evaluator(name.removeprefix(EVALUATOR_PREFIX))
         if self._is_pooled:
             if name == TRAINER:
-                return DeployedRole("trainer/trainer", {"run_url": url}, name, restarts, self._variables(TRAINER))
+                return DeployedRole(
+                    "trainer/trainer", {"run_url": url}, name, restarts, job_variables(run.config, TRAINER)
+                )
             if name.startswith(NODE_PREFIX):
                 parameters = {"run_url": url, "node": int(name.removeprefix(NODE_PREFIX))}
-                return DeployedRole("trainer/trainer", parameters, name, restarts, self._variables(TRAINER))
-            return DeployedRole("actor/actor", {"run_url": url, "name": name}, name, restarts, self._variables("actor"))
+                return DeployedRole("trainer/trainer", parameters, name, restarts, job_variables(run.config, TRAINER))
+            parameters = {"run_url": url, "name": name}
+            return DeployedRole("actor/actor", parameters, name, restarts, job_variables(run.config, ACTOR))
         if name == TRAINER:
             return LocalRole(lambda stop: run_trainer.submit(run, stop), self._changed)
         if name.startswith(NODE_PREFIX):
@@ -308,9 +314,9 @@ class RunRoles:
         """On work pools, an evaluator that needs vLLM or a GPU runs where actors run: this host may have neither."""
         config = self._run.config
         if self._is_pooled and (config.engine.kind == "vllm" or gpus_of(config, EVALUATOR)):
-            name = f"{EVALUATOR_PREFIX}{version}"
+            name, restarts = f"{EVALUATOR_PREFIX}{version}", config.placement.max_restarts
             parameters = {"run_url": self._run.store.url, "name": name}
-            return DeployedRole("actor/actor", parameters, name, config.placement.max_restarts, self._variables("actor"))
+            return DeployedRole("actor/actor", parameters, name, restarts, job_variables(config, ACTOR))
         return LocalRole(lambda stop: run_evaluation.submit(self._run, version, stop, enough), self._changed)
 
     def has_ended(self, name: str) -> bool:
@@ -391,6 +397,13 @@ class RunRoles:
     def _await(self, members: list[Role], deadline: float) -> None:
         while time.monotonic() < deadline and not all(member.has_ended() for member in members):
             self.wait(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def job_variables(config: RunConfig, role: str) -> dict[str, Any]:
+    """Of the flow run of an `actor` or of `trainer`: its GPUs, and shared memory for the size of the model."""
+    shared_bytes = shared_memory_of(config, role)
+    size = {} if shared_bytes is None else {"shm_size": f"{math.ceil(shared_bytes / 2**30)}Gi"}
+    return {"gpu_count": gpus_of(config, role), **size}
 
 
 def _request_stop(members: list[Role]) -> None:

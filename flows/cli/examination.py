@@ -14,11 +14,14 @@ from typing import Any
 
 import psutil
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_root
+from pipelinerl_core.supervision.fit import check_fit, fit_of
+from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
 
 PACKAGES = ("torch", "transformers", "pyarrow", "prefect", "mlflow", "s3fs", "datasets", "vllm", "deepspeed")
@@ -75,6 +78,27 @@ def examine(root: str) -> Examination:
     _servers(found)
     found.document["problems"] = found.problems
     return found
+
+
+def examine_fit(found: Examination, config: RunConfig) -> None:
+    """Add the GPUs and the memory that a run with this configuration needs."""
+    fit = fit_of(config)
+    if fit is None:
+        found.note(
+            "fit",
+            f"unknown: {config.model.path} is not on this host. `pipelinerl prepare MODEL` builds or downloads it",
+        )
+        return
+    problem = ""
+    try:
+        check_gpus(config)
+        check_fit(config)
+    except ConfigError as error:
+        problem = str(error)
+    found.note("fit", fit.lines()[0], problem=problem)
+    found.lines += [f"    {line}" for line in fit.lines()[1:]]
+    found.document["fit"] = fit.document()
+    found.document["problems"] = found.problems
 
 
 def _packages(found: Examination) -> None:

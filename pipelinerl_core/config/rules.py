@@ -329,8 +329,8 @@ def _weights_problem(config: "RunConfig") -> str | None:
         )
     if config.weights.transport == "nccl" and config.placement.share_gpu:
         return (
-            "weights.transport=nccl broadcasts between GPUs, but with placement.share_gpu=true trainer and actor have "
-            "the same one. Set weights.transport=shm"
+            "weights.transport=nccl broadcasts between GPUs, but placement.share_gpu=true gives trainer and actor "
+            "the same GPU. Set weights.transport=shm"
         )
     if config.weights.content != "adapters":
         return None

@@ -349,18 +349,18 @@ class PlacementConfig(Section):
     actors: int = Field(1, ge=1)
     """Number of actors, each with one engine. Raise to use more hosts or GPUs for generation."""
     gpus_per_actor: int = Field(0, ge=0)
-    """GPUs that are assigned to each actor; 0: engine.tensor_parallel * engine.data_parallel. Each rank of the trainer
-    gets one GPU. Without GPUs on the host, nothing is assigned (docs/gpus.md)."""
+    """GPUs that are assigned to each actor; 0: engine.tensor_parallel * engine.data_parallel. Each rank of the
+    trainer gets one GPU. Without GPUs on the host, nothing is assigned (docs/gpus.md)."""
     share_gpu: bool = False
     """One GPU for actor and trainer together, each with a share of its memory (engine.memory_share). Set on a host
     with one GPU."""
-    gpu: str = ""
+    gpu: str = Field("", coerce_numbers_to_str=True)
     """GPU of the hosts that run actors and trainer, for the check that the run fits: a name such as H100, A100-40GB
     or L4, or its memory in GB, such as 80; empty: the GPUs of the host that starts the run. Set with
     kind=work_pools."""
     start_seconds: float = Field(0, ge=0)
-    """Seconds for the trainer to load the model and to publish the starting weights; 0: ten minutes, and half a minute
-    more per GB of the model. Raise for slow disks or networks."""
+    """Seconds for the trainer to load the model and to publish the starting weights; 0: ten minutes, and half a
+    minute more per GB of the model. Raise for slow disks or networks."""
     threads: int = Field(1, ge=1)
     """Compute threads of each role. Raise up to cores / (actors + 1); more threads than cores slow all roles down."""
     cores: Literal["shared", "own"] = "shared"

@@ -24,6 +24,7 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory
 from pipelinerl_core.run.user_code import local_code, stored_code
 from pipelinerl_core.storage.object_store import check_writable, open_store
+from pipelinerl_core.supervision.fit import check_fit
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, module_command, role_environment
 from pipelinerl_core.supervision.temporary_directories import own_temporary
@@ -92,12 +93,19 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     if run is None:  # a run that exists trains without MLflow too
         check_mlflow(config.tracking.chosen_uri)
     is_model_there = resolve_model_path(config.model.path) is not None
+    fits = check_fit(config)
     facts = check_prompts(config)
     warnings = check_reward(config, run)
     check_model(config)
+    warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)
     # Again without a model so far: prompts are measured with the tokenizer.
     return [*(facts if is_model_there else check_prompts(config)), *warnings]
+
+
+def start_seconds(config: RunConfig) -> float:
+    """Deadline of the start of the trainer: placement.start_seconds, or its default for the size of the model."""
+    return config.placement.start_seconds or 600.0 + 30.0 * model_size(config.model.path) / 1e9
 
 
 def check_root(root: str) -> None:

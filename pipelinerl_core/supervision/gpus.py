@@ -21,7 +21,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-CLAIMS = Path("/dev/shm/pipelinerl-gpus")  # noqa: S108 (locks of one host, without content worth protecting)
+CLAIMS = Path("/dev/shm/pipelinerl-gpus")
 CLAIM_SECONDS = 60.0
 """How long a role waits for GPUs that a role which is just ending still has."""
 _POLL_SECONDS = 0.5
@@ -35,7 +35,7 @@ class Gpu:
     """A GPU that this process may use."""
 
     device: str
-    """What CUDA_VISIBLE_DEVICES names it: its index in the order of the PCI bus, or the name given to this process."""
+    """Its name in CUDA_VISIBLE_DEVICES: its index in the order of the PCI bus, or the name given to this process."""
     uuid: str
     name: str
     num_bytes: int
@@ -74,7 +74,7 @@ def _allowed(found: list[Gpu], allowed: str) -> tuple[Gpu, ...]:
 
 
 def gpus_of(config: RunConfig, role: str) -> int:
-    """GPUs of a role on a host that has GPUs: `actor`, `evaluator`, `trainer` or `trainer_node` (each host's share)."""
+    """GPUs of a role on a host with GPUs: `actor`, `evaluator`, `trainer` or `trainer_node` (the share of a host)."""
     if config.model.device == "cpu":
         return 0
     if role in ("trainer", "trainer_node"):
@@ -88,7 +88,8 @@ def needed_here(config: RunConfig) -> tuple[int, str]:
     """GPUs that the roles of a local run use at the same time, and the sum as text."""
     per_actor, ranks = gpus_of(config, "actor"), gpus_of(config, "trainer")
     if config.placement.share_gpu:
-        return max(per_actor, ranks), f"{max(per_actor, ranks)} shared by actor and trainer (placement.share_gpu=true)"
+        needed = max(per_actor, ranks)
+        return needed, f"{needed} shared by actor and trainer (placement.share_gpu=true)"
     beside = gpus_of(config, "evaluator") if config.eval_steps and not config.evaluates_on_actors else 0
     terms = [f"trainer.ranks={config.trainer.ranks} x 1", f"placement.actors={config.placement.actors} x {per_actor}"]
     terms += [f"evaluator {beside} (eval.on=own)"] if beside else []

@@ -25,7 +25,7 @@ _THREAD_VARIABLES = (
 )
 # OpenMP's default spin-wait made two roles on two cores 10 to 30 times slower.
 _PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
-# torch asks the driver's library whether there is a GPU. The default asks CUDA, which no process can use after a fork.
+# torch asks the driver's library whether there is a GPU; asking CUDA would make CUDA unusable in forked processes.
 _CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 

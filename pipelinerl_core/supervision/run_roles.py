@@ -61,7 +61,7 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
         with claimed_gpus(run.config, run.run_id, role, name, stop) as gpus:
             return supervise_role(
                 role_command(role, {"run": run.store.url, **arguments}),
-                env=role_environment(run.config.placement.threads, run.token) | gpus,
+                env={**role_environment(run.config.placement.threads, run.token), **gpus},
                 log_path=log_directory(run.store.url, run.run_id) / f"{name}.log",
                 max_log_bytes=run.config.tracking.log_bytes,
                 max_restarts=run.config.placement.max_restarts,
@@ -81,8 +81,8 @@ def supervise(run: RunContext, role: str, name: str, arguments: dict[str, str], 
 def stable_seconds(config: RunConfig, role: str) -> float:
     """Seconds after which a process of a role counts as stable, which resets the count of restarts.
 
-    Longer than the trainer's waits (`group_seconds` for groups, `trainer.collective_seconds` for ranks): otherwise each
-    failed wait would reset the count, and the trainer would restart forever.
+    Longer than the trainer's waits (`group_seconds` for groups, `trainer.collective_seconds` for ranks): otherwise
+    each failed wait would reset the count, and the trainer would restart forever.
     """
     if role not in ("trainer", "trainer_node"):
         return STABLE_SECONDS

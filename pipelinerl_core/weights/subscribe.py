@@ -25,8 +25,8 @@ class WeightSubscriber:
     def fetch(self, manifest: WeightManifest) -> WeightUpdate:
         """The verified tensors of a version, as an update. Adapters are merged; the update has only adapted weights.
 
-        Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if it is damaged, or if its adapters belong to
-        another base model.
+        Raises MissingObject if the version is gone, ConfigError if only another host can read it, ChecksumMismatch if
+        it is damaged, or if its adapters belong to another base model.
         """
         tensors, num_bytes, path = self._read(manifest)
         is_partial = isinstance(tensors, Adapters)
@@ -78,9 +78,9 @@ class WeightSubscriber:
     def _from_store(self, manifest: WeightManifest, entry: FileEntry) -> bytes:
         if manifest.key is None and manifest.shm is not None and manifest.host != self._host:
             raise ConfigError(
-                f"weights.transport=shm: version {manifest.version} is in the shared memory of {manifest.host}, which "
-                f"{self._host} cannot read, and not every version is durable. Set weights.transport=object_store or "
-                "nccl, or weights.durable_every=1"
+                f"weights.transport=shm: version {manifest.version} is in the shared memory of {manifest.host}, and "
+                f"not durable, so {self._host} cannot read it. Set weights.transport=object_store or nccl, or "
+                "weights.durable_every=1"
             )
         if manifest.key is None:
             raise MissingObject(

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from pipelinerl.flows.cli.deployment import SHIPPED, read_project
-from pipelinerl.tasks.placement import STOP_SECONDS
+from pipelinerl.tasks.placement import STOP_SECONDS, job_variables
+from pipelinerl_core.config import build_config
 from tests.processes import debian_program
+from tests.unit.tasks.test_placement import SIXTEEN
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -100,11 +102,17 @@ def test_manifests_fit_the_schemas_of_kubernetes(tools):
     validate(tools, *files)
 
 
-@pytest.mark.parametrize(("pool", "gpus"), [("control", 0), ("trainers", 1)])
+@pytest.mark.parametrize(
+    ("pool", "role", "gpus", "shared"),
+    [("control", None, 0, "1Gi"), ("trainers", "trainer", 4, "2Gi"), ("actors", "actor", 2, "31Gi")],
+)
 def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
-    tools, server_packages, tmp_path, pool, gpus
+    tools, server_packages, tmp_path, pool, role, gpus, shared
 ):
+    """With the variables of a run of 7 B parameters, as the train flow gives them."""
     values = read_project(SHIPPED, "kubernetes")["definitions"]["pools"]["kubernetes"][pool]["job_variables"]
+    if role is not None:
+        values = {**values, **job_variables(build_config(SIXTEEN), role)}
     template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
     job = json.loads(
         run(server_packages, sys.executable, "-c", RENDER, text=json.dumps({"template": template, "values": values}))
@@ -119,6 +127,7 @@ def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
     assert {"name": "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR", "value": "reschedule"} in container["env"]
     assert container["args"] == ["prefect", "flow-run", "execute"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == gpus
+    assert pod["spec"]["volumes"][0]["emptyDir"] == {"medium": "Memory", "sizeLimit": shared}
     assert pod["spec"]["terminationGracePeriodSeconds"] > STOP_SECONDS
     assert pod["spec"]["securityContext"]["runAsNonRoot"]
     assert {volume["name"] for volume in pod["spec"]["volumes"]} == {"dshm", "cache"}
@@ -128,4 +137,5 @@ def test_the_job_of_a_pool_is_what_kubernetes_takes_and_operators_ask_for(
     assert pod["spec"]["priorityClassName"] in classes
     (budget,) = [part["spec"]["selector"] for part in manifests if part["kind"] == "PodDisruptionBudget"]
     assert budget["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] in budget["matchExpressions"][0]["values"]
+    is_protected = pod["metadata"]["labels"]["app.kubernetes.io/component"] in budget["matchExpressions"][0]["values"]
+    assert is_protected == (pool != "actors"), "another actor continues the groups of an evicted actor"

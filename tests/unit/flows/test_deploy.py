@@ -39,6 +39,15 @@ def test_every_variable_of_a_job_template_is_used_and_every_use_is_declared(kind
         assert set(pool["job_variables"]) <= used
 
 
+def test_containers_of_docker_see_all_gpus_and_share_the_locks_that_assign_them():
+    """A claim is a lock in /dev/shm of the host (supervision/gpus.py): containers must have the same one."""
+    pools = read_project(SHIPPED, "docker")["definitions"]["pools"]["docker"]
+    for name in ("actors", "trainers"):
+        created = pools[name]["job_variables"]["container_create_kwargs"]
+        assert created["ipc_mode"] == "host"
+        assert created["device_requests"] == [{"driver": "nvidia", "count": -1, "capabilities": [["gpu"]]}]
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [

@@ -4,14 +4,17 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
-from pipelinerl_core.supervision import gpus
+from pipelinerl_core.supervision import gpus, run_roles
 from pipelinerl_core.supervision.gpus import check_gpus, claimed_gpus, gpus_of, inventory, needed_here
 
 VLLM = ("engine.kind=vllm", "model.dtype=bfloat16", "model.device=cuda", "weights.transport=object_store")
@@ -74,11 +77,11 @@ def test_asking_for_more_than_there_is_is_refused_with_the_sum(tmp_path, monkeyp
     check_gpus(config("placement.actors=3"))  # a host without GPUs: vLLM on the CPU
     host_of(tmp_path, monkeypatch, 2)
     check_gpus(config())
-    with pytest.raises(ConfigError, match=r"trainer.ranks=1 x 1 \+ placement.actors=3 x 1 = 4 GPUs.*this host has 2 "):
+    with pytest.raises(ConfigError, match=r"trainer.ranks=1 x 1 \+ placement.actors=3 x 1 = 4 GPUs.* has 2 "):
         check_gpus(config("placement.actors=3"))
     check_gpus(config("placement.actors=3", "placement.kind=work_pools"))
     host_of(tmp_path, monkeypatch, 1)
-    with pytest.raises(ConfigError, match="placement.share_gpu=true"):
+    with pytest.raises(ConfigError, match=r"placement\.share_gpu=true"):
         check_gpus(config())
     check_gpus(config("placement.share_gpu=true"))
     with ExitStack() as stack, pytest.raises(ConfigError, match="actor-0: needs 2 GPUs, this host has 1"):
@@ -93,7 +96,7 @@ def test_roles_get_different_gpus_and_give_them_back(tmp_path, monkeypatch):
         with ExitStack() as actor:
             assert claim(actor, "actor", "actor-0")["CUDA_VISIBLE_DEVICES"] == "2"
             assert claim(run, "actor", "actor-1")["CUDA_VISIBLE_DEVICES"] == "3"
-            with pytest.raises(DeadlineExceeded, match=r"evaluator: 1 GPUs wanted.*GPU 2: one/actor-0, GPU 3: one/act"):
+            with pytest.raises(DeadlineExceeded, match=r"evaluator: 1 GPUs wanted.*GPU 2: one/actor-0, GPU 3: one"):
                 claim(run, "evaluator", "evaluator")
         assert claim(run, "evaluator", "evaluator")["CUDA_VISIBLE_DEVICES"] == "2"
     with ExitStack() as run:
@@ -115,8 +118,9 @@ CLAIMER = """
 import sys, time
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from pipelinerl_core.config import load_config
-from pipelinerl_core.supervision import gpus
+from pipelinerl_core.supervision import gpus, run_roles
 gpus.CLAIMS = Path(sys.argv[1])
 config = load_config("quickstart", sys.argv[3:])
 with gpus.claimed_gpus(config, sys.argv[2], "actor", "actor-0", Event(), 5.0) as environment:
@@ -135,7 +139,7 @@ def test_processes_of_two_runs_do_not_collide_and_a_killed_process_frees_its_gpu
     try:
         first, second = (process.stdout.readline().strip() for process in processes)
         assert {first, second} == {"0,1", "2,3"}
-        with ExitStack() as stack, pytest.raises(DeadlineExceeded, match="GPU 0: [ab]/actor-0"):
+        with ExitStack() as stack, pytest.raises(DeadlineExceeded, match=r"GPU 0: [ab]/actor-0"):
             claim(stack, "actor", "actor-0", run_id="c")
         processes[0].kill()
         processes[0].wait()
@@ -148,3 +152,43 @@ def test_processes_of_two_runs_do_not_collide_and_a_killed_process_frees_its_gpu
             process.kill()
             process.wait()
             process.stdout.close()
+
+
+def test_the_roles_of_a_local_run_are_started_on_their_gpus(tmp_path, monkeypatch):
+    """Real child processes, as the tasks of a flow supervise them; each writes its device list and ends."""
+    host_of(tmp_path, monkeypatch, 4)
+    run = SimpleNamespace(
+        run_id="one", token="token", config=config("trainer.ranks=2", "placement.actors=2", "schedule.max_lag=8"),
+        store=SimpleNamespace(url=f"file://{tmp_path}/one"),
+    )  # fmt: skip
+    barrier = tmp_path / "all-started"
+    program = (
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)\n"
+    )
+    roles = {"hub": "hub", "trainer": "trainer", "actor-0": "actor", "actor-1": "actor"}
+    monkeypatch.setattr(
+        run_roles, "role_command",
+        lambda role, arguments: [sys.executable, "-c", program, str(tmp_path / arguments["name"]), str(barrier)],
+    )  # fmt: skip
+    monkeypatch.setattr(run_roles, "_is_done", lambda *_: lambda: True)
+    monkeypatch.setattr(run_roles, "hub_is_up", lambda run: True)
+    with ThreadPoolExecutor() as threads:
+        ends = []
+        for name, role in roles.items():
+            ends.append(threads.submit(run_roles.supervise, run, role, name, {"name": name}, Event()))
+            await_file(tmp_path / name)
+        barrier.touch()
+        for end in ends:
+            end.result(timeout=60)
+    given = {name: (tmp_path / name).read_text() for name in roles}
+    assert given == {"hub": "", "trainer": "0,1", "actor-0": "2", "actor-1": "3"}
+    assert gpus.holders(inventory()) == []
+
+
+def await_file(path, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not path.exists() or (path.name != "hub" and not path.read_text()):
+        assert time.monotonic() < deadline, f"{path.name} has not started"
+        time.sleep(0.05)

@@ -87,7 +87,8 @@ def test_a_life_that_was_a_wait_in_vain_is_counted(collective_seconds, max_token
     """Groups never come, or ranks: the trainer gives up after its deadline, and has done so in every life."""
     given = {}
     monkeypatch.setattr(run_roles, "supervise_role", lambda command, **options: given.update(options))
-    config = load_config("quickstart", [f"trainer.collective_seconds={collective_seconds}", f"rollouts.max_tokens={max_tokens}"])
+    overrides = [f"trainer.collective_seconds={collective_seconds}", f"rollouts.max_tokens={max_tokens}"]
+    config = load_config("quickstart", overrides)
     run = SimpleNamespace(store=SimpleNamespace(url="/runs/one"), run_id="one", config=config, token="token")
     run_roles.supervise(run, "trainer", "trainer", {}, threading.Event())
     start_seconds = 300.0

@@ -1,5 +1,6 @@
 """A role on a work pool, with a server that only remembers the states it is told."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Completed, Crashed, Failed, Running
 
+from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
 from pipelinerl_core.config import build_config
@@ -30,15 +32,25 @@ class Server:
         self.states: dict[uuid.UUID, State | None] = {}
         self.runs: list[FlowRun] = []
         self.is_away = False
+        self.started: list[tuple] = []
+        """Deployment, parameters and job variables of each start."""
+        self.template: dict = {}
 
     def read_flow_runs(self, flow_run_filter, sort):
         states, tags = flow_run_filter.state.type.any_, flow_run_filter.tags.all_
         alive = [run for run in self.runs if self.states[run.id].type in states and set(tags) <= set(run.tags)]
         return alive[::-1]
 
+    def read_deployment_by_name(self, name):
+        return SimpleNamespace(work_pool_name=name.partition("/")[0])
+
+    def read_work_pool(self, name):
+        return SimpleNamespace(base_job_template=self.template)
+
     def run_deployment(self, deployment, parameters, **options) -> FlowRun:
         if self.is_away:
             raise ConnectionError("no server")
+        self.started.append((deployment, parameters, options["job_variables"]))
         run = FlowRun(flow_id=uuid.uuid4(), state=Running(), parameters=parameters, tags=options["tags"])
         self.runs.append(run)
         self.states[run.id] = run.state
@@ -251,8 +263,8 @@ def test_a_fenced_actor_does_not_come_back_when_the_flow_stops():
 
 def crew_of(kind: str) -> RunRoles:
     """Roles of a run that never started: a start would need deployments and a Prefect server."""
-    placement = SimpleNamespace(kind="local")
-    crew = RunRoles(SimpleNamespace(run_id="run-1", config=SimpleNamespace(placement=placement), store=MemoryStore()))
+    run = SimpleNamespace(run_id="run-1", config=build_config({"trainer": {"steps": 7}}), store=MemoryStore())
+    crew = RunRoles(run)
     crew._is_pooled = kind == "work_pools"
     return crew
 
@@ -303,7 +315,6 @@ def test_an_evaluator_that_fails_ends_no_training_and_is_named_once(caplog):
 
 def test_the_evaluator_goes_on_alone_until_the_last_version_is_evaluated():
     crew = crew_of("local")
-    crew._run.config.trainer = SimpleNamespace(steps=7)
     crew._members |= {"evaluator": Worker([]), "trainer": Worker([]), "hub": Worker([])}
     crew.stop(keep_evaluator=True)
     assert {name for name, member in crew._members.items() if member.is_told} == {"trainer", "hub"}
@@ -361,3 +372,66 @@ def test_the_flow_run_gets_the_name_and_the_tag_of_its_run(server, monkeypatch):
     monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=[]))
     placement.name_flow_run("two")
     assert updates[1] == (own, {"name": "two", "tags": ["pipelinerl.run:two"]})
+
+
+SIXTEEN = {
+    "model": {"path": "Qwen/Qwen2.5-7B", "dtype": "bfloat16"},
+    "engine": {"kind": "vllm", "tensor_parallel": 2},
+    "trainer": {"ranks": 4, "groups_per_step": 64},
+    "weights": {"transport": "nccl"},
+    "placement": {"kind": "work_pools", "actors": 6},
+}
+
+
+def pooled_crew(values) -> RunRoles:
+    store = SimpleNamespace(url="/runs/run-1", exists=lambda key: False)
+    crew = RunRoles(SimpleNamespace(run_id="run-1", config=build_config(values), store=store, token="token"))
+    return crew
+
+
+def test_pods_get_the_gpus_and_the_shared_memory_of_the_run(server, monkeypatch):
+    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+    server.template = json.loads((SHIPPED.parent / "work_pools" / "kubernetes.json").read_text())
+    crew = pooled_crew(SIXTEEN)
+    for name in ("trainer", "actor-5"):
+        crew.start(name)
+    assert server.started == [
+        ("trainer/trainer", {"run_url": "/runs/run-1"}, {"gpu_count": 4, "shm_size": "2Gi"}),
+        # Two merged models of 15.2 GB, and 2 GiB of vLLM's workers.
+        ("actor/actor", {"run_url": "/runs/run-1", "name": "actor-5"}, {"gpu_count": 2, "shm_size": "31Gi"}),
+    ]
+
+
+@pytest.mark.parametrize("template", ["docker", ""])
+def test_pools_without_such_variables_get_none(server, monkeypatch, template):
+    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+    if template:
+        server.template = json.loads((SHIPPED.parent / "work_pools" / f"{template}.json").read_text())
+    pooled_crew(SIXTEEN).start("actor-0")
+    assert server.started[0][2] == {}
+
+
+def test_an_evaluator_of_vllm_is_a_flow_run_on_the_pool_of_actors(server, monkeypatch):
+    """The host of the train flow has neither vLLM nor a GPU."""
+    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+    crew = pooled_crew(SIXTEEN)
+    monkeypatch.setattr(crew, "wait", lambda seconds: server.states.update({server.newest: Completed()}))
+    crew.evaluate("first")
+    assert server.started == [("actor/actor", {"run_url": "/runs/run-1", "name": "evaluator-first"}, {})]
+    crew = pooled_crew({**SIXTEEN, "eval": {"on": "own"}})
+    crew.start("evaluator")
+    assert server.started[1][1] == {"run_url": "/runs/run-1", "name": "evaluator-scheduled"}
+
+
+def test_the_flow_run_of_an_evaluator_evaluates(monkeypatch):
+    submitted = []
+    monkeypatch.setattr(placement.run_evaluation, "submit", lambda *given: submitted.append(given))
+    crew = crew_of("local")
+    crew._create("evaluator-last")._submit(None)
+    assert submitted[0][1:3] == ("last", None)
+
+
+def test_on_pools_an_embedded_engine_is_evaluated_beside_the_train_flow(server, monkeypatch):
+    monkeypatch.setattr(placement.Secret, "save", lambda *_, **__: None)
+    crew = pooled_crew({"placement": {"kind": "work_pools"}})
+    assert isinstance(crew._create("evaluator"), LocalRole)

@@ -12,6 +12,7 @@ import torch
 
 from pipelinerl_core.config import load_config
 from pipelinerl_core.engine.vllm import core, load
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.supervision.role_commands import role_environment
 
 VLLM = ("engine.kind=vllm", "model.dtype=bfloat16")
@@ -73,7 +74,5 @@ def test_an_actor_looks_for_a_gpu_without_initializing_cuda():
 
 @pytest.mark.parametrize("share", ["1.0", "-0.1"])
 def test_a_share_is_a_share(share):
-    from pipelinerl_core.errors import ConfigError
-
-    with pytest.raises(ConfigError, match="engine.memory_share"):
+    with pytest.raises(ConfigError, match=r"engine\.memory_share"):
         settings(f"engine.memory_share={share}")

@@ -73,7 +73,7 @@ def test_a_wrong_token_is_said_at_once(server, link_to):
 @pytest.mark.parametrize("url", ["grpc://127.0.0.1:1", "grpc+tls://localhost:1", "grpc://[::1]:1"])
 def test_a_hub_on_the_loopback_of_another_host_is_a_wrong_configuration(link_to, url):
     link = link_to(record(url=url, host="node-7"), deadline_seconds=3600.0)
-    with pytest.raises(ConfigError, match="of host node-7, which other hosts cannot reach. Set placement.hub_host"):
+    with pytest.raises(ConfigError, match=r"of host node-7, which other hosts cannot reach\. Set placement"):
         link.connect()
 
 

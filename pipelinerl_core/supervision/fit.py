@@ -1,0 +1,318 @@
+"""Memory that a run needs: of each GPU, of the host and of its shared memory, per role (docs/gpus.md).
+
+Weights, gradients and optimizer are exact, from the model's shape and the configuration. Activations are an estimate.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.known_models import ModelShape, model_config_of, shape_of
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.supervision.gpus import gpus_of, inventory
+
+CARDS: Mapping[str, float] = MappingProxyType(
+    {
+        "T4": 15.0, "L4": 22.5, "A10": 22.5, "A10G": 22.5, "RTX3090": 24.0, "RTX4090": 24.0, "RTX5090": 32.0,
+        "V100": 16.0, "V100-32GB": 32.0, "A100-40GB": 40.0, "A100": 80.0, "A6000": 48.0, "L40S": 45.0,
+        "RTX6000ADA": 48.0, "H100": 80.0, "H20": 96.0, "H200": 141.0, "GH200": 96.0, "B200": 180.0,
+        "MI300X": 192.0,
+    }
+)  # fmt: skip
+"""Name of a GPU -> GiB of its memory that the driver offers."""
+_GIB = 2.0**30
+_OVERHEAD_BYTES = 1.5 * _GIB
+"""CUDA context, kernels and communication buffers of a process."""
+_ENGINE_BYTES = 2.0 * _GIB
+"""vLLM's activations, CUDA graphs and sampler."""
+_TOLERANCE = 1.1
+"""An estimate that exceeds the memory by less is a warning: activations are known to about a tenth."""
+_HEAD_LOGITS = 1 << 22
+"""Logits of one chunk (algo/logprobs.py), of which three float32 copies exist at once."""
+_STAGED_MODELS = 2
+_ENGINE_SHARED_BYTES = 2.0 * _GIB
+"""Of vLLM's workers and NCCL."""
+_KEPT_VERSIONS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A term of a sum, in bytes."""
+
+    name: str
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFit:
+    """What one process group of a run needs."""
+
+    role: str
+    count: int
+    """Processes of this kind: ranks, or actors."""
+    gpus: int
+    """GPUs of each."""
+    gpu: tuple[Part, ...]
+    """Per GPU."""
+    limit_bytes: float
+    """Share of the GPU's memory that the role may use; 0: unknown."""
+    host_bytes: float
+    shared_bytes: float
+    note: str = ""
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Bytes per GPU."""
+        return sum(part.num_bytes for part in self.gpu)
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the need certainly exceeds the limit."""
+        return 0 < self.limit_bytes * _TOLERANCE < self.gpu_bytes
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether the need is about the limit."""
+        return 0 < self.limit_bytes < self.gpu_bytes <= self.limit_bytes * _TOLERANCE
+
+    @property
+    def arithmetic(self) -> str:
+        """Example: weights 15.2 GB + KV cache 4.3 GB = 19.5 GB."""
+        terms = " + ".join(f"{part.name} {_gb(part.num_bytes)}" for part in self.gpu if part.num_bytes)
+        return f"{terms} = {_gb(self.gpu_bytes)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What a run needs of the hosts."""
+
+    model: str
+    num_parameters: int
+    card: str
+    card_bytes: float
+    """0: unknown."""
+    roles: tuple[RoleFit, ...]
+
+    def lines(self) -> list[str]:
+        """The fit as text."""
+        card = f"{self.card}, {_gb(self.card_bytes)}" if self.card_bytes else "unknown: set placement.gpu"
+        lines = [f"{self.model}: {self.num_parameters / 1e9:.2f} B parameters; GPU {card}"]
+        for role in self.roles:
+            mark = "!!" if role.exceeds else " ?" if role.is_tight else "ok"
+            of = f" of {_gb(role.limit_bytes)}" if role.limit_bytes else ""
+            gpu = f"GPU {_gb(role.gpu_bytes)}{of}  " if role.gpus else "no GPU  "
+            where = f"{role.count} x {role.gpus} GPU{'s' * (role.gpus != 1)}" if role.gpus else f"{role.count} x"
+            lines.append(
+                f"{mark}  {role.role:<9} {where:<11} {gpu}host {_gb(role.host_bytes)}  "
+                f"/dev/shm {_gb(role.shared_bytes)}"
+            )
+            lines += [f"      {role.arithmetic}"] if role.gpus else []
+            lines += [f"      {role.note}"] if role.note else []
+        return lines
+
+    def document(self) -> dict[str, Any]:
+        """The fit for machines; sizes in bytes."""
+        return asdict(self) | {
+            "roles": [asdict(role) | {"gpu_bytes": role.gpu_bytes, "exceeds": role.exceeds} for role in self.roles]
+        }
+
+
+def card_of(config: RunConfig) -> tuple[str, float]:
+    """Name and bytes of the GPUs of a run: placement.gpu, else the GPUs of this host; ("", 0) if unknown.
+
+    Raises ConfigError for a name that CARDS lacks.
+    """
+    name = config.placement.gpu
+    if not name:
+        gpus = inventory() if config.placement.kind == "local" else ()
+        return (gpus[0].name, float(min(gpu.num_bytes for gpu in gpus))) if gpus else ("", 0.0)
+    if re.fullmatch(r"\d+(\.\d+)?", name):
+        return f"{name} GB", float(name) * 1e9
+    plain = {key.lower().replace("-", ""): key for key in CARDS}
+    key = plain.get(re.sub(r"[\s_-]|nvidia", "", name.lower()))
+    if key is None:
+        raise ConfigError(f"placement.gpu={name}: unknown. Set its memory in GB, or one of {', '.join(CARDS)}")
+    return key, CARDS[key] * _GIB
+
+
+def fit_of(config: RunConfig) -> Fit | None:
+    """The fit of a run; None if the shape of the model is unknown (not downloaded, and not a well-known model).
+
+    Raises ConfigError as `card_of`.
+    """
+    entries = model_config_of(config.model.path)
+    shape = None if entries is None else shape_of(entries)
+    if shape is None:
+        return None
+    card, card_bytes = card_of(config)
+    roles = (_trainer(config, shape, card_bytes), _actor(config, shape, card_bytes))
+    return Fit(
+        model=config.model.path, num_parameters=shape.num_parameters, card=card, card_bytes=card_bytes, roles=roles
+    )
+
+
+def check_fit(config: RunConfig) -> list[str]:
+    """Refuse a run that cannot fit its GPUs. Returns warnings: a role that fits only just.
+
+    Raises ConfigError with the sum and what to set.
+    """
+    fit = fit_of(config)
+    if fit is None:
+        return []
+    for role in fit.roles:
+        if role.exceeds:
+            raise ConfigError(
+                f"{role.role}: {role.arithmetic} per GPU, but it may use {_gb(role.limit_bytes)} of {fit.card}. "
+                f"{_remedy(config, role, fit)}"
+            )
+    return [
+        f"{role.role}: about {_gb(role.gpu_bytes)} of {_gb(role.limit_bytes)} on each GPU: it may run out of memory"
+        for role in fit.roles
+        if role.is_tight
+    ]
+
+
+def shared_memory_of(config: RunConfig, role: str) -> float | None:
+    """Bytes of /dev/shm that a container of the role `actor` or `trainer` needs; None if the model is unknown."""
+    fit = fit_of(config)
+    return None if fit is None else next(one.shared_bytes for one in fit.roles if one.role == role)
+
+
+def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
+    ranks, width = config.trainer.ranks, _width(config)
+    state, on_host = _state(config, shape)
+    activations = _activation_bytes(config, shape)
+    gpus = min(1, gpus_of(config, "trainer"))
+    weights = width * shape.num_parameters
+    limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
+    # Rank 0 has a snapshot of the weights and its bytes, and three copies of the checkpoint while it is written.
+    snapshots = 2 * weights + 3 * 12 * _trained(config, shape)
+    on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
+    return RoleFit(
+        role="trainer",
+        count=ranks,
+        gpus=gpus,
+        gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
+        limit_bytes=limit if gpus else 0.0,
+        host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
+        shared_bytes=_KEPT_VERSIONS * weights if config.weights.transport == "shm" else _ENGINE_SHARED_BYTES,
+    )
+
+
+def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], float]:
+    """Weights, gradients and optimizer of a rank, and what is kept in host memory instead."""
+    width, trained, learner = _width(config), _trained(config, shape), config.learner
+    ranks = config.trainer.ranks if learner.kind == "deepspeed" else 1
+    by_stage = [ranks if learner.zero_stage >= stage else 1 for stage in (3, 2, 1)]
+    weights = width * shape.num_parameters / by_stage[0]
+    reference = weights if config.loss.kl_coefficient and not learner.lora_rank else 0.0
+    # torch: gradients of a pack and their float32 sum; DeepSpeed: one sum.
+    gradients = (4 + width if learner.kind == "torch" else 4) * trained / by_stage[1]
+    masters = 4 if width < 4 or learner.kind == "deepspeed" else 0
+    optimizer = (8 + masters) * trained / by_stage[2]
+    offloaded = 0.0
+    if learner.offload != "none":
+        offloaded, optimizer = optimizer, 0.0
+    if learner.offload == "parameters":
+        offloaded, weights = offloaded + weights, 0.0
+    parts = {"weights": weights, "reference": reference, "gradients": gradients, "optimizer": optimizer}
+    return tuple(Part(name=name, num_bytes=size) for name, size in parts.items()), offloaded
+
+
+def _trained(config: RunConfig, shape: ModelShape) -> float:
+    """Parameters that the optimizer changes: all, or the adapters of the decoder's linear layers."""
+    rank = config.learner.lora_rank
+    if not rank:
+        return shape.num_parameters
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    sides = {
+        "q_proj": shape.hidden + queries, "k_proj": shape.hidden + keys, "v_proj": shape.hidden + keys,
+        "o_proj": queries + shape.hidden, "gate_proj": shape.hidden + shape.inner,
+        "up_proj": shape.hidden + shape.inner, "down_proj": shape.inner + shape.hidden,
+    }  # fmt: skip
+    chosen = config.learner.lora_targets or tuple(sides)
+    return rank * shape.layers * sum(sides.get(name, 0) for name in chosen)
+
+
+def _activation_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Of one pack: per token and layer the inputs of norms, projections and feed-forward, kept for the backward pass.
+
+    About 24 * hidden + 8 * inner bytes in bfloat16 (norms keep float32); with checkpointing the input of each layer,
+    and one whole layer.
+    """
+    longest = config.rollouts.max_prompt_tokens + config.rollouts.max_tokens
+    num_tokens = max(config.trainer.pack_tokens, longest)
+    layer = (24 * shape.hidden + 8 * shape.inner) * _width(config) / 2
+    kept = _width(config) * shape.hidden * shape.layers + layer
+    per_token = kept if config.learner.activation_checkpointing else layer * shape.layers
+    return num_tokens * per_token + 3 * 4 * _HEAD_LOGITS
+
+
+def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
+    engine, width = config.engine, _width(config)
+    shards, gpus = engine.tensor_parallel, gpus_of(config, "actor")
+    weights = width * shape.num_parameters
+    longest = config.rollouts.max_prompt_tokens + config.rollouts.max_tokens
+    sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
+    limit = _share(config) * card_bytes if gpus else 0.0
+    parts = [
+        Part(name="weights", num_bytes=weights / shards),
+        Part(name="one sequence", num_bytes=sequence),
+        Part(name="engine", num_bytes=_ENGINE_BYTES),
+    ]
+    note, room = "", limit - weights / shards - _ENGINE_BYTES
+    if limit and room > 0:
+        whole = int(room // sequence)
+        note = f"{whole} sequences of {longest} tokens fit the KV cache; engine.concurrency={engine.concurrency}" + (
+            f" per copy, {engine.data_parallel} copies" if engine.data_parallel > 1 else ""
+        )
+    staged = _STAGED_MODELS * weights if engine.kind == "vllm" else 0.0
+    on_cpu = 0.0 if gpus else weights + engine.concurrency * sequence
+    return RoleFit(
+        role="actor",
+        count=config.placement.actors,
+        gpus=gpus,
+        gpu=tuple(parts),
+        limit_bytes=limit,
+        host_bytes=2 * weights + on_cpu + 2 * _GIB * max(1, gpus),
+        shared_bytes=staged + _ENGINE_SHARED_BYTES,
+        note=note,
+    )
+
+
+def _share(config: RunConfig) -> float:
+    return config.engine.memory_share or (0.4 if config.placement.share_gpu else 0.9)
+
+
+def _width(config: RunConfig) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
+    if role.role == "actor":
+        return "Raise engine.tensor_parallel or engine.memory_share, or lower rollouts.max_tokens"
+    learner, options = config.learner, []
+    activations = next(part.num_bytes for part in role.gpu if part.name == "activations")
+    state = role.gpu_bytes - activations
+    if state <= role.limit_bytes and not learner.activation_checkpointing:
+        options.append("set learner.activation_checkpointing=true")
+    if state <= role.limit_bytes:
+        options.append(f"lower trainer.pack_tokens ({config.trainer.pack_tokens}) or rollouts.max_tokens")
+    if state > role.limit_bytes and not learner.lora_rank:
+        shards = math.ceil(18 * fit.num_parameters / max(1.0, role.limit_bytes - activations - 2 * _OVERHEAD_BYTES))
+        if learner.kind == "torch" or learner.zero_stage < 3 or config.trainer.ranks < shards:
+            ranks = max(2, shards, config.trainer.ranks)
+            options.append(f"set learner.kind=deepspeed learner.zero_stage=3 trainer.ranks={ranks}")
+        options.append("set learner.lora_rank=16")
+    if config.placement.share_gpu:
+        options.append("lower engine.memory_share")
+    text = ", or ".join(options) or "use GPUs with more memory"
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

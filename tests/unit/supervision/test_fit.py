@@ -1,0 +1,161 @@
+"""Memory of a run by role: sums by hand, refusals, and sizes of real models."""
+
+import json
+
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.config.known_models import KNOWN_MODELS, shape_of
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.supervision.fit import CARDS, card_of, check_fit, fit_of, shared_memory_of
+from tests.unit.supervision.test_gpus import host_of
+
+BASE = (
+    "model.dtype=bfloat16", "engine.kind=vllm", "placement.kind=work_pools", "rollouts.max_tokens=4056",
+    "trainer.pack_tokens=4096",
+)  # fmt: skip
+SEVEN = "model.path=Qwen/Qwen2.5-7B"
+NUM_7B = 2 * 152064 * 3584 + 28 * (2 * 3584 * (28 + 4) * 128 + 3 * 3584 * 18944 + 2 * 3584) + 3584
+"""Embedding and head, and per layer attention, feed-forward and norms; without biases."""
+
+
+def config(*overrides):
+    return load_config("quickstart", [*BASE, *overrides])
+
+
+def parts(fit, role):
+    (found,) = [one for one in fit.roles if one.role == role]
+    return {part.name: part.num_bytes for part in found.gpu}
+
+
+def test_a_full_learner_of_one_rank_needs_twenty_bytes_per_parameter():
+    found = parts(fit_of(config(SEVEN, "placement.gpu=H100")), "trainer")
+    assert found["weights"] + found["gradients"] + found["optimizer"] == 20 * NUM_7B
+    # 4,096 tokens, 28 layers, hidden 3,584, inner 18,944; and three copies of a chunk of logits
+    assert found["activations"] == 4096 * 28 * (24 * 3584 + 8 * 18944) + 3 * 4 * 2**22
+    float32 = parts(fit_of(config(SEVEN, "model.dtype=float32")), "trainer")
+    assert float32["weights"] + float32["gradients"] + float32["optimizer"] == 20 * NUM_7B
+
+
+def test_the_measured_learner_of_1_5_b_parameters_is_predicted():
+    """77 to 80 of 84 GB were in use at 16,384 tokens per pack."""
+    found = fit_of(config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=84", "trainer.pack_tokens=16384"))
+    (trainer,) = [one for one in found.roles if one.role == "trainer"]
+    assert 74e9 < trainer.gpu_bytes < 86e9
+
+
+def test_zero_shards_the_state_over_the_ranks_and_offload_moves_it_to_the_host():
+    sharded = ("learner.kind=deepspeed", "trainer.ranks=4")
+    found = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=3")), "trainer")
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (
+        2 * NUM_7B / 4, 4 * NUM_7B / 4, 12 * NUM_7B / 4
+    )  # fmt: skip
+    found = parts(fit_of(config(SEVEN, *sharded, "learner.zero_stage=1")), "trainer")
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (2 * NUM_7B, 4 * NUM_7B, 12 * NUM_7B / 4)
+    offload = (*sharded, "learner.zero_stage=3", "learner.offload=parameters")
+    on_host, on_gpu = fit_of(config(SEVEN, *offload)), fit_of(config(SEVEN, *sharded, "learner.zero_stage=3"))
+    assert parts(on_host, "trainer")["weights"] == parts(on_host, "trainer")["optimizer"] == 0
+    assert on_host.roles[0].host_bytes - on_gpu.roles[0].host_bytes == 14 * NUM_7B
+
+
+def test_adapters_are_trained_beside_frozen_weights():
+    found = parts(fit_of(config(SEVEN, "learner.lora_rank=16", "learner.activation_checkpointing=true")), "trainer")
+    per_layer = 2 * 3584 + 2 * (3584 + 512) + (3584 + 3584) + 3 * (3584 + 18944)
+    assert found["optimizer"] == 12 * 16 * 28 * per_layer
+    assert found["weights"] == 2 * NUM_7B
+    one_layer = 24 * 3584 + 8 * 18944
+    assert found["activations"] == 4096 * (28 * 2 * 3584 + one_layer) + 3 * 4 * 2**22
+
+
+def test_an_engine_has_room_for_so_many_whole_sequences():
+    fit = fit_of(config(SEVEN, "placement.gpu=H100", "engine.tensor_parallel=2"))
+    found = parts(fit, "actor")
+    assert found["weights"] == NUM_7B
+    assert found["one sequence"] == 2 * 2 * 28 * 4 * 128 * 4096 / 2
+    room = 0.9 * 80 * 2**30 - NUM_7B - 2 * 2**30
+    assert fit.roles[1].note.startswith(f"{int(room // found['one sequence'])} sequences of 4096 tokens")
+    assert fit.roles[1].gpus == 2
+
+
+def test_pods_have_shared_memory_for_the_size_of_the_model():
+    pooled = config(SEVEN, "weights.transport=object_store")
+    assert shared_memory_of(pooled, "actor") == 2 * 2 * NUM_7B + 2 * 2**30
+    assert shared_memory_of(pooled, "trainer") == 2 * 2**30
+    assert shared_memory_of(config(SEVEN), "trainer") == 5 * 2 * NUM_7B
+    assert shared_memory_of(config("model.path=somebody/unknown"), "trainer") is None
+
+
+def test_what_cannot_fit_is_refused_with_the_sum_and_a_way_out():
+    with pytest.raises(
+        ConfigError, match=r"trainer: weights 15\.2 GB \+ gradients 45\.7 GB.*H100\. Set learner"
+    ) as no:
+        check_fit(config(SEVEN, "placement.gpu=H100"))
+    assert "learner.zero_stage=3 trainer.ranks=" in str(no.value)
+    ranks = int(str(no.value).rpartition("trainer.ranks=")[2].partition(",")[0])
+    ways = ["learner.kind=deepspeed", "learner.zero_stage=3", f"trainer.ranks={ranks}"]
+    assert check_fit(config(SEVEN, "placement.gpu=H100", *ways)) == []
+    assert check_fit(config(SEVEN, "placement.gpu=H100", "learner.lora_rank=16")) == []
+    sharded = ("learner.kind=deepspeed", "learner.zero_stage=3", "trainer.ranks=16", "trainer.pack_tokens=256")
+    sharded += ("learner.activation_checkpointing=true",)
+    with pytest.raises(ConfigError, match=r"actor: weights 15.2 GB.*of L4\. Raise engine\.tensor_parallel"):
+        check_fit(config(SEVEN, "placement.gpu=L4", "engine.memory_share=0.5", *sharded))
+    with pytest.raises(
+        ConfigError, match=r"Set learner\.activation_checkpointing=true, or lower trainer\.pack_tokens"
+    ):
+        check_fit(config("model.path=Qwen/Qwen2.5-0.5B", "placement.gpu=24", "trainer.pack_tokens=32768"))
+
+
+def test_an_estimate_that_is_close_is_a_warning():
+    tight = config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=78", "trainer.pack_tokens=16384")
+    (warning,) = check_fit(tight)
+    assert "of 78.0 GB on each GPU: it may run out of memory" in warning
+
+
+def test_cards_are_named_as_people_write_them(tmp_path, monkeypatch):
+    def card(name):
+        return card_of(config(f"placement.gpu={name}"))
+
+    assert card("H100") == card("h100") == card("NVIDIA H100") == ("H100", CARDS["H100"] * 2**30)
+    assert card("a100-40gb")[0] == "A100-40GB"
+    assert card("48") == ("48 GB", 48e9)
+    with pytest.raises(ConfigError, match=r"placement\.gpu=Voodoo2: unknown\. Set its memory in GB, or one of T4"):
+        card("Voodoo2")
+    assert card_of(config()) == ("", 0.0), "work pools: the GPUs of other hosts are unknown"
+    host_of(tmp_path, monkeypatch, 2, mib=24564)
+    local = config("placement.kind=local")
+    assert card_of(local) == ("NVIDIA H100 80GB HBM3", 24564 * 2**20)
+
+
+def test_a_model_of_a_directory_is_read_from_its_configuration(tmp_path):
+    entries = KNOWN_MODELS["Qwen/Qwen2.5-7B"]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    assert fit_of(config(f"model.path={tmp_path}")).num_parameters == NUM_7B
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 7}))
+    assert fit_of(config(f"model.path={tmp_path}")) is None
+    assert check_fit(config(f"model.path={tmp_path}")) == []
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-8B", "moe"])
+def test_parameters_are_counted_as_transformers_counts_them(name):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    entries = dict(KNOWN_MODELS.get(name) or KNOWN_MODELS["Qwen/Qwen3-8B"])
+    if name == "moe":
+        entries |= {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 256, "num_hidden_layers": 4}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
+    exact = sum(parameter.numel() for parameter in model.parameters())
+    assert shape_of(entries).num_parameters == pytest.approx(exact, rel=2e-4)
+
+
+def test_the_fit_is_text_and_a_document():
+    fit = fit_of(config(SEVEN, "placement.gpu=H100"))
+    first, trainer, _, actor, *_ = fit.lines()
+    assert first == "Qwen/Qwen2.5-7B: 7.62 B parameters; GPU H100, 85.9 GB"
+    assert trainer.startswith("!!  trainer   1 x 1 GPU")
+    assert actor.startswith("ok  actor")
+    document = json.loads(json.dumps(fit.document()))
+    assert document["roles"][0]["exceeds"] is True
+    on_cpu = load_config("quickstart", [SEVEN, "model.dtype=bfloat16"])
+    assert "no GPU  host" in fit_of(on_cpu).lines()[1]
