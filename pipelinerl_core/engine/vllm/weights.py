@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors import torch as safetensors
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class StagedWeights:
 
         The published file is hard-linked, so the staged file stays complete when the publisher removes the published
         file. Weights that a partial update lacks are copied from the loaded weights: vLLM loads all weights or none,
-        and a restart of the engine core reads this file.
+        and a restart of the engine core reads this file. Raises SwapError if there is no space for the file.
         """
         path = self._directory / f"{update.version:08d}.safetensors"
         path.unlink(missing_ok=True)
@@ -87,8 +87,20 @@ class StagedWeights:
         with contextlib.ExitStack() as files:
             if update.is_partial:
                 tensors = self._loaded(files, leave_out=tensors) | tensors
-            safetensors.save_file(tensors, path)
+            self._save(tensors, path)
         return path
+
+    def _save(self, tensors: Mapping[str, Tensor], path: Path) -> None:
+        try:
+            safetensors.save_file(dict(tensors), path)
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            wanted = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            free = shutil.disk_usage(self._directory).free
+            raise SwapError(
+                f"{path}: could not be written ({error}): {wanted / 1e9:.1f} GB wanted, {free / 1e9:.1f} GB free. "
+                "Enlarge /dev/shm (docker run --shm-size; shm_size of a pool), or set weights.transport=nccl"
+            ) from None
 
     def _loaded(self, files: contextlib.ExitStack, leave_out: Collection[str]) -> dict[str, Tensor]:
         """The other weights of the engine core, memory-mapped from files that `files` closes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelinerl_core.errors import ChecksumMismatch, MissingObject
+from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import KEPT_VERSIONS, WeightPublisher, shm_directory
@@ -112,6 +112,12 @@ def test_a_version_that_shared_memory_has_no_room_for_goes_to_the_store(store, s
 def test_weights_of_another_host_come_from_the_store(store, shm):
     manifest = replace(publisher(store).publish(7, WEIGHTS, durable=True), host="elsewhere", shm="/dev/shm/not-here")
     assert WeightSubscriber(store).fetch(manifest).num_bytes == manifest.num_bytes
+
+
+def test_a_version_in_the_shared_memory_of_another_host_alone_is_a_wrong_configuration(store, shm):
+    manifest = replace(publisher(store).publish(7, WEIGHTS, durable=False), host="elsewhere")
+    with pytest.raises(ConfigError, match=r"in the shared memory of elsewhere.*Set weights\.transport=object_store"):
+        WeightSubscriber(store).fetch(manifest)
 
 
 def test_only_the_newest_versions_stay_in_shared_memory(shm):

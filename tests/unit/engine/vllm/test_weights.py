@@ -5,6 +5,7 @@ import stat
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pipelinerl_core.engine.vllm.weights import StagedWeights
@@ -50,6 +51,22 @@ def test_an_engine_that_stages_before_anything_is_published_leaves_shared_memory
     finally:
         os.umask(before)
     assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
+
+
+def test_full_shared_memory_is_a_failed_swap_that_names_what_to_enlarge(model, tmp_path, monkeypatch):
+    """As safetensors reports a full tmpfs."""
+    staged = StagedWeights(model, tmp_path / "staged")
+
+    def full(tensors, path):
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("pipelinerl_core.engine.vllm.weights.safetensors.save_file", full)
+    with pytest.raises(SwapError, match=r"No space left.* GB wanted, .* GB free\. Enlarge /dev/shm"):
+        staged.stage(update(weights()))
+    assert list((tmp_path / "staged").iterdir()) == []
+    monkeypatch.undo()
+    assert staged.stage(update(weights())).is_file()
 
 
 @pytest.mark.parametrize("published", ["gone", None])
