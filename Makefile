@@ -99,7 +99,7 @@ $(PEERS)/.installed: $(STAMP) requirements-bench.lock
 	$(PIP) --upgrade --target $(PEERS) -r requirements-bench.lock
 	@touch $@
 
-bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough
+bench-gpu: ## measure engines and learner on a GPU, write docs/results-gpu.md; torch and transformers are enough (ARGS=--help)
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m pipelinerl_core.bench.gpu --out docs/results-gpu.md $(ARGS)
 
 bench: install $(DEV) ## measure the engine against its peers (NAME=engine)

@@ -1,299 +1,316 @@
 """Measure engines and the learner on a GPU in bfloat16: tokens per second, pauses, parity, model-flop utilisation.
 
-Run: `make bench-gpu`, or `python -m pipelinerl_core.bench.gpu`, which needs torch and transformers. The learner is
-measured if pydantic is installed, vLLM if vLLM is installed. Parity compares the engine's log-probabilities with the
-trainer's forward pass. Limits of the device stand beside the figures: a copy of all weights within the device beside
-the pause, one reading of all weights at the bandwidth of that copy beside the decode step, and the peak FLOP/s beside
-the learner.
+Run: `make bench-gpu`, or `python -m pipelinerl_core.bench.gpu`. The models have random weights; no files are
+downloaded. torch and transformers are enough for the embedded engine. The learner also needs pydantic.
+
+The benchmark consists of parts; each part adds a row to the result. If a part cannot run (a package is missing, or
+the GPU has too little memory), the result says why, and the next part runs. After each part --out is written.
 """
 
 import argparse
-import asyncio
 import gc
-import importlib.util
+import os
 import platform
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import UTC, datetime
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from pipelinerl_core.algo.logprobs import token_logprobs
-from pipelinerl_core.algo.parity import ParityReport, logprob_parity
-from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.bench import report
-from pipelinerl_core.bench.engine_load import (
-    SIZES,
-    complete,
-    complete_endlessly,
-    count_tokens,
-    random_model,
-    random_prompts,
-    random_rollout,
-    update_of,
-)
-from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
-from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.interfaces import Engine, WeightUpdate
-from pipelinerl_core.training.model import head_weight, hidden_states, prepare_model
-from pipelinerl_core.types import Completion, Int32Array
+from pipelinerl_core.bench.sizes import SIZES
+from pipelinerl_core.errors import EXIT_CONFIG
 
-PROMPT_TOKENS = 64
-ROUNDS = 3
-SWAPS = 10
-SWAP_REST_SECONDS = 0.2
-PARITY_COMPLETIONS = 32
-DEADLINE_SECONDS = 540.0
-KV_BYTES = 4 * 2**30
+ENGINES = ("embedded", "vllm")
+ATTENTION_KINDS = ("padded", "varlen", "flex")
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # With packs of 16,384 tokens the learner of the 1.5b model fills a GPU of 80 GB: take half of that.
+    "cuda": {
+        "size": "0.5b",
+        "slots": [64, 256],
+        "max_tokens": 256,
+        "learner_sizes": ["0.5b", "1.5b"],
+        "learner_tokens": 8192,
+    },
+    "cpu": {"size": "tiny", "slots": [4], "max_tokens": 32, "learner_sizes": ["tiny"], "learner_tokens": 128},
+}
+EXAMPLES = """examples:
+  make bench-gpu                                             all parts; the result is in docs/results-gpu.md
+  make bench-gpu ARGS="--learner-tokens 4096"                smaller packs, if the learner runs out of memory
+  make bench-gpu ARGS="--engines embedded --learner-sizes"   the embedded engine alone
+  make bench-gpu ARGS="--engines"                            the learner alone
+  make bench-gpu ARGS="--device cpu"                         all parts with tiny models, without a GPU
+
+exit codes: 0 no part failed (a missing package and too little memory are not failures), 1 a part failed, 2 no part
+can run here, 130 Ctrl-C (the result has the parts that were measured before)
+"""
+MEASURED, NOT_MEASURED, FAILED = "measured", "not measured", "failed"
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One measurement of the benchmark."""
+
+    table: str
+    """Key of the table in the result that gets the row."""
+    name: str
+    size: str
+    """What the memory of the device must hold, for the message when the memory is too small."""
+    options: str
+    """Options that make the size smaller."""
+    measure: Callable[[], dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table, or one JSON document with --json; --out writes the table to a file too."""
     options = _parse(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("bench gpu: torch finds no GPU; set --device cpu to try the benchmark without one")
-    torch.manual_seed(0)
-    try:
-        result = asyncio.run(asyncio.wait_for(measure(options), DEADLINE_SECONDS))
-        result |= _measure_learner(options)
-    except PipelineRLError as error:
-        sys.exit(f"bench gpu: {error}")
-    if options.out is not None:
-        options.out.write_text(table(result), encoding="utf-8")
+    problem = _problem(options)
+    if problem is not None:
+        sys.stderr.write(f"bench gpu: {problem}\n")
+        sys.exit(EXIT_CONFIG)
+    result = _conditions(options)
+    code = run(parts_of(options), result, options.out)
     report.write(result, table, as_json=options.json)
+    sys.exit(code)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipelinerl bench gpu", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--size", choices=[*SIZES], default="0.5b", help="shape of the random model")
-    parser.add_argument("--slots", type=int, nargs="+", default=[64, 256], help="concurrent sequences of an engine")
-    parser.add_argument("--max-tokens", type=int, default=256, help="length of a completion")
-    parser.add_argument("--engines", nargs="+", choices=["embedded", "vllm"], help="default: all that are installed")
-    parser.add_argument(
-        "--learner-sizes",
-        nargs="*",
-        choices=[*SIZES],
-        default=["0.5b", "1.5b"],
-        help="shapes of the models of the learner",
-    )
-    parser.add_argument("--learner-tokens", type=int, default=16384, help="tokens of one forward pass of the learner")
-    parser.add_argument("--out", type=Path, help="write the table to this file")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    return parser.parse_args(arguments)
-
-
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Every engine at every number of slots."""
-    has_vllm = importlib.util.find_spec("vllm") is not None
-    engines = options.engines or ["embedded", *(["vllm"] if has_vllm else [])]
-    dtype: torch.dtype = getattr(torch, options.dtype)
-    model = random_model(options.size, dtype=dtype)
-    update = update_of({name: p.detach().clone() for name, p in model.named_parameters()}, 0)
-    copy_seconds = _copy_seconds(update, options.device)
-    rows: list[dict[str, Any]] = []
-    for kind in engines:
-        for slots in options.slots:
-            rows.append(await _measure_engine(kind, slots, update, options))
-            limit = {"copy_ms": 1e3 * copy_seconds, "weights_read_ms": 1e3 * copy_seconds / 2}
-            rows[-1] |= {**limit, "pause_per_copy": rows[-1]["pause_ms"] / limit["copy_ms"]}
-            gc.collect()
-            _empty_cache()
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU",
-        "torch": torch.__version__,
-        "dtype": options.dtype,
-        "size": options.size,
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_bytes": update.num_bytes,
-        "prompt_tokens": PROMPT_TOKENS,
-        "max_tokens": options.max_tokens,
-        "rows": rows,
-    }
-
-
-def _measure_learner(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """A row per model, and a row per model and kind of attention; no rows without pydantic."""
-    found: dict[str, list[dict[str, Any]]] = {"learner": [], "attention": []}
-    if importlib.util.find_spec("pydantic") is None:
-        return found
-    from pipelinerl_core.bench.gpu_attention import compare_attention
-    from pipelinerl_core.bench.gpu_learner import measure_learner
-
-    how = {"device": options.device, "dtype": options.dtype, "pack_tokens": options.learner_tokens}
+def parts_of(options: argparse.Namespace) -> list[Part]:
+    """The parts in the order in which they run."""
+    parts = [
+        Part(
+            table="rows",
+            name=f"engine {kind}, {slots} slots",
+            size=f"{slots} slots and {options.max_tokens:,} tokens per completion",
+            options="--slots or --max-tokens",
+            measure=partial(_measure_engine, kind, slots, options),
+        )
+        for kind in options.engines
+        for slots in options.slots
+    ]
+    pack = {"size": f"{options.learner_tokens:,} tokens per pack", "options": "--learner-tokens"}
+    how: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "pack_tokens": options.learner_tokens}
     for size in options.learner_sizes:
-        found["learner"].append(measure_learner(size, **how))
-        _empty_cache()
-        found["attention"] += compare_attention(size, **how)
-        _empty_cache()
-    return found
+        measure = partial(_measure_learner, size, **how)
+        parts.append(Part(table="learner", name=f"learner {size}", measure=measure, **pack))
+        for kind in ATTENTION_KINDS:
+            measure = partial(_measure_attention, size, kind, **how)
+            parts.append(Part(table="attention", name=f"attention {kind}, learner {size}", measure=measure, **pack))
+    return parts
+
+
+def run(parts: Sequence[Part], result: dict[str, Any], out: Path | None = None) -> int:
+    """Measure the parts into `result`, write the table to `out` after each part; returns the exit code."""
+    # The result of the parts that a crash or Ctrl-C prevents.
+    entries = [{"part": part.name, "status": NOT_MEASURED, "result": "the benchmark ended earlier"} for part in parts]
+    result |= {"parts": entries, "rows": [], "learner": [], "attention": []}
+    try:
+        for number, (part, entry) in enumerate(zip(parts, entries, strict=True), 1):
+            sys.stderr.write(f"[{number}/{len(parts)}] {part.name}\n")
+            started = time.perf_counter()
+            try:
+                row = part.measure()
+            except Exception as error:  # noqa: BLE001 - the other parts do not depend on this part
+                entry["status"], entry["result"] = _describe(error, part)
+            else:
+                result[part.table].append(row)
+                entry["status"] = MEASURED
+                entry["result"] = f"{row['tokens_per_second']:,.0f} tokens/s, {time.perf_counter() - started:.0f} s"
+            sys.stderr.write(f"    {entry['status']}: {entry['result']}\n")
+            _free_memory()  # here, because the exception kept tensors alive
+            if out is not None:
+                _replace(out, table(result))
+    except KeyboardInterrupt:
+        sys.stderr.write("    interrupted\n")
+        return EXIT_INTERRUPTED
+    return EXIT_FAILURE if any(entry["status"] == FAILED for entry in entries) else 0
 
 
 def table(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
     lines = [
-        f"`make bench-gpu`, {result['date']}: {result['device']}, torch {result['torch']}, {result['dtype']}, random "
-        f"Qwen2 of {result['num_parameters'] / 1e6:,.1f} M parameters ({result['num_bytes'] / 2**20:,.0f} MiB), "
-        f"{result['prompt_tokens']} + {result['max_tokens']} tokens.",
+        f"`make bench-gpu`, {result['date']}: {result['device']}{result['memory']}, torch {result['torch']}, "
+        f"transformers {result['transformers']}, {result['dtype']}, random weights, packs of "
+        f"{result['learner_tokens']:,} tokens in the learner.",
         "",
-        "| engine | slots | tokens/s | step, ms | weights read once, ms | pause, ms | bare copy, ms | pause / copy "
-        "| parity mean | max | within bounds |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|---|",
+        *report.markdown(
+            ("part", "status", "result"),
+            [(entry["part"], entry["status"], entry["result"].replace("|", "/")) for entry in result["parts"]],
+            num_text_columns=3,
+        ),
     ]
-    lines += [
-        f"| {row['engine']} | {row['slots']} | {row['tokens_per_second']:,.0f} | {row['step_ms']:.2f} "
-        f"| {row['weights_read_ms']:.2f} | {row['pause_ms']:.2f} | {row['copy_ms']:.2f} "
-        f"| {row['pause_per_copy']:.1f} | {row['parity_mean']:.2g} | {row['parity_max']:.2g} "
-        f"| {'yes' if row['parity_ok'] else 'NO'} |"
-        for row in result["rows"]
-    ]
+    if result["rows"]:
+        from pipelinerl_core.bench import gpu_engine
+
+        lines += ["", *gpu_engine.table(result["rows"])]
     if result["learner"]:
-        from pipelinerl_core.bench import gpu_attention, gpu_learner
+        from pipelinerl_core.bench import gpu_learner
 
         lines += ["", *gpu_learner.table(result["learner"])]
+    if result["attention"]:
+        from pipelinerl_core.bench import gpu_attention
+
         lines += ["", *gpu_attention.table(result["attention"])]
     return "\n".join(lines) + "\n"
 
 
-async def _measure_engine(kind: str, slots: int, update: WeightUpdate, options: argparse.Namespace) -> dict[str, Any]:
-    vocab_size = SIZES[options.size]["vocab_size"]
-    prompts = random_prompts(2 * slots, PROMPT_TOKENS, vocab_size)
-    with tempfile.TemporaryDirectory() as directory:
-        engine = await _start(kind, slots, Path(directory), options)
-        try:
-            speed = await _speed(engine, prompts, slots, options.max_tokens)
-            pause_ms = await _pause_ms(engine, prompts, update, options.max_tokens)
-            sample = prompts[:PARITY_COMPLETIONS]
-            completions = await complete(engine, sample, max_tokens=options.max_tokens, name="parity.")
-        finally:
-            await engine.close()
-    del engine
+def _describe(error: Exception, part: Part) -> tuple[str, str]:
+    """Status and one line for a part that raised: missing packages and memory are no failures."""
+    import torch
+
+    line = (str(error).strip() or "no reason given").splitlines()[0]
+    # An engine raises an error of its own, with the text of the error of its loop.
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return NOT_MEASURED, f"out of memory at {part.size}: lower {part.options}"
+    if isinstance(error, report.NotMeasured):
+        return NOT_MEASURED, line
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if find_spec(package) is None:  # otherwise another version of the package is needed
+            return NOT_MEASURED, f"the package {package} is not installed. pip install {package}"
+    traceback.print_exception(error)
+    return FAILED, f"{type(error).__name__}: {line}"
+
+
+def _free_memory() -> None:
+    import torch
+
     gc.collect()
-    _empty_cache()
-    parity = _parity(sample, completions, options)
+    with suppress(RuntimeError):  # after some errors of CUDA, every later call raises
+        torch.cuda.empty_cache()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file atomically: a crash leaves the old text or the new text."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
+
+
+def _measure_engine(kind: str, slots: int, options: argparse.Namespace) -> dict[str, Any]:
+    if kind == "vllm" and find_spec("vllm") is None:
+        raise report.NotMeasured("the package vllm is not installed. make install ENGINE=vllm")
+    # The imports are here and below, so that a missing package ends only the parts that need the package.
+    from pipelinerl_core.bench.gpu_engine import measure_engine
+
+    return measure_engine(kind, slots, options)
+
+
+def _measure_learner(size: str, **how: Any) -> dict[str, Any]:
+    from pipelinerl_core.bench.gpu_learner import measure_learner
+
+    return measure_learner(size, **how)
+
+
+def _measure_attention(size: str, kind: Any, **how: Any) -> dict[str, Any]:
+    from pipelinerl_core.bench.gpu_attention import measure_attention
+
+    return measure_attention(size, kind, **how)
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    """Why nothing can be measured; None: something can."""
+    if sys.version_info < (3, 11):  # noqa: UP036 - `make bench-gpu` also runs with a Python that pip did not check
+        return f"Python {platform.python_version()} is too old: Python 3.11 or later is needed"
+    missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
+    if missing:
+        return f"{sys.executable} lacks {' and '.join(missing)}. pip install {' '.join(missing)}"
+    if options.out is not None and not os.access(options.out.parent, os.W_OK):
+        return f"--out {options.out}: no directory {options.out.parent} that can be written"
+    return _problem_of_gpu() if options.device == "cuda" else None
+
+
+def _problem_of_gpu() -> str | None:
+    import torch
+
+    if not (torch.version.cuda or torch.version.hip):
+        problem = (
+            f"torch {torch.__version__} is built without CUDA. Install a build with CUDA: make install TORCH=cuda"
+        )
+    elif not torch.cuda.is_available():
+        problem = "torch finds no GPU. Check that nvidia-smi lists a GPU"
+    else:
+        try:
+            torch.cuda.mem_get_info()
+        except RuntimeError as error:  # other processes use the whole GPU
+            problem = f"the GPU cannot be used: {str(error).splitlines()[0]}"
+        else:
+            return None
+    return f"{problem}, or set --device cpu, which tries the benchmark with tiny models"
+
+
+def _conditions(options: argparse.Namespace) -> dict[str, Any]:
+    """What the result is about."""
+    import torch
+
+    device, memory = platform.processor() or "CPU", ""
+    if options.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        device = torch.cuda.get_device_name()
+        memory = f", {free / 2**30:.1f} of {total / 2**30:.1f} GiB free at the start"
     return {
-        "engine": kind,
-        "slots": slots,
-        **speed,
-        "pause_ms": pause_ms,
-        "parity_mean": parity.mean,
-        "parity_max": parity.max,
-        "parity_ok": parity.ok,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "device": device,
+        "memory": memory,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "dtype": options.dtype,
+        "learner_tokens": options.learner_tokens,
     }
 
 
-async def _start(kind: str, slots: int, directory: Path, options: argparse.Namespace) -> Engine:
-    model = random_model(options.size, dtype=getattr(torch, options.dtype))
-    max_len = PROMPT_TOKENS + options.max_tokens
-    if kind == "embedded":
-        return EmbeddedEngine(model.to(options.device), slots=slots, max_len=max_len, eos_token_ids=())
-    from pipelinerl_core.engine.vllm.core import CoreSettings, VLLMCore
-    from pipelinerl_core.engine.vllm.engine import VLLMEngine
-    from pipelinerl_core.engine.vllm.weights import StagedWeights
-
-    model.save_pretrained(directory)
-    settings = CoreSettings(
-        model=str(directory),
-        dtype=options.dtype,
-        max_len=max_len,
-        max_sequences=slots,
-        seed=0,
-        kv_bytes=KV_BYTES if options.device == "cuda" else 2**28,
-        is_eager=options.device == "cpu",
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pipelinerl bench gpu",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    core = VLLMCore(settings)
-    await core.start()
-    engine = VLLMEngine(
-        core,
-        StagedWeights(str(directory)),
-        slots=slots,
-        max_len=max_len,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=(),
+    add = parser.add_argument
+    add("--device", choices=[*DEFAULTS], default="cuda", help="cpu: try the benchmark without a GPU (default: cuda)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add("--size", choices=[*SIZES], help="model of the engines (default: 0.5b; cpu: tiny)")
+    add(
+        "--slots",
+        type=positive_integer,
+        nargs="+",
+        help="concurrent sequences of an engine (default: 64 256; cpu: 4)",
     )
-    await engine.open()
-    return engine
+    add("--max-tokens", type=positive_integer, help="length of a completion (default: 256; cpu: 32)")
+    add("--engines", nargs="*", choices=ENGINES, default=ENGINES, help="default: both; without a name: none")
+    add(
+        "--learner-sizes",
+        nargs="*",
+        choices=[*SIZES],
+        help="models of the learner (default: 0.5b 1.5b; cpu: tiny); without a name: none",
+    )
+    add(
+        "--learner-tokens",
+        type=positive_integer,
+        help="tokens per pack, which is one forward pass of the learner (default: 8192; cpu: 128)",
+    )
+    add("--out", type=Path, help="write the table to this file after each part")
+    add("--json", action="store_true", help="one JSON document on stdout")
+    options = parser.parse_args(arguments)
+    for name, value in DEFAULTS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
-async def _speed(engine: Engine, prompts: Int32Array, slots: int, max_tokens: int) -> dict[str, float]:
-    """Best of ROUNDS rounds with two requests per slot, after a round that warms up."""
-    best = 0.0
-    for round_ in range(1 + ROUNDS):
-        start = time.perf_counter()
-        num_tokens = await count_tokens(engine, prompts, max_tokens=max_tokens, name=f"{round_}.")
-        best = max(best, num_tokens / (time.perf_counter() - start) if round_ else 0.0)
-    return {"tokens_per_second": best, "step_ms": 1e3 * slots / best}
-
-
-async def _pause_ms(engine: Engine, prompts: Int32Array, update: WeightUpdate, max_tokens: int) -> float:
-    """Median pause of swaps during generation."""
-    pauses: list[float] = []
-    load = asyncio.create_task(complete_endlessly(engine, prompts, max_tokens=max_tokens))
-    for version in range(1, SWAPS + 1):
-        await asyncio.sleep(SWAP_REST_SECONDS)
-        report = await engine.swap(update_of(update.tensors, version))
-        pauses.append(report.pause_seconds)
-    load.cancel()
-    await asyncio.gather(load, return_exceptions=True)
-    return 1e3 * statistics.median(pauses)
-
-
-@torch.no_grad()
-def _parity(prompts: Int32Array, completions: list[Completion], options: argparse.Namespace) -> ParityReport:
-    """Log-probabilities of the engine against the trainer's packed forward pass on the same device."""
-    model = prepare_model(random_model(options.size, dtype=getattr(torch, options.dtype)).to(options.device))
-    rollouts = [
-        random_rollout(prompt, completion.token_ids, completion.rollout_logprobs)
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    engines: list[np.ndarray[Any, Any]] = []
-    trainers: list[np.ndarray[Any, Any]] = []
-    for pack in PackBatcher(4096).rollouts(rollouts):
-        batch = pack.to(torch.device(options.device))
-        logprobs_N, _ = token_logprobs(
-            hidden_states(model, batch), head_weight(model), batch.target_ids_N, temperature=1.0
-        )
-        trainers.append(logprobs_N.cpu().numpy())
-        engines += [completions[row].rollout_logprobs for row in pack.row_S.tolist()]
-    return logprob_parity(np.concatenate(engines), np.concatenate(trainers), options.dtype)
-
-
-def _copy_seconds(update: WeightUpdate, device: str) -> float:
-    """Best of ten copies of all weights within the device."""
-    sources = [tensor.to(device) for tensor in update.tensors.values()]
-    targets = [torch.empty_like(tensor) for tensor in sources]
-    best = float("inf")
-    for _ in range(10):
-        with _synchronized(device):
-            start = time.perf_counter()
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-@contextmanager
-def _synchronized(device: str) -> Iterator[None]:
-    """Waits before and after the context until the device has finished all work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    yield
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def positive_integer(text: str) -> int:
+    """Type of an option; argparse shows the name of the function if the text is no integer."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 if __name__ == "__main__":

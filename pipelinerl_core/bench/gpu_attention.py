@@ -4,7 +4,6 @@ The figures are the time of a whole step of the learner, and the differences of 
 Rollouts have uneven lengths, as in training: with equal lengths padded attention would have no padding.
 """
 
-import gc
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
+from pipelinerl_core.bench import report
 from pipelinerl_core.bench.engine_load import random_model
 from pipelinerl_core.bench.gpu_learner import ROUNDS, step_of, step_seconds
 from pipelinerl_core.errors import ConfigError
@@ -21,56 +21,47 @@ from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.model import prepare_model
 
 
-def compare_attention(size: str, *, device: str, dtype: str, pack_tokens: int) -> list[dict[str, Any]]:
-    """A row for each kind: medians over steps after two that warm up, or `problem` if the kind cannot be used."""
+def measure_attention(size: str, kind: AttentionKind, *, device: str, dtype: str, pack_tokens: int) -> dict[str, Any]:
+    """The row of a kind: medians over steps after two that warm up. Raises NotMeasured if the kind cannot be used."""
     config, rows = step_of(size, pack_tokens, uneven=True)
-    num_tokens = sum(num_forward_tokens(row.rollout) for row in rows)
-    found: list[dict[str, Any]] = []
-    expected = None
-    for kind in ATTENTION_NAMES:
-        row: dict[str, Any] = {"size": size, "attention": kind}
-        found.append(row)
-        try:
-            learner = _learner(size, kind, config, device=device, dtype=dtype)
-        except ConfigError as error:
-            row |= {"problem": str(error)}
-            continue
-        logprobs = np.concatenate(learner.logprobs_of([one.rollout for one in rows])).astype(np.float64)
-        expected = logprobs if expected is None else expected  # padded is the first
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        seconds = statistics.median([step_seconds(learner, rows, device) for _ in range(2 + ROUNDS)][2:])
-        row |= {
-            "step_seconds": seconds,
-            "tokens_per_second": num_tokens / seconds,
-            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-            "difference_mean": float(np.abs(logprobs - expected).mean()),
-            "difference_max": float(np.abs(logprobs - expected).max()),
-        }
-        del learner
-        gc.collect()
-    return found
+    rollouts = [row.rollout for row in rows]
+    model = random_model(size, dtype=getattr(torch, dtype)).to(device)
+    try:
+        prepare_model(model, kind)
+    except ConfigError as error:
+        raise report.NotMeasured(str(error)) from error
+    learner = TorchLearner(model, config, batcher=PackBatcher(pack_tokens))
+    model.set_attn_implementation(ATTENTION_NAMES["padded"])
+    expected = np.concatenate(learner.logprobs_of(rollouts)).astype(np.float64)
+    model.set_attn_implementation(ATTENTION_NAMES[kind])
+    differences = np.abs(np.concatenate(learner.logprobs_of(rollouts)) - expected)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median([step_seconds(learner, rows, device) for _ in range(2 + ROUNDS)][2:])
+    return {
+        "size": size,
+        "attention": kind,
+        "pack_tokens": pack_tokens,
+        "step_seconds": seconds,
+        "tokens_per_second": sum(num_forward_tokens(rollout) for rollout in rollouts) / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+        "difference_mean": float(differences.mean()),
+        "difference_max": float(differences.max()),
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as lines of Markdown."""
     lines = [
-        "| learner | attention | step, s | tokens/s | memory, GiB | log-probabilities off padded: mean | max |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| learner | attention | tokens of a pack | step, s | tokens/s | memory, GiB "
+        "| log-probabilities off padded: mean | max |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        if "problem" in row:
-            lines.append(f"| {row['size']} | {row['attention']} | - | - | - | - | {row['problem']} |")
-            continue
         memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
         lines.append(
-            f"| {row['size']} | {row['attention']} | {row['step_seconds']:.3f} | {row['tokens_per_second']:,.0f} "
-            f"| {memory} | {row['difference_mean']:.2g} | {row['difference_max']:.2g} |"
+            f"| {row['size']} | {row['attention']} | {row['pack_tokens']:,} | {row['step_seconds']:.3f} "
+            f"| {row['tokens_per_second']:,.0f} | {memory} | {row['difference_mean']:.2g} "
+            f"| {row['difference_max']:.2g} |"
         )
     return lines
-
-
-def _learner(size: str, kind: str, config: Any, *, device: str, dtype: str) -> TorchLearner:
-    attention: AttentionKind = kind  # type: ignore[assignment]  # a key of ATTENTION_NAMES
-    model = prepare_model(random_model(size, dtype=getattr(torch, dtype)).to(device), attention)
-    return TorchLearner(model, config, batcher=PackBatcher(config.trainer.pack_tokens))

@@ -5,7 +5,6 @@ tokens 6 * layers * heads * head size * L^2 (causal: half of all pairs). Recompu
 that of the whole step with packing, loss, clipping and AdamW.
 """
 
-import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ import torch
 
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
-from pipelinerl_core.bench.engine_load import SIZES, random_model, random_rollout
+from pipelinerl_core.bench.engine_load import random_model, random_rollout
+from pipelinerl_core.bench.sizes import SIZES
 from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
 from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner
@@ -47,8 +47,6 @@ def measure_learner(size: str, *, device: str, dtype: str, pack_tokens: int) -> 
     tflops = model_flops(dimensions, lengths) / seconds / 1e12
     peak = peak_tflops(torch.cuda.get_device_name()) if device == "cuda" else None
     peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    del learner, model
-    gc.collect()
     return {
         "size": size,
         "num_parameters": dimensions.num_parameters,
@@ -78,16 +76,17 @@ def peak_tflops(device_name: str) -> float | None:
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as lines of Markdown."""
     lines = [
-        "| learner | parameters | tokens of a step | step, s | tokens/s | model TFLOP/s | of peak | memory, GiB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| learner | parameters | tokens of a pack | of a step | step, s | tokens/s | model TFLOP/s | of peak "
+        "| memory, GiB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
         share = "-" if row["utilisation"] is None else f"{row['utilisation']:.1%} of {row['peak_tflops']:,.0f}"
         memory = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.1f}"
         lines.append(
-            f"| {row['size']} | {row['num_parameters'] / 1e6:,.1f} M | {row['num_tokens']:,} "
-            f"| {row['step_seconds']:.3f} | {row['tokens_per_second']:,.0f} | {row['model_tflops']:.3g} "
-            f"| {share} | {memory} |"
+            f"| {row['size']} | {row['num_parameters'] / 1e6:,.1f} M | {row['pack_tokens']:,} "
+            f"| {row['num_tokens']:,} | {row['step_seconds']:.3f} | {row['tokens_per_second']:,.0f} "
+            f"| {row['model_tflops']:.3g} | {share} | {memory} |"
         )
     return lines
 

@@ -16,7 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.batching.collate import PackBatcher, num_forward_tokens
 from pipelinerl_core.batching.pack import Packing, pack
-from pipelinerl_core.bench.engine_load import SIZES, random_rollout
+from pipelinerl_core.bench.engine_load import random_rollout
+from pipelinerl_core.bench.sizes import SIZES
 from pipelinerl_core.config.sections import EngineConfig, RolloutsConfig, RunConfig
 from pipelinerl_core.config.training import TrainerConfig
 from pipelinerl_core.training.learner import TorchLearner

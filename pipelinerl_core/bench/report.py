@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
+class NotMeasured(Exception):
+    """A part of a benchmark cannot run on this machine; the message says why."""
+
+
 def machine() -> dict[str, Any]:
     """Number of cores, load average over the last minute and processor architecture of this machine."""
     return {

@@ -7,7 +7,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -266,4 +265,6 @@ def _models(annotation: Any) -> list[type]:
 
 def as_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that `load_config` reads back to an equal one."""
+    import tomli_w  # noqa: PLC0415 - pydantic is the only other package that the learner of `make bench-gpu` needs
+
     return tomli_w.dumps(config.model_dump(mode="json"))

@@ -1,10 +1,12 @@
 """Model-flop utilisation: the formula, and a tiny learner on the CPU."""
 
 import pytest
+from transformers import AttentionInterface
 
-from pipelinerl_core.bench import gpu_attention, gpu_learner
+from pipelinerl_core.bench import gpu_attention, gpu_learner, report
 from pipelinerl_core.bench.gpu_learner import measure_learner, model_flops, peak_tflops, table
-from pipelinerl_core.training.model import ModelDimensions
+from pipelinerl_core.training.attention import FLEX_ATTENTION, packed_attention
+from pipelinerl_core.training.model import ModelDimensions, prepare_model
 
 DIMENSIONS = ModelDimensions(
     num_parameters=1000, vocab_size=10, hidden_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=3,
@@ -45,14 +47,27 @@ def test_a_tiny_learner_is_measured_on_the_cpu(monkeypatch, dtype):
     assert table([measured])[-1].endswith("| 41.0% of 989 | 2.0 |")
 
 
-def test_the_ways_of_attention_are_compared_and_one_that_does_not_work_says_why(monkeypatch):
+def test_the_kinds_of_attention_are_compared_with_padded(monkeypatch):
     monkeypatch.setattr(gpu_attention, "ROUNDS", 1)
-    rows = gpu_attention.compare_attention("tiny", device="cpu", dtype="float32", pack_tokens=64)
-    padded, varlen, flex = rows
-    assert padded["tokens_per_second"] > 0
-    assert (padded["attention"], padded["difference_max"]) == ("padded", 0.0)
-    assert "needs a GPU" in varlen["problem"]
-    assert "needs a GPU" in flex["problem"]
-    lines = gpu_attention.table(rows)
-    assert lines[2].startswith("| tiny | padded | 0.")
-    assert lines[3].startswith("| tiny | varlen | - |")
+    row = gpu_attention.measure_attention("tiny", "padded", device="cpu", dtype="float32", pack_tokens=64)
+    assert row["tokens_per_second"] > 0
+    assert (row["attention"], row["pack_tokens"], row["difference_max"]) == ("padded", 64, 0.0)
+    assert gpu_attention.table([row])[2].startswith("| tiny | padded | 64 | 0.")
+
+
+def test_the_differences_are_those_of_the_measured_kind(monkeypatch):
+    def inexact(*arguments, **options):
+        attended, weights = packed_attention(*arguments, **options)
+        return 1.01 * attended, weights
+
+    monkeypatch.setattr(gpu_attention, "ROUNDS", 1)
+    monkeypatch.setattr(gpu_attention, "prepare_model", lambda model, kind: prepare_model(model, "padded"))
+    monkeypatch.setitem(AttentionInterface._global_mapping, FLEX_ATTENTION, inexact)
+    row = gpu_attention.measure_attention("tiny", "flex", device="cpu", dtype="float32", pack_tokens=64)
+    assert 0 < row["difference_mean"] < row["difference_max"]
+
+
+@pytest.mark.parametrize("kind", ["varlen", "flex"])
+def test_a_kind_of_attention_that_cannot_be_used_says_why(kind):
+    with pytest.raises(report.NotMeasured, match="needs a GPU"):
+        gpu_attention.measure_attention("tiny", kind, device="cpu", dtype="float32", pack_tokens=64)

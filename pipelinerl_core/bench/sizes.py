@@ -1,0 +1,44 @@
+"""Shapes of the random models of benchmarks; imports no torch, so that `bench gpu --help` does not need torch."""
+
+from typing import Any
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 19,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+        "max_position_embeddings": 512,
+    },
+    "small": {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 768,
+        "max_position_embeddings": 1024,
+    },
+    "0.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 4096,
+    },
+    "1.5b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "intermediate_size": 8960,
+        "max_position_embeddings": 4096,
+    },
+}
+"""Shapes of random Qwen2 models with tied embeddings: the quickstart model (0.8 M parameters), a model of some
+millions, Qwen2.5-0.5B and Qwen2.5-1.5B."""
