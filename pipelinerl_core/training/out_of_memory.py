@@ -47,7 +47,7 @@ def _remedies(config: RunConfig, longest: int) -> list[str]:
         )
     elif longest:
         found.append(f"trainer.pack_tokens below {pack_tokens}")
-    if longest and not config.learner.activation_checkpointing:
+    if longest and not config.checkpoints_activations("cuda"):
         found.append("learner.activation_checkpointing=true")
     state = _smaller_state(config.learner, config.trainer.ranks)
     changed = [f"learner.{key}={value}" for key, value in state.items() if getattr(config.learner, key) != value]

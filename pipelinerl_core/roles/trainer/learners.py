@@ -192,7 +192,7 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
-    if config.learner.activation_checkpointing:
+    if config.checkpoints_activations(device.type):
         checkpoint_activations(model)
     note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
     return model, reference, note

@@ -18,7 +18,7 @@ FIGURES = (
 TORCH = (
     f"{FIGURES} Process 7 has 30.00 GiB memory in use. Including non-PyTorch memory, this process has 48.00 GiB "
     "memory in use. Of the allocated memory 40.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch "
-    "but unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True"
+    "but unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF."
 )
 OFFLOAD = "learner.kind=deepspeed learner.zero_stage=2 learner.offload=optimizer"
 
@@ -71,6 +71,7 @@ def test_the_line_has_the_figures_of_the_gpu_and_what_to_set():
             "trainer.ranks higher",
         ),
         (["learner.activation_checkpointing=true"], [9], f"trainer.pack_tokens below 2048, or {OFFLOAD}"),
+        (["trainer.pack_tokens=8192"], [9], f"trainer.pack_tokens below 8192, or {OFFLOAD}"),  # checkpointing is on
         (
             ["trainer.pack_tokens=64", "learner.activation_checkpointing=true"],
             [9, 65],
