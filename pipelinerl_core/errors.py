@@ -17,6 +17,7 @@ PipelineRLError
  |    +-- SwapError         a weight swap failed; the engine keeps its last good version
  +-- RewardError            a verifier failed (counted as data; does not end a role)
  |    +-- FunctionRaised    the code of the verifier raised an exception
+ +-- OutOfMemory            a GPU had no memory left after steps that succeeded; a restart may help
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
  +-- RankLost               a rank of the trainer has ended; the step was not committed
  +-- Fenced                 a newer epoch of this role has started
@@ -109,6 +110,10 @@ class FunctionRaised(RewardError):
 
 class EnvironmentFailed(RewardError):
     """An episode has no result: the environment failed, or a conversation could not be turned into tokens."""
+
+
+class OutOfMemory(PipelineRLError):
+    """A GPU had no memory left, in a process that has completed optimizer steps before."""
 
 
 class TrainingDiverged(PipelineRLError):

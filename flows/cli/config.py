@@ -82,6 +82,7 @@ def _key_lines(listed: list[dict[str, Any]]) -> list[str]:
             lines.append(heading)
         lines.append(f"{entry['key']} = {entry['default']}")
         if entry["values"]:
-            lines.append(f"    one of {', '.join(map(str, entry['values']))}")
+            values = [str(value).lower() if isinstance(value, bool) else str(value) for value in entry["values"]]
+            lines.append(f"    one of {', '.join(values)}")
         lines.append(f"    {entry['meaning']}")
     return lines

@@ -5,7 +5,8 @@ for one chunk at a time; the backward pass computes them again. There are two wa
 
 * by tokens: [K, V] at a time. The head is used as a whole, so it has to be float32 or small.
 * by tokens and vocabulary: [K, B] at a time, with a running log-sum-exp over the blocks of the vocabulary. Of a large
-  bfloat16 head, and of its gradient, only a block is ever held in float32, and each block is converted once.
+  bfloat16 head, and of its gradient, only a block is ever held in float32, and each block is converted once. On a GPU
+  the head stays in bfloat16: `products` has the float32 result of bfloat16 operands.
 
 Both compute the same but for rounding. A float32 head is cut by tokens, always in the same way: a recorded run is
 replayed to the last bit.
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from pipelinerl_core.algo.products import add_product, operand_dtype, parts_of, product
 
 # Logits held at once: 2^22 float32 values are 16 MiB, small beside activations and large enough for fast products.
 MAX_CHUNK_LOGITS = 1 << 22
@@ -39,7 +42,7 @@ def token_logprobs(
 
     Args:
         hidden_NC: last hidden states, any floating type.
-        head_VC: weight of the output layer, any floating type; the product is computed in float32.
+        head_VC: weight of the output layer, any floating type; the logits are float32 sums of exact products.
         targets_N: int64 token ids.
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_tokens: K; None takes what MAX_CHUNK_LOGITS allows. It changes memory, not results.
@@ -58,7 +61,8 @@ def token_logprobs(
     block_words = min(block_words, num_words)
     if chunk_tokens is None:
         chunk_tokens = max(1, MAX_CHUNK_LOGITS // block_words)
-    function: Any = _TokenLogprobs if block_words == num_words else _BlockLogprobs
+    is_whole = block_words == num_words and operand_dtype(hidden_NC, head_VC) == torch.float32
+    function: Any = _TokenLogprobs if is_whole else _BlockLogprobs
     results: tuple[Tensor, Tensor] = function.apply(
         hidden_NC, head_VC, targets_N, temperature, chunk_tokens, block_words
     )
@@ -154,15 +158,16 @@ class _BlockLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         block_words: int,
     ) -> tuple[Tensor, Tensor]:
-        exact_NC = hidden_NC.float()
+        dtype = operand_dtype(hidden_NC, head_VC)
+        exact_NC = hidden_NC.to(dtype)
         targeted_N = torch.zeros(len(targets_N), device=hidden_NC.device)
         # The least finite number instead of -inf, for which the first rescaling would be inf * 0.
         largest_N = torch.full_like(targeted_N, torch.finfo(torch.float32).min)
         sum_N, moment_N = torch.zeros_like(targeted_N), torch.zeros_like(targeted_N)
         for block in _slices(len(head_VC), block_words):
-            head_BC = head_VC[block].float()
+            head_BC = head_VC[block].to(dtype)
             for chunk in _slices(len(targets_N), chunk_tokens):
-                z_KB = (exact_NC[chunk] @ head_BC.T).div_(temperature)
+                z_KB = product(exact_NC[chunk], head_BC.T).div_(temperature)
                 place_KI, is_here_K = _place(targets_N[chunk], block)
                 targeted_N[chunk] += z_KB.gather(1, place_KI)[:, 0].masked_fill(~is_here_K, 0.0)
                 largest_K = torch.maximum(largest_N[chunk], z_KB.amax(-1))
@@ -184,14 +189,16 @@ class _BlockLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden_NC, head_VC, targets_N, log_sum_exp_N, entropy_N = ctx.saved_tensors
-        exact_NC = hidden_NC.float()
-        grad_hidden_NC = torch.zeros_like(exact_NC)
+        dtype = operand_dtype(hidden_NC, head_VC)
+        exact_NC = hidden_NC.to(dtype)
+        grad_hidden_NC = torch.zeros_like(exact_NC, dtype=torch.float32)
         grad_head_VC = torch.empty_like(head_VC) if ctx.needs_input_grad[1] else None
         for block in _slices(len(head_VC), ctx.block_words):
-            head_BC = head_VC[block].float()
-            grad_head_BC = torch.zeros_like(head_BC)
+            head_BC = head_VC[block].to(dtype)
+            grad_head_BC = torch.zeros_like(head_BC, dtype=torch.float32)
             for chunk in _slices(len(targets_N), ctx.chunk_tokens):
-                logprobs_KB = (exact_NC[chunk] @ head_BC.T).div_(ctx.temperature).sub_(log_sum_exp_N[chunk, None])
+                z_KB = product(exact_NC[chunk], head_BC.T).div_(ctx.temperature)
+                logprobs_KB = z_KB.sub_(log_sum_exp_N[chunk, None])
                 grad_KB = logprobs_KB.exp()
                 if grad_entropy_N is not None:
                     factor_KB = logprobs_KB.add_(entropy_N[chunk, None]).mul_(grad_entropy_N[chunk, None])
@@ -206,9 +213,10 @@ class _BlockLogprobs(torch.autograd.Function):
                     grad_K = grad_logprobs_N[chunk].masked_fill(~is_here_K, 0.0)
                     grad_KB.scatter_add_(1, place_KI, grad_K[:, None])
                 grad_KB.div_(ctx.temperature)
-                grad_hidden_NC[chunk].addmm_(grad_KB, head_BC)
-                if grad_head_VC is not None:
-                    grad_head_BC.addmm_(grad_KB.T, exact_NC[chunk])
+                for part_KB in parts_of(grad_KB, dtype):
+                    add_product(grad_hidden_NC[chunk], part_KB, head_BC)
+                    if grad_head_VC is not None:
+                        add_product(grad_head_BC, part_KB.T, exact_NC[chunk])
             if grad_head_VC is not None:
                 grad_head_VC[block] = grad_head_BC
         return grad_hidden_NC.to(hidden_NC.dtype), grad_head_VC, None, None, None, None

@@ -166,7 +166,7 @@ def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
         kind = _printable(str(given.get("kind", "") if isinstance(given, dict) else given))
         return f"{dotted}.kind={kind}: must be {_one_of(variants(dotted))}"
     if detail["type"] == "literal_error":
-        values_there = detail["ctx"]["expected"].replace("'", "")
+        values_there = detail["ctx"]["expected"].replace("'", "").replace("True or False", "true or false")
         return f"{dotted}={_printable(str(detail['input']))}: must be {values_there}"
     message = detail["msg"].removeprefix("Value error, ")
     if not dotted:

@@ -46,9 +46,10 @@ class LearnerConfig(Section):
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """deepspeed: state kept in host memory. optimizer: moments and master weights (zero_stage of at least 1);
     parameters: weights too (zero_stage 3). Set if GPU memory does not suffice; steps become slower."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["auto", True, False] = "auto"
     """Recompute the activations of each layer in the backward pass instead of storing them: less memory, slower
-    steps. Set for long sequences."""
+    steps. auto: on a GPU if a pack may have 8192 tokens or more. Set false if they fit into the GPU's memory, true if
+    shorter packs do not."""
     attention: Literal["auto", "padded", "varlen", "flex"] = "auto"
     """Attention over packed sequences. padded: one row per sequence, padded to the longest of the pack; varlen:
     torch's flash attention (GPU, bfloat16); flex: torch's flex attention (GPU); auto: padded on a CPU, computed in

@@ -248,7 +248,7 @@ def _activation_bytes(config: RunConfig, shape: ModelShape) -> float:
     num_tokens = max(config.trainer.pack_tokens, longest)
     layer = (24 * shape.hidden + 8 * shape.inner) * _width(config) / 2
     kept = _width(config) * shape.hidden * shape.layers + layer
-    per_token = kept if config.learner.activation_checkpointing else layer * shape.layers
+    per_token = kept if config.checkpoints_activations("cuda") else layer * shape.layers
     return num_tokens * per_token + 3 * 4 * _HEAD_LOGITS
 
 
@@ -298,7 +298,7 @@ def _remedy(config: RunConfig, role: RoleFit, fit: Fit) -> str:
     learner, options = config.learner, []
     activations = next(part.num_bytes for part in role.gpu if part.name == "activations")
     state = role.gpu_bytes - activations
-    if state <= role.limit_bytes and not learner.activation_checkpointing:
+    if state <= role.limit_bytes and not config.checkpoints_activations("cuda"):
         options.append("set learner.activation_checkpointing=true")
     if state <= role.limit_bytes:
         options.append(f"lower trainer.pack_tokens ({config.trainer.pack_tokens}) or rollouts.max_tokens")

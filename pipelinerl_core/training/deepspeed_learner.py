@@ -32,6 +32,7 @@ from pipelinerl_core.training.optimizer import (
     make_adam,
     snapshot,
 )
+from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite
@@ -65,6 +66,7 @@ class DeepSpeedLearner:
         self._config = config
         self._ranks = ranks
         self._note = note
+        self._has_stepped = False
         self._batcher = batcher
         self._device: torch.device = model.device
         value_seed = config.seed if config.loss.advantage == "value" else None
@@ -96,6 +98,13 @@ class DeepSpeedLearner:
         Raises TrainingDiverged if loss, gradient or ratios are not finite. The weights of this process may be invalid
         then; the step is not committed.
         """
+        what = f"step {self.version + 1}"
+        with explain_out_of_memory(self._config, what, packs, is_first=not self._has_stepped):
+            metrics = self._step_packs(packs)
+        self._has_stepped = True
+        return metrics
+
+    def _step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         started = time.perf_counter()
         step = self.version + 1
         sums = StepSums(self.version, self._config.trainer.pack_tokens)

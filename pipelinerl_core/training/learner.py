@@ -25,6 +25,7 @@ from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.training.lora import published_weights
 from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
+from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
 from pipelinerl_core.training.step_sums import StepSums, check_finite
@@ -86,6 +87,7 @@ class TorchLearner:
         self._batcher = batcher
         self._ranks = ranks
         self._note = note
+        self._has_stepped = False
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
         # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
@@ -99,6 +101,13 @@ class TorchLearner:
 
     def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
+        what = f"step {self.version + 1}"
+        with explain_out_of_memory(self._config, what, packs, is_first=not self._has_stepped):
+            metrics = self._step_packs(packs)
+        self._has_stepped = True
+        return metrics
+
+    def _step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         started = time.perf_counter()
         step = self.version + 1
         packs = [batch.to(self._model.device) for batch in packs if not batch.is_empty]

@@ -1,6 +1,7 @@
 """One rank or two, torch or DeepSpeed in any stage: the same gradient, the same checkpoint."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,13 +83,17 @@ def common(tmp_path_factory):
     ]
 
 
-def run_cases(ranks, cases, common, out):
+def run_ranks(ranks, cases, common, out, **environment):
     cases = [{**one, "overrides": [*common, *one["overrides"]]} for one in cases]
     (out / "cases.json").write_text(json.dumps(cases))
-    ran = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "tests.integration.rank_cases", str(ranks), str(out / "cases.json"), str(out)],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False, env=os.environ | environment,
     )  # fmt: skip
+
+
+def run_cases(ranks, cases, common, out):
+    ran = run_ranks(ranks, cases, common, out)
     assert ran.returncode == 0, ran.stderr[-3000:]
     stats = json.loads((out / "stats.json").read_text())
     return {name: (load_file(out / f"{name}.safetensors"), told) for name, told in stats.items()}
@@ -99,6 +104,31 @@ def found(common, tmp_path_factory):
     """What every case ended with."""
     out = tmp_path_factory.mktemp("ranks")
     return run_cases(2, TWO_RANKS, common, out) | run_cases(1, ONE_RANK, common, out)
+
+
+# Python imports a module of this name at its start. Rank 1 has no memory for its packs.
+FULL_GPU = """
+import sys
+if "--rank" in sys.orig_argv:
+    import torch
+    from pipelinerl_core.training.learner import TorchLearner
+
+    def fail(learner, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.30 GiB.")
+
+    TorchLearner._backward = fail
+"""
+
+
+def test_rank_0_reports_why_another_rank_cannot_go_on(common, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FULL_GPU)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ran = run_ranks(2, [case("torch")], common, tmp_path, PYTHONPATH=path)
+    assert ran.returncode == 1
+    assert ran.stderr.count("rank 1 of 2 ended with code 2") == 1
+    last = ran.stderr.splitlines()[-1]
+    assert "ConfigError: trainer: step 1, with packs of up to " in last
+    assert "CUDA out of memory. Tried to allocate 2.30 GiB. Set trainer.pack_tokens below 24, or " in last
 
 
 KINDS = (

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from pipelinerl_core.algo.products import operand_dtype, product
 from pipelinerl_core.engine.embedded.attention import Layout, SlotMemory
 from pipelinerl_core.errors import EngineError, SwapError
 
@@ -83,7 +84,7 @@ class SlotDecoder:
             prefill_length=0 if prefill is None else prefill[1].shape[1],
         )
         hidden_RC = self._forward(tokens_R, layout, prefill)[: len(token_ids_R)]
-        return functional.linear(hidden_RC.float(), self._head_weight_VC, self._head_bias_V)
+        return self._logits(hidden_RC)
 
     def prefill(self, slots_P: IntArray, token_ids_PT: IntArray) -> None:
         """Store sequences from position 0 without decoding."""
@@ -157,9 +158,18 @@ class SlotDecoder:
     def _put(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def _logits(self, hidden_RC: Tensor) -> Tensor:
+        """[R, V], float32 sums of exact products, as in the learner."""
+        weight_VC, bias_V = self._head_weight_VC, self._head_bias_V
+        if weight_VC.dtype == torch.float32:
+            return functional.linear(hidden_RC.float(), weight_VC, bias_V)
+        logits_RV = product(hidden_RC, weight_VC.T)
+        return logits_RV if bias_V is None else logits_RV + bias_V
+
     def _refresh_head(self) -> None:
-        """The head is computed in float32; for a float32 model `float()` returns the weight without a copy."""
-        self._head_weight_VC = self._head.weight.detach().float()
+        """Convert the head to the type of `_logits`; without a copy if the head has this type."""
+        weight_VC = self._head.weight.detach()
+        self._head_weight_VC = weight_VC.to(operand_dtype(weight_VC))
         bias = getattr(self._head, "bias", None)
         self._head_bias_V = None if bias is None else bias.detach().float()
 

@@ -38,6 +38,13 @@ _POLL_SECONDS = 0.5
 _SHUTDOWN_SECONDS = 15.0
 
 
+# The last text says only that an engine core failed; the core's own error is in the log above.
+_MEMORY_ERRORS = (
+    "out of memory", "No available memory for the cache blocks", "KV cache is needed", "Free memory on device",
+    "Engine core initialization failed",
+)  # fmt: skip
+
+
 class CoreDied(EngineError):
     """vLLM's engine core has ended, and with it all requests in the engine core."""
 
@@ -119,7 +126,8 @@ class VLLMCore:
             await loop.run_in_executor(self._starter, _import_vllm)
             self.llm = await loop.run_in_executor(self._starter, self._build)
         except Exception as error:
-            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+            advice = memory_advice(str(error), self.settings)
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}{advice}") from error
 
     async def close(self) -> None:
         """End the engine core; a second call has no effect."""
@@ -336,6 +344,19 @@ class VLLMCore:
                 pass
 
         return LoadRecorder
+
+
+def memory_advice(error: str, settings: CoreSettings) -> str:
+    """What to set if a start failed for lack of memory; empty if the error has another cause."""
+    if not any(words in error for words in _MEMORY_ERRORS):
+        return ""
+    kv = "unset: what vLLM finds free" if settings.kv_bytes is None else f"{settings.kv_bytes / 2**30:g}"
+    return (
+        f". If the cause is memory, lower engine.memory_share ({settings.memory_share:g}) if other processes use the "
+        f"GPU, set engine.kv_gigabytes ({kv}), "
+        f"lower engine.concurrency ({settings.max_sequences}) or rollouts.max_tokens (sequences have up to "
+        f"{settings.max_len} tokens), or raise engine.tensor_parallel ({settings.tensor_parallel})"
+    )
 
 
 def _import_vllm() -> None:

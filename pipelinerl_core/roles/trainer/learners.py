@@ -1,6 +1,7 @@
 """Builds the learner of a run: in this process alone, or as rank 0 of several ranks that this process starts."""
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,24 +11,26 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pipelinerl_core.algo.adapters import AdapterNote
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.model_path import require_model
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, RankLost
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.roles.runtime.process import leave
 from pipelinerl_core.roles.trainer.rank_channel import RankChannel, join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.rank_processes import RANK_STOP_SECONDS, RankProcesses
 from pipelinerl_core.roles.trainer.ranked_learner import RankedLearner, RankLearner
-from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address
+from pipelinerl_core.roles.trainer.rendezvous import announce_rendezvous, open_rendezvous, own_address, refusal_of
 from pipelinerl_core.run.records import RendezvousRecord
 from pipelinerl_core.training.deepspeed_learner import DeepSpeedLearner
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import add_adapters, published_weights, share_frozen
 from pipelinerl_core.training.model import checkpoint_activations, load_model, load_reference
+from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.ranks import ALONE, Ranks
 from pipelinerl_core.weights.base import BaseWeights
 
@@ -57,8 +60,10 @@ def open_learners(run_url: str, ranks: int, spread: Spread | None = None) -> Ite
         learners = Learners(ranks, spread, Path(directory), RankProcesses(run_url))
         try:
             yield learners
-        except BaseException:
+        except BaseException as error:
             learners.close(at_once=True)  # a rank that hangs cannot receive a command
+            if isinstance(error, RankLost) and (reason := learners.refusal()):
+                raise ConfigError(reason) from None
             raise
         learners.close()
 
@@ -71,6 +76,7 @@ class Learners:
         self._spread = spread
         self._directory = directory
         self._channel: RankChannel | None = None
+        self._rendezvous: Store | None = None
         self._processes = processes
         self._closing = threading.Event()
 
@@ -98,6 +104,10 @@ class Learners:
             dist.destroy_process_group()
         self._channel = None
 
+    def refusal(self) -> str:
+        """The text of a ConfigError with which another rank has ended; empty if there is none."""
+        return "" if self._rendezvous is None else refusal_of(self._rendezvous)
+
     def _start(self, config: RunConfig) -> RankChannel:
         ranks, seconds = self._ranks, config.trainer.collective_seconds
         device = rank_device(config, ranks)
@@ -106,6 +116,7 @@ class Learners:
             ranks.size, seconds, directory=self._directory, host=host,
             sends_weights=config.weights.transport == "nccl" and config.placement.kind == "work_pools",
         )  # fmt: skip
+        self._rendezvous = store
         if self._spread is not None:
             record = RendezvousRecord(
                 epoch=self._spread.epoch, where=where, size=ranks.size, per_node=ranks.local_size,
@@ -125,6 +136,8 @@ class Learners:
             code = self._processes.log_failures()
             if code is not None:
                 if not self._closing.wait(_GRACE_SECONDS):
+                    if reason := self.refusal():  # the last line of the log is what the supervisor reports
+                        print(reason, file=sys.stderr)  # noqa: T201
                     leave(code)
                 return
 
@@ -146,14 +159,19 @@ def rank_device(config: RunConfig, ranks: Ranks) -> torch.device:
 
 def build_alone(config: RunConfig) -> TorchLearner:
     """The torch learner of one process on the run's starting model."""
-    return _build_torch(config, model_device(config), ALONE)[0]
+    with explain_out_of_memory(config, "loading of the model"):
+        return _build_torch(config, model_device(config), ALONE)[0]
 
 
 def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatcher]:
     """The learner of one rank and its pack batcher. torch's process group must be initialized."""
     device = rank_device(config, ranks)
-    if config.learner.kind == "torch":
-        return _build_torch(config, device, ranks)
+    build = _build_torch if config.learner.kind == "torch" else _build_deepspeed
+    with explain_out_of_memory(config, "loading of the model"):
+        return build(config, device, ranks)
+
+
+def _build_deepspeed(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[DeepSpeedLearner, PackBatcher]:
     model, reference, note = _load(config, device, ranks)
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
     return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference, note=note), batcher
@@ -177,7 +195,7 @@ def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
-    if config.learner.activation_checkpointing:
+    if config.checkpoints_activations(device.type):
         checkpoint_activations(model)
     note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
     return model, reference, note

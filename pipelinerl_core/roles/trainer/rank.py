@@ -10,11 +10,12 @@ import torch
 
 from pipelinerl_core.batching.collate import PackBatcher
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.roles.runtime.process import Arguments, freeze_startup_objects, leave, run_main
 from pipelinerl_core.roles.trainer.learners import build_rank
 from pipelinerl_core.roles.trainer.rank_channel import join_ranks, translate_rank_errors
 from pipelinerl_core.roles.trainer.ranked_learner import RankLearner, serve
-from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous
+from pipelinerl_core.roles.trainer.rendezvous import join_rendezvous, report_refusal
 from pipelinerl_core.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,11 @@ def _compute(arguments: argparse.Namespace) -> None:
         freeze_startup_objects()
         return built
 
-    serve(channel, build)
+    try:
+        serve(channel, build)
+    except ConfigError as error:
+        report_refusal(store, str(error))
+        raise
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
 _FILE, _OPEN_FILE, _TCP = "file:", "open-file:", "tcp:"
+_REFUSAL = "refusal"
 
 
 def open_rendezvous(
@@ -44,6 +45,16 @@ def join_rendezvous(where: str, size: int, seconds: float) -> Store:
         return FileStore(where.removeprefix(_OPEN_FILE), size)
     host, _, port = where.removeprefix(_TCP).rpartition(":")
     return TCPStore(host, int(port), size, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+
+
+def report_refusal(store: Store, reason: str) -> None:
+    """Any other rank: leave the text of a ConfigError for rank 0, which would only see that the rank has ended."""
+    store.set(_REFUSAL, reason)
+
+
+def refusal_of(store: Store) -> str:
+    """Rank 0: the text of another rank's ConfigError; empty if there is none."""
+    return store.get(_REFUSAL).decode() if store.check([_REFUSAL]) else ""
 
 
 def own_address(config: RunConfig) -> str:

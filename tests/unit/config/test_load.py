@@ -45,6 +45,19 @@ def test_overrides_win_over_the_preset_and_keep_their_types():
     )
 
 
+@pytest.mark.parametrize("chosen", ["auto", "true", "false"])
+def test_activations_are_recomputed_on_a_gpu_if_packs_are_long(chosen):
+    key = f"learner.activation_checkpointing={chosen}"
+    config = load_config("quickstart", [key])
+    assert build_config(tomllib.loads(as_toml(config))) == config
+    assert build_config(config.model_dump(mode="json")) == config
+    long = [["trainer.pack_tokens=8192"], ["rollouts.max_tokens=8152"]]
+    found = [load_config("quickstart", [key, *more]) for more in ([], *long)]
+    on_gpu = {"auto": [False, True, True], "true": [True] * 3, "false": [False] * 3}[chosen]
+    assert [one.checkpoints_activations("cuda") for one in found] == on_gpu
+    assert [one.checkpoints_activations("cpu") for one in found] == [chosen == "true"] * 3
+
+
 def test_another_kind_forgets_the_keys_of_the_old_one():
     config = load_config("quickstart", ["prompts.lengths=[2]", "prompts.kind=file", "prompts.path=a.jsonl"])
     assert config.prompts.kind == "file"
@@ -56,6 +69,7 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
         ("trainer.step=3", "did you mean trainer.steps?"),
         ("engin.concurrency=3", "no such key; did you mean engine?"),
         ("trainer.steps=abc", "trainer.steps='abc'"),
+        ("learner.activation_checkpointing=on", "activation_checkpointing=on: must be auto, true or false"),
         ("trainer.steps=0", "greater than or equal to 1"),
         ("engine.concurrency=5000", "Set schedule.max_lag to at least"),
         ("engine.tensor_parallel=2", "Set engine.kind=vllm"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipelinerl_core.algo import products
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, prefill_batches
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
@@ -226,10 +227,15 @@ def test_prefill_batches_hold_every_sequence_once_within_the_token_bound():
             assert (row == slot + 1).sum() == lengths[slot]
 
 
-async def test_bfloat16_weights_with_a_float32_head_stay_within_the_parity_bounds():
+@pytest.mark.parametrize("head_dtype", [torch.float32, torch.bfloat16])
+async def test_bfloat16_weights_with_float32_logits_stay_within_the_parity_bounds(head_dtype, monkeypatch):
+    """In bfloat16 the head is not copied: a GPU's product has a float32 result, for which this product stands in."""
+    if head_dtype == torch.bfloat16:
+        monkeypatch.setattr(products, "has_mixed_product", lambda device: True)
+        monkeypatch.setattr(products, "_mixed", lambda left, right: left.float() @ right.float())
     engine = EmbeddedEngine(tiny_model(scale=1.0).bfloat16(), slots=2, max_len=64, eos_token_ids=[])
     first = await finish(engine, ask("a"))
-    assert engine._decoder._head_weight_VC.dtype == torch.float32
+    assert engine._decoder._head_weight_VC.dtype == head_dtype
     await engine.swap(
         WeightUpdate(version=1, tensors=weights_of(tiny_model(seed=1, scale=1.0).bfloat16()), num_bytes=1)
     )
