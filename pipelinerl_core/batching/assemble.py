@@ -18,7 +18,7 @@ class AssembledStep:
     """The rows of a step, with counts of left-out rollouts and masked tokens."""
 
     rows: list[TrainingRow]
-    """Ordered by (group_id, rollout_index), independent of the order of arrival."""
+    """Ordered by (group_id, rollout_index), independent of the order of arrival; as read back from the batch file."""
     num_errors: int
     """Rollouts without a reward: in no row, no baseline and no denominator."""
     num_error_tokens: int
@@ -79,10 +79,15 @@ def _row(rollout: Rollout, advantages: tuple[float, ...], weight: float, *, step
     return TrainingRow(
         rollout=rollout,
         loss_mask=rollout.loss_mask & live_C,
-        advantage=advantages[0],
-        loss_weight=weight,
-        turn_advantages=advantages if len(advantages) > 1 else (),
+        advantage=_stored(advantages[0]),
+        loss_weight=_stored(weight),
+        turn_advantages=tuple(map(_stored, advantages)) if len(advantages) > 1 else (),
     )
+
+
+def _stored(value: float) -> float:
+    """The value of the batch file's column, which is float32: a replay must train the same bits."""
+    return float(np.float32(value))
 
 
 def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:

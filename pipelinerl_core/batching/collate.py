@@ -4,7 +4,7 @@ Shapes: T = packed tokens, S = sequences, N = sampled tokens, M = trained tokens
 C = completion tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,10 @@ Int64Array = NDArray[np.int64]
 
 
 class PackBatcher:
-    """Packs rows by a token budget, deterministically: equal rows give equal packs."""
+    """Packs rows by a token budget, deterministically: equal rows give equal packs.
+
+    Packs are made one by one as they are taken, so that a GPU computes the first ones meanwhile.
+    """
 
     def __init__(self, pack_tokens: int, packing: Packing = "sorted", *, skips_backward: bool = False) -> None:
         """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`.
@@ -32,13 +35,11 @@ class PackBatcher:
         self._packing: Packing = packing
         self._skips_backward = skips_backward
 
-    def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
+    def rows(self, rows: Sequence[TrainingRow]) -> Iterator[PackedBatch]:
         """Packs with every sampled token of the rows once; rows without a sampled token are left out."""
-        return [
-            self._collate(rows, [part[position] for position in positions])
-            for part in self._parts(rows)
-            for positions in pack(_lengths(rows, part), self._pack_tokens, self._packing)
-        ]
+        for part in self._parts(rows):
+            for positions in pack(_lengths(rows, part), self._pack_tokens, self._packing):
+                yield self._collate(rows, [part[position] for position in positions])
 
     def plan(self, rows: Sequence[TrainingRow], ranks: int) -> list[list[list[int]]]:
         """For each rank its packs, each a list of indices into `rows`: equally many packs on every rank.
@@ -52,9 +53,9 @@ class PackBatcher:
                 own += [[part[position] for position in positions] for positions in packs]
         return plan
 
-    def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> list[PackedBatch]:
+    def planned(self, rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]]) -> Iterator[PackedBatch]:
         """The packs of one rank of a plan: lists of indices into `rows`, which may be the rows of this rank only."""
-        return [self._collate(rows, indices) if indices else empty_pack() for indices in packs]
+        return (self._collate(rows, indices) if indices else empty_pack() for indices in packs)
 
     def _parts(self, rows: Sequence[TrainingRow]) -> list[list[int]]:
         """Indices of the rows with a sampled token: with a gradient, then without; without empty parts."""
@@ -70,7 +71,7 @@ class PackBatcher:
             return packed
         return replace(packed, needs_backward=False)
 
-    def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
+    def rollouts(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
         """Packs with every completion token of the rollouts once, for scoring: weights and advantages are 0."""
         return self.rows([_unweighted(rollout) for rollout in rollouts])
 

@@ -92,7 +92,7 @@ class BareLoop:
 
     def __init__(self, workload: Workload, rows: Sequence[TrainingRow]) -> None:
         self._model = prepare_model(workload.random_model())
-        self._packs = PackBatcher(workload.pack_tokens).rows(rows)
+        self._packs = list(PackBatcher(workload.pack_tokens).rows(rows))
         self._config = workload.config().learner
         self._adam = make_adam(list(self._model.parameters()), self._config)
 

@@ -221,6 +221,16 @@ def from_segment(data: bytes | memoryview, key: str = "segment") -> list[pa.Reco
     return batches
 
 
+def to_message(batch: pa.RecordBatch) -> pa.Buffer:
+    """The rows for a process that trusts this one: without schema, compression and checksum, which take longer."""
+    return batch.serialize()
+
+
+def from_message(data: memoryview, schema: pa.Schema) -> pa.RecordBatch:
+    """The inverse of `to_message`; the columns are views of `data`."""
+    return pa.ipc.read_record_batch(pa.py_buffer(data), schema)
+
+
 def _rollout_columns(run_id: str, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     columns: dict[str, Any] = {"run_id": [run_id] * len(rollouts)}
     for name in (*_SCALARS, *_RESULTS, *_LIMITS):

@@ -166,6 +166,8 @@ _DECLARED = (
     Metric("train/num_packs", "packs", "count", "Forward passes of the step."),
     Metric("time/compute_seconds", "seconds", "value", "Forward, backward and optimizer."),
     Metric("time/reserve_wait_seconds", "seconds", "value", "Time the trainer waited for its groups."),
+    Metric("time/prepare_seconds", "seconds", "value",
+           "From the rows of the step to its first forward pass: advantages, packs, rows to other ranks. GPUs idle."),
     Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
     Metric("time/commit_seconds", "seconds", "value",
            "From the end of compute to the commit: uploads and publication."),

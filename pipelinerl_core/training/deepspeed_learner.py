@@ -12,7 +12,7 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -92,7 +92,7 @@ class DeepSpeedLearner:
         """One optimizer step of a single rank."""
         return self.step_packs(self._batcher.rows(rows))
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step. Every rank passes the same number of packs, at least one; packs may be without rows.
 
         Raises TrainingDiverged if loss, gradient or ratios are not finite. The weights of this process may be invalid
@@ -108,8 +108,11 @@ class DeepSpeedLearner:
         started = time.perf_counter()
         step = self.version + 1
         sums = StepSums(self.version, self._config.trainer.pack_tokens)
-        for index, batch in enumerate(packs):
-            self._engine.set_gradient_accumulation_boundary(index == len(packs) - 1)
+        remaining = iter(packs)
+        following = next(remaining, None)
+        while (batch := following) is not None:
+            following = next(remaining, None)
+            self._engine.set_gradient_accumulation_boundary(following is None)
             self._backward(batch.to(self._device), sums)
         metrics = sums.over_ranks(self._ranks, self._device)
         check_finite(step, metrics)

@@ -10,7 +10,7 @@ Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,10 +35,10 @@ from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 class Batcher(Protocol):
     """Cuts rows into packs."""
 
-    def rows(self, rows: Sequence[TrainingRow]) -> list[PackedBatch]:
+    def rows(self, rows: Sequence[TrainingRow]) -> Iterator[PackedBatch]:
         """Packs that hold every sampled token of the rows once."""
 
-    def rollouts(self, rollouts: Sequence[Rollout]) -> list[PackedBatch]:
+    def rollouts(self, rollouts: Sequence[Rollout]) -> Iterator[PackedBatch]:
         """Packs that hold every completion token of the rollouts once."""
 
 
@@ -99,7 +99,7 @@ class TorchLearner:
         """
         return self.step_packs(self._batcher.rows(rows))
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
         what = f"step {self.version + 1}"
         with explain_out_of_memory(self._config, what, packs, is_first=not self._has_stepped):
@@ -110,7 +110,7 @@ class TorchLearner:
     def _step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
         started = time.perf_counter()
         step = self.version + 1
-        packs = [batch.to(self._model.device) for batch in packs if not batch.is_empty]
+        packs = (batch.to(self._model.device) for batch in packs if not batch.is_empty)
         self._optimizer.zero_grad()
         sums = StepSums(self.version, self._config.trainer.pack_tokens)
         for result in self._workers.map(self._backward, packs) if self._workers else map(self._backward, packs):
@@ -168,7 +168,7 @@ class TorchLearner:
 
 @torch.no_grad()
 def score_rollouts(
-    policy: Any, packs: Sequence[PackedBatch], num_rollouts: int, device: torch.device
+    policy: Any, packs: Iterable[PackedBatch], num_rollouts: int, device: torch.device
 ) -> list[Float32Array]:
     """[C] log-probabilities of every completion token of each rollout in the packs."""
     found = [np.zeros(0, dtype=np.float32) for _ in range(num_rollouts)]

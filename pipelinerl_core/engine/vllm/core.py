@@ -350,12 +350,12 @@ def memory_advice(error: str, settings: CoreSettings) -> str:
     """What to set if a start failed for lack of memory; empty if the error has another cause."""
     if not any(words in error for words in _MEMORY_ERRORS):
         return ""
-    kv = "unset: what vLLM finds free" if settings.kv_bytes is None else f"{settings.kv_bytes / 2**30:g}"
+    kv = "unset: what memory_share leaves" if settings.kv_bytes is None else f"{settings.kv_bytes / 2**30:g}"
     return (
-        f". If the cause is memory, lower engine.memory_share ({settings.memory_share:g}) if other processes use the "
-        f"GPU, set engine.kv_gigabytes ({kv}), "
-        f"lower engine.concurrency ({settings.max_sequences}) or rollouts.max_tokens (sequences have up to "
-        f"{settings.max_len} tokens), or raise engine.tensor_parallel ({settings.tensor_parallel})"
+        f". If the cause is memory, lower engine.memory_share ({settings.memory_share:g}) if others use the GPU, set "
+        f"engine.kv_gigabytes ({kv}), lower engine.concurrency ({settings.max_sequences}) or rollouts.max_tokens "
+        f"(sequences have up to {settings.max_len} tokens), or raise engine.tensor_parallel "
+        f"({settings.tensor_parallel})"
     )
 
 

@@ -2,7 +2,7 @@
 
     hub --reserve, rows--> assemble --> learner.step --> Committer (publish, checkpoint, commit, announce)
               |                |
-              |                +--> batches/<step> (uploaded while the learner computes)
+              |                +--> batches/<step> (encoded and uploaded while the learner computes)
               +-- waits only here: time/reserve_wait_seconds
 
 Start, restart and resume share one path: adopt the last valid commit, load the newest intact checkpoint, train the
@@ -25,7 +25,7 @@ from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
-from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, to_segment
+from pipelinerl_core.data.codec import decode_rollouts, encode_batch, to_segment
 from pipelinerl_core.emulation.accelerators import emulated_learner
 from pipelinerl_core.errors import (
     DeadlineExceeded,
@@ -181,15 +181,14 @@ class Trainer:
         if found is None:
             return
         reserved, groups = found
-        reserved_at = time.time()
+        reserved_at, began = time.time(), time.perf_counter()
         self._watch.computing(step)
         assembled = assemble_rows(step, groups, self._config)
-        batch = encode_batch(self._context.run_id, step, assembled.rows)
-        upload = self._uploads.submit(self._upload, step, batch)
-        rows = decode_batch(batch)  # train exactly what is recorded: a replay must see the same bits
+        rows = assembled.rows
+        upload = self._uploads.submit(self._upload, step, rows)
         self._pass_parity_gate(rows)
         learned = self._learner.step(rows)
-        computed_at = time.time()
+        computed_at, worked_seconds = time.time(), time.perf_counter() - began
         self._samples += len(rows)
         self._tokens += sum(row.rollout.num_tokens for row in rows)
         metrics = step_metrics(
@@ -203,6 +202,7 @@ class Trainer:
             tokens=self._tokens,
             seconds=computed_at - self._started_at,
         )
+        metrics["time/prepare_seconds"] = worked_seconds - metrics["time/compute_seconds"]
         metrics["time/cpu_seconds"] = time.process_time()
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
@@ -297,8 +297,8 @@ class Trainer:
             at_hand |= {(header.group_id, header.attempt): batch for header, batch in received}
         return [decode_rollouts(at_hand[key]) for key in keys]
 
-    def _upload(self, step: int, batch: pa.RecordBatch) -> FileEntry:
-        data = to_segment([batch])
+    def _upload(self, step: int, rows: list[TrainingRow]) -> FileEntry:
+        data = to_segment([encode_batch(self._context.run_id, step, rows)])
         key = batch_key(step, self._epoch.epoch, rank=0)
         self._store.put(key, data)
         return entry_of(key, data)

@@ -1,4 +1,4 @@
-"""How rank 0 of the trainer sends commands to the other ranks: length, JSON header, bytes; over gloo.
+"""How rank 0 of the trainer sends commands to the other ranks: lengths, JSON header, bytes; over gloo.
 
     rank 0   --{"command": ...}, rows of this rank-->   rank r       waits here, outside of any collective
     all      == collectives of the learner ==>          all          begin only when every rank has its data
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,8 +24,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from pipelinerl_core.errors import RankLost
 
-Payload = tuple[Mapping[str, Any], bytes]
+Payload = tuple[Mapping[str, Any], pa.Buffer]
 """For one rank: values beside those of the command, and bytes."""
+NO_BYTES = pa.py_buffer(b"")
 MIN_SILENCE_SECONDS = 20.0
 """Shortest time without a message after which a rank treats the others as lost."""
 HEARTBEAT_SECONDS = 5.0
@@ -71,21 +73,21 @@ class RankChannel:
         """Send a command to every other rank; `payloads`: what only rank 1, 2, ... receives, in this order."""
         with self._lock:
             for rank in range(1, self.size):
-                more, data = payloads[rank - 1] if payloads else ({}, b"")
+                more, data = payloads[rank - 1] if payloads else ({}, NO_BYTES)
                 self._send(rank, {"command": command, **values, **more}, data)
 
-    def receive(self) -> tuple[dict[str, Any], bytes]:
+    def receive(self) -> tuple[dict[str, Any], memoryview]:
         """Wait for the next command; returns its values and bytes. Raises RankLost if rank 0 is gone."""
         while True:
             with translate_rank_errors("the next command of rank 0"):
                 sizes = torch.zeros(2, dtype=torch.int64)
                 dist.recv(sizes, src=0, group=self._group)
-                data = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-                dist.recv(data, src=0, group=self._group)
-            raw = data.numpy().tobytes()
-            header: dict[str, Any] = json.loads(raw[: int(sizes[0])])
+                text, data = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
+                for part in filter(len, (text, data)):
+                    dist.recv(part, src=0, group=self._group)
+            header: dict[str, Any] = json.loads(text.numpy().tobytes())
             if header["command"] != _HEARTBEAT:
-                return header, raw[int(sizes[0]) :]
+                return header, data.numpy().data
 
     def broadcast(self, tensor: Tensor) -> None:
         """Copy rank 0's tensor (on the CPU) into the tensor of every rank; collective."""
@@ -99,11 +101,12 @@ class RankChannel:
             if self.rank == 0:
                 self.send("stop")
 
-    def _send(self, rank: int, header: Mapping[str, Any], data: bytes) -> None:
-        text = json.dumps(header).encode()
+    def _send(self, rank: int, header: Mapping[str, Any], data: pa.Buffer) -> None:
+        text = bytearray(json.dumps(header).encode())
         sizes = torch.tensor([len(text), len(data)], dtype=torch.int64)
         dist.send(sizes, dst=rank, group=self._group)
-        dist.send(torch.frombuffer(bytearray(text + data), dtype=torch.uint8), dst=rank, group=self._group)
+        for part in filter(len, (text, data)):
+            dist.send(torch.frombuffer(part, dtype=torch.uint8), dst=rank, group=self._group)
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT_SECONDS / 4):

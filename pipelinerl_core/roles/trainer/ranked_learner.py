@@ -5,7 +5,7 @@ rank, sends each rank its rows, and computes with the other ranks. If a rank fai
 committed then.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,10 +19,11 @@ from pipelinerl_core.data.codec import (
     decode_rollouts,
     encode_batch,
     encode_rollouts,
-    from_segment,
-    to_segment,
+    from_message,
+    to_message,
 )
-from pipelinerl_core.roles.trainer.rank_channel import Payload, RankChannel, translate_rank_errors
+from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
+from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 _T = TypeVar("_T")
@@ -38,7 +39,7 @@ class RankLearner(Protocol):
     def is_sharded(self) -> bool:
         """Whether `weights` and `state` are collective."""
 
-    def step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
@@ -80,7 +81,7 @@ class RankedLearner:
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         with translate_rank_errors("scoring of rollouts"), self._channel.command():
             if self._local.is_sharded:
-                data = to_segment([encode_rollouts("", rollouts)])
+                data = to_message(encode_rollouts("", rollouts))
                 self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
             return self._local.logprobs_of(rollouts)
 
@@ -127,17 +128,17 @@ def serve(channel: RankChannel, build: Callable[[RunConfig], tuple[RankLearner, 
 def _execute(
     command: str,
     values: Mapping[str, Any],
-    data: bytes,
+    data: memoryview,
     learner: RankLearner,
     batcher: PackBatcher,
     channel: RankChannel,
 ) -> None:
     match command:
         case "step":
-            rows = [row for batch in from_segment(data) for row in decode_batch(batch)] if data else []
+            rows = decode_batch(from_message(data, BATCH_SCHEMA)) if data else []
             learner.step_packs(batcher.planned(rows, values["packs"]))
         case "score":
-            learner.logprobs_of([rollout for batch in from_segment(data) for rollout in decode_rollouts(batch)])
+            learner.logprobs_of(decode_rollouts(from_message(data, ROLLOUT_SCHEMA)))
         case "weights":
             learner.weights()
         case "state":
@@ -154,8 +155,9 @@ def _execute(
 
 
 def _rank_payload(rows: Sequence[TrainingRow], packs: Sequence[Sequence[int]], step: int) -> Payload:
-    """What one rank receives for a step: its packs as indices into its own rows, and these rows as a segment."""
+    """What one rank receives for a step: its packs as indices into its own rows, and these rows."""
     chosen = [index for indices in packs for index in indices]
     positions = {index: position for position, index in enumerate(chosen)}
     values = {"packs": [[positions[index] for index in indices] for indices in packs]}
-    return values, to_segment([encode_batch("", step, [rows[index] for index in chosen])]) if chosen else b""
+    own = [rows[index] for index in chosen]
+    return values, to_message(encode_batch("", step, own)) if own else NO_BYTES

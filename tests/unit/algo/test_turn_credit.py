@@ -126,7 +126,7 @@ def test_recorded_rows_give_the_same_packs_and_losses_to_the_last_bit(pack_token
     rewards = [0.1, 0.7, 0.3]  # baselines that float32 rounds
     made = [replace(one, reward=reward) for one, reward in zip(group(), rewards, strict=True)]
     rows = assemble_rows(1, [made, [replace(one, group_id=1) for one in made]], run_config).rows
-    packs, again = (PackBatcher(pack_tokens).rows(one) for one in (rows, recorded(rows)))
+    packs, again = (list(PackBatcher(pack_tokens).rows(one)) for one in (rows, recorded(rows)))
     assert len(packs) == (1 if pack_tokens == 2048 else 2)
     for left, right in zip(packs, again, strict=True):
         for name in left.__dataclass_fields__:

@@ -1,6 +1,6 @@
 """Assembling a step, cutting it into packs, and laying a pack out in tensors."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from pipelinerl_core.batching.pack import pack
 from pipelinerl_core.config import build_config
 from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.config.sections import RunConfig, ScheduleConfig
+from pipelinerl_core.data.codec import decode_batch, decode_rollouts, encode_batch, encode_rollouts
 from pipelinerl_core.testing.rollout_rows import build_rollout
-from pipelinerl_core.types import TrainingRow, WeightSpan
+from pipelinerl_core.types import TrainingRow, TurnSpan, WeightSpan
 
 
 def rollout(group_id, index, *, reward=0.0, num_tokens=4, spans=None, **changes):
@@ -45,6 +46,22 @@ def test_rows_do_not_depend_on_the_order_of_groups_and_rollouts():
     shuffled = [list(reversed(group)) for group in (groups[2], groups[0], groups[1])]
     assert identity(assemble_rows(1, shuffled, config()).rows) == wanted
     assert [row[:2] for row in wanted] == [(g, i) for g in range(3) for i in range(3)]
+
+
+@pytest.mark.parametrize("advantage", ["leave_one_out", "turn"])
+def test_the_rows_of_a_step_are_the_rows_of_its_batch_file(advantage):
+    """The trainer writes the batch file beside the step: what it trains must be what a replay reads."""
+    turns = (TurnSpan(0, 1), TurnSpan(2, 4))
+    spans = (WeightSpan(0, 0, 3), WeightSpan(2, 3, 4))
+    rewards = [0.1, 0.7, None, 0.3]  # their mean and the weights are rounded in float32
+    made = [rollout(0, index, reward=reward, spans=spans, turn_spans=turns) for index, reward in enumerate(rewards)]
+    group = decode_rollouts(encode_rollouts("run", made))
+    run_config = build_config({"loss": {"advantage": advantage}, "schedule": {"max_lag": 1}})
+    rows = assemble_rows(3, [group], run_config).rows
+    found = decode_batch(encode_batch("run", 3, rows))
+    assert [row.loss_mask.tolist() for row in rows] == [[False, False, False, True]] * 3
+    assert bool(rows[0].turn_advantages) == (advantage == "turn")
+    np.testing.assert_equal([asdict(row) for row in found], [asdict(row) for row in rows])
 
 
 def test_the_lag_rule_masks_tokens_and_changes_no_weight():

@@ -15,7 +15,9 @@ from pipelinerl_core.data.codec import (
     decode_rollouts,
     encode_batch,
     encode_rollouts,
+    from_message,
     from_segment,
+    to_message,
     to_segment,
 )
 from pipelinerl_core.data.schema import (
@@ -136,6 +138,15 @@ def test_training_rows_survive_with_their_order_and_both_masks():
     assert [row.loss_weight for row in found] == [0.125, float(np.float32(0.1))]
     with pytest.raises(SchemaMismatch, match=r"not in training order: order is \[1, 0\]"):
         decode_batch(batch.take(pa.array([1, 0])))
+
+
+def test_rows_of_a_message_are_views_of_its_bytes():
+    batch = encode_rollouts("run", [by_hand(0), by_hand(1)])
+    data = memoryview(to_message(batch))
+    found = from_message(data, ROLLOUT_SCHEMA)
+    assert found.equals(batch, check_metadata=True)
+    memory = np.frombuffer(data, np.uint8)
+    assert all(np.shares_memory(one.completion_token_ids, memory) for one in decode_rollouts(found))
 
 
 def with_turns(rollout_index, advantage, *turn_advantages):

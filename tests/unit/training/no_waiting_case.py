@@ -60,7 +60,7 @@ def packs_of(config):
     for rollout in itertools.chain.from_iterable(groups):
         rollout.prompt_token_ids[:] %= 19
         rollout.completion_token_ids[:] %= 19
-    packs = PackBatcher(64).rows(assemble_rows(5, groups, config).rows)
+    packs = list(PackBatcher(64).rows(assemble_rows(5, groups, config).rows))
     assert len(packs) > 2
     assert 0 < sum(len(pack.trained_M) for pack in packs) < sum(len(pack.target_ids_N) for pack in packs)
     return packs

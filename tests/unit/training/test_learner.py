@@ -427,7 +427,7 @@ def test_checkpointed_activations_are_computed_twice_and_change_no_bit():
     for layer in model.model.layers:
         layer.self_attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     learner.step(rows)
-    packs = len(PackBatcher(run_config.trainer.pack_tokens).rows(rows))
+    packs = len(list(PackBatcher(run_config.trainer.pack_tokens).rows(rows)))
     assert len(calls) == 2 * packs * len(model.model.layers)
     assert not any(dropout.training for dropout in model.modules() if isinstance(dropout, torch.nn.Dropout))
     for name, gradient in grads(learner).items():

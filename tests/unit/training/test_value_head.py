@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ def test_rows_carry_rewards_and_the_learner_takes_the_values_from_them():
     assert ADVANTAGES["value"]([1.0, 0.0, 0.25]) == [1.0, 0.0, 0.25]
     run_config = config(loss=VALUE)
     rows = rows_of(run_config)
-    assert [row.advantage for row in rows] == [row.rollout.reward for row in rows]
+    assert [row.advantage for row in rows] == [float(np.float32(row.rollout.reward)) for row in rows]
     (batch,) = PackBatcher(2048).rows(rows)
     num = len(batch.target_ids_N)
     logprobs = batch.rollout_logprobs_N.clone().requires_grad_()  # on policy: every ratio is 1

@@ -1,13 +1,20 @@
-"""What the trainer tells a hub when it registers, at whatever moment that is."""
+"""What the trainer tells a hub when it registers, at whatever moment that is, and what it writes about a step."""
 
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
+import torch
+
 from pipelinerl_core.config import load_config
-from pipelinerl_core.messages import Reserved
+from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment
+from pipelinerl_core.messages import Ack, Reserved, RowsHeader
 from pipelinerl_core.roles.trainer.main import Trainer
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.testing.fakes import MemoryStore
-from tests.builders import epoch_record, group_named
+from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from tests.builders import epoch_record, group_named, put_epoch
 
 
 def group(group_id):
@@ -40,3 +47,58 @@ def test_a_registration_never_has_the_groups_of_another_step():
         trainer._reserve(step, threading.Event(), ())
     trainer._committer.close()
     assert told == {(1, 10), (2, 20), (3, 30)}
+
+
+class Learner:
+    """Computes nothing; remembers the rows of its steps."""
+
+    def __init__(self):
+        self.version = 0
+        self.steps = []
+
+    def step(self, rows):
+        self.steps.append(rows)
+        self.version += 1
+        return {"train/loss": 0.0, "time/compute_seconds": 0.0}
+
+    def logprobs_of(self, rollouts):
+        return [rollout.rollout_logprobs for rollout in rollouts]
+
+    def weights(self):
+        return {"w": torch.zeros(1)}
+
+    def state(self):
+        return self.weights(), {}
+
+
+class Hub(Link):
+    """Reserves one group for each step, with its rows; acknowledges everything else."""
+
+    def connect(self):
+        """Nothing to do."""
+
+    def close(self):
+        """Nothing to do."""
+
+    def request(self, message):
+        return Ack(re=message.id)
+
+    def reserve(self, message):
+        made = build_group(0, group_id=message.step, size=3)
+        rows = encode_rollouts("run", made)
+        header = RowsHeader(re=0, group_id=message.step, attempt=0, remaining=0)
+        return Reserved(re=0, is_ready=True, groups=(group_ref(made),)), [(header, rows)]
+
+
+def test_the_batch_files_have_the_rows_that_were_trained():
+    store = MemoryStore()
+    config = load_config("quickstart", ["trainer.steps=3", "weights.transport=object_store"])
+    context = SimpleNamespace(store=store, config=config, run_id="run", token="")
+    learner = Learner()
+    Trainer(context, learner, put_epoch(store, 1), link=lambda registration: Hub()).run({}, threading.Event())
+    keys = counted_commit_keys(store)
+    for step, rows in enumerate(learner.steps, start=1):
+        commit = read_commit(store, keys[step])
+        (batch,) = from_segment(store.get(commit.batches[0].name))
+        np.testing.assert_equal([asdict(row) for row in decode_batch(batch)], [asdict(row) for row in rows])
+        assert commit.metrics["time/prepare_seconds"] > 0
