@@ -99,19 +99,18 @@ class DeepSpeedLearner:
         then; the step is not committed.
         """
         what = f"step {self.version + 1}"
-        with explain_out_of_memory(self._config, what, packs, is_first=not self._has_stepped):
-            metrics = self._step_packs(packs)
+        with explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch:
+            metrics = self._step_packs(watch(packs))
         self._has_stepped = True
         return metrics
 
-    def _step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def _step_packs(self, packs: Iterator[PackedBatch]) -> dict[str, float]:
         started = time.perf_counter()
         step = self.version + 1
         sums = StepSums(self.version, self._config.trainer.pack_tokens)
-        remaining = iter(packs)
-        following = next(remaining, None)
+        following = next(packs, None)
         while (batch := following) is not None:
-            following = next(remaining, None)
+            following = next(packs, None)
             self._engine.set_gradient_accumulation_boundary(following is None)
             self._backward(batch.to(self._device), sums)
         metrics = sums.over_ranks(self._ranks, self._device)

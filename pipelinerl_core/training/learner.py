@@ -102,12 +102,12 @@ class TorchLearner:
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
         what = f"step {self.version + 1}"
-        with explain_out_of_memory(self._config, what, packs, is_first=not self._has_stepped):
-            metrics = self._step_packs(packs)
+        with explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch:
+            metrics = self._step_packs(watch(packs))
         self._has_stepped = True
         return metrics
 
-    def _step_packs(self, packs: Sequence[PackedBatch]) -> dict[str, float]:
+    def _step_packs(self, packs: Iterator[PackedBatch]) -> dict[str, float]:
         started = time.perf_counter()
         step = self.version + 1
         packs = (batch.to(self._model.device) for batch in packs if not batch.is_empty)

@@ -1,6 +1,6 @@
 """A GPU without memory, as one line that names what to set."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,22 +10,29 @@ from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.config.training import LearnerConfig
 from pipelinerl_core.errors import ConfigError, OutOfMemory
 
+Watch = Callable[[Iterable[PackedBatch]], Iterator[PackedBatch]]
+
 
 @contextmanager
-def explain_out_of_memory(
-    config: RunConfig, what: str, packs: Sequence[PackedBatch] = (), *, is_first: bool = True
-) -> Iterator[None]:
-    """Raise torch's error as one line about `what`, which computes these packs.
+def explain_out_of_memory(config: RunConfig, what: str, *, is_first: bool = True) -> Iterator[Watch]:
+    """Raise torch's error as one line about `what`. Yields a function: packs that pass through it are named too.
 
     is_first: this process has not completed an optimizer step. Another start would fail in the same way: the error is
     a ConfigError, which is never retried. After a completed step the memory may be fragmented, and a restart helps:
     the error is OutOfMemory. If the step needs more memory than the GPU has, the next starts fail too: with
     ConfigError if the step is their first, otherwise until placement.max_restarts is reached.
     """
+    longest = 0
+
+    def watch(packs: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
+        nonlocal longest
+        for batch in packs:
+            longest = max(longest, len(batch.input_ids_T))
+            yield batch
+
     try:
-        yield
+        yield watch
     except torch.OutOfMemoryError as error:
-        longest = max((len(batch.input_ids_T) for batch in packs), default=0)
         kind = ConfigError if is_first else OutOfMemory
         raise kind(_text(config, what, longest, str(error))) from error
 

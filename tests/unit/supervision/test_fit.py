@@ -12,7 +12,7 @@ from tests.unit.supervision.test_gpus import host_of
 
 BASE = (
     "model.dtype=bfloat16", "engine.kind=vllm", "placement.kind=work_pools", "rollouts.max_tokens=4056",
-    "trainer.pack_tokens=4096",
+    "trainer.pack_tokens=4096", "learner.activation_checkpointing=false",
 )  # fmt: skip
 SEVEN = "model.path=Qwen/Qwen2.5-7B"
 NUM_7B = 2 * 152064 * 3584 + 28 * (2 * 3584 * (28 + 4) * 128 + 3 * 3584 * 18944 + 2 * 3584) + 3584
@@ -147,6 +147,17 @@ def test_parameters_are_counted_as_transformers_counts_them(name):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**entries))
     exact = sum(parameter.numel() for parameter in model.parameters())
     assert shape_of(entries).num_parameters == pytest.approx(exact, rel=2e-4)
+
+
+def test_activations_of_long_packs_are_recomputed_unless_the_key_says_otherwise():
+    longer = ("learner.activation_checkpointing=auto", "trainer.pack_tokens=8192")
+    recomputed = parts(fit_of(config(SEVEN, *longer)), "trainer")["activations"]
+    assert (
+        recomputed
+        == parts(fit_of(config(SEVEN, *longer[1:], "learner.activation_checkpointing=true")), "trainer")[
+            "activations"
+        ]
+    )
 
 
 def test_the_fit_is_text_and_a_document():

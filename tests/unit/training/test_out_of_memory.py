@@ -35,8 +35,14 @@ class Pack:
 def explained(overrides=(), packs=(100, 300), **options):
     kind = ConfigError if options.get("is_first", True) else OutOfMemory
     run_config = load_config("quickstart", overrides)
-    with pytest.raises(kind) as raised, explain_out_of_memory(run_config, "step 1", [*map(Pack, packs)], **options):
-        fail()
+
+    def step():
+        with explain_out_of_memory(run_config, "step 1", **options) as watch:
+            list(watch(map(Pack, packs)))
+            fail()
+
+    with pytest.raises(kind) as raised:
+        step()
     return str(raised.value)
 
 

@@ -35,11 +35,11 @@ def start_error(error, monkeypatch, **settings):
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: str(error)[:20])
 def test_a_lack_of_memory_names_the_keys(error, monkeypatch):
     assert start_error(error, monkeypatch, kv_bytes=4 * 2**30) == (
-        f"vLLM did not start: {type(error).__name__}: {error}. If the cause is memory, set engine.kv_gigabytes (4) "
-        "to what weights and other processes leave free, lower engine.concurrency (64) or rollouts.max_tokens "
-        "(sequences have up to 512 tokens), or raise engine.tensor_parallel (1)"
+        f"vLLM did not start: {type(error).__name__}: {error}. If the cause is memory, lower engine.memory_share "
+        "(0.9) if others use the GPU, set engine.kv_gigabytes (4), lower engine.concurrency (64) or "
+        "rollouts.max_tokens (sequences have up to 512 tokens), or raise engine.tensor_parallel (1)"
     )
-    assert "engine.kv_gigabytes (unset: what vLLM finds free)" in start_error(error, monkeypatch)
+    assert "engine.kv_gigabytes (unset: what memory_share leaves)" in start_error(error, monkeypatch)
 
 
 def test_other_errors_have_no_advice(monkeypatch):
