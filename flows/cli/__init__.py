@@ -20,6 +20,7 @@ from pipelinerl.flows.cli import (
     prepare,
     replay,
     resume,
+    simulate,
     status,
     train,
 )
@@ -42,6 +43,7 @@ COMMANDS = (
     compare.compare,
     prepare.prepare,
     config.config,
+    simulate.simulate,
     doctor.doctor,
     deploy.deploy,
 )

@@ -107,6 +107,12 @@ def test_bench_learning_names_its_arms_when_one_is_unknown():
     assert "no such arm; there are pipeline" in refused("bench", "learning", "--arms", "pipelin")
 
 
+def test_simulate_paper_is_one_document_with_the_published_figures_beside_it():
+    document = json.loads(pipelinerl("simulate", "--paper", "--json").stdout)
+    assert document["results"]["ratio"] == pytest.approx(document["published"]["ratio"], abs=0.01)
+    assert "--paper" in refused("simulate")
+
+
 def test_help_of_a_command_answers_at_once_and_shows_an_example():
     for command in ("train", "resume"):
         begun = os.times()
@@ -123,7 +129,7 @@ def test_no_help_imports_anything_heavy():
         "import sys\nfrom typer.main import get_command\nfrom typer.testing import CliRunner\n"
         "import pipelinerl.flows.cli\n"
         "names = list(get_command(pipelinerl.flows.cli.app).commands)\n"
-        "assert {'train', 'bench'} <= set(names)\n"
+        "assert {'train', 'simulate', 'bench'} <= set(names)\n"
         "for arguments in (['--help'], *([name, '--help'] for name in names)):\n"
         "    assert CliRunner().invoke(pipelinerl.flows.cli.app, arguments).exit_code == 0, arguments\n"
         "heavy = ('prefect', 'mlflow', 'torch', 'pyarrow', 'transformers', 'psutil', 'numpy')\n"

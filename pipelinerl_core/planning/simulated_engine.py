@@ -1,0 +1,166 @@
+"""An engine on simulated time: slots, waiting sequences, decode steps, prefill, pauses and swaps.
+
+Between two events of an engine the number of running sequences is constant, and so is the time of a decode step. The
+engine therefore moves from event to event, whatever the number of steps in between. Decode steps are counted as a
+fraction: a sequence that is admitted in the middle of a step starts at once.
+"""
+
+import heapq
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipelinerl_core.ledger import ActorKey, Grant
+
+# A sequence ends up to this share of a step early, because times are rounded.
+_SAME_STEP = 1e-3
+
+
+class Speeds(Protocol):
+    """Times of the work of one actor and of the trainer; `emulation.accelerators.EmulatedSpeeds` is one."""
+
+    def decode_seconds(self, num_running: int) -> float:
+        """Time of a decode step of this many sequences on the accelerators of one actor."""
+
+    def train_seconds(self, num_tokens: int) -> float:
+        """Time of an optimizer step on this many tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupWork:
+    """A leased group on an engine."""
+
+    grant: Grant
+    unfinished: int
+    """Rollouts that have not ended."""
+    sampled: list[tuple[float, int]] = field(default_factory=list)
+    """(step at which sampling started, length) of the rollouts that have ended."""
+
+
+class SimulatedEngine:
+    """The engine of one actor."""
+
+    def __init__(self, key: ActorKey, *, slots: int, group_size: int, speeds: Speeds, prefill_seconds: float) -> None:
+        """prefill_seconds: time for which the admission of one sequence stops the decode steps."""
+        self.key = key
+        self.version = 0
+        self.works: dict[str, GroupWork] = {}
+        """Leased groups by lease_id."""
+        self.busy_slot_seconds = 0.0
+        """Integral of the running sequences."""
+        self._slots = slots
+        self._group_size = group_size
+        self._speeds = speeds
+        self._prefill_seconds = prefill_seconds
+        self._waiting: deque[tuple[int, GroupWork]] = deque()  # (length, group)
+        self._running: list[tuple[float, int, int, GroupWork]] = []  # a heap of (last step, number, length, group)
+        self._num_admitted = 0
+        self._num_ended_tokens = 0
+        self._sum_of_starts = 0.0  # over the running sequences, the steps at which they started
+        self._now = 0.0
+        self._steps = 0.0
+        self._step_seconds = 1.0  # of the running sequences
+        self._stopped_until = 0.0  # by prefill and swaps
+        self._is_paused = False  # by the schedule
+        self._swap_steps = [0.0]  # step of the swap to each version of _versions
+        self._versions = [0]
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self._num_ended_tokens + max(0, int(self.num_running * self._steps - self._sum_of_starts))
+
+    @property
+    def wanted_groups(self) -> int:
+        """Groups to request, as in roles/actor/loop.py: the waiting sequences cover half of the slots."""
+        ahead = max(self._group_size, self._slots // 2)
+        missing = self._slots + ahead - self.num_running - self.num_waiting
+        return max(0, math.ceil(missing / self._group_size))
+
+    @property
+    def next_end(self) -> float:
+        """Time at which the next sequence ends; infinite while nothing runs."""
+        if not self._running or self._is_paused:
+            return math.inf
+        steps = max(0.0, self._running[0][0] - self._steps)
+        return max(self._now, self._stopped_until) + steps * self._step_seconds
+
+    def advance(self, now: float) -> None:
+        """Sample until `now`, which is not later than `next_end`."""
+        self.busy_slot_seconds += self.num_running * (now - self._now)
+        if not self._is_paused and self._running:
+            seconds = now - max(self._now, self._stopped_until)
+            self._steps += max(0.0, seconds) / self._step_seconds
+        self._now = now
+
+    def take(self, grant: Grant, lengths: Iterable[int]) -> None:
+        """Start the rollouts of a leased group."""
+        work = GroupWork(grant, unfinished=self._group_size)
+        self.works[grant.lease_id] = work
+        self._waiting.extend((length, work) for length in lengths)
+        self._admit()
+
+    def end_sequences(self) -> list[GroupWork]:
+        """End the sequences that have all their tokens; returns the groups that are complete."""
+        complete = []
+        while self._running and self._running[0][0] <= self._steps + _SAME_STEP:
+            last, _, length, work = heapq.heappop(self._running)
+            self._num_ended_tokens += length
+            self._sum_of_starts -= last - length
+            work.sampled.append((last - length, length))
+            work.unfinished -= 1
+            if not work.unfinished:
+                complete.append(work)
+                del self.works[work.grant.lease_id]
+        self._admit()
+        return complete
+
+    def swap(self, version: int, seconds: float) -> None:
+        """Sample with a newer version after a stop of `seconds`; running sequences continue."""
+        self.version = version
+        self._swap_steps.append(self._steps)
+        self._versions.append(version)
+        self._stop(seconds)
+
+    def set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+
+    def tokens_by_version(self, work: GroupWork) -> dict[int, int]:
+        """Tokens of a complete group per version that sampled them."""
+        first = bisect_right(self._swap_steps, min(start for start, _ in work.sampled)) - 1
+        ends = [*self._swap_steps[first + 1 :], math.inf]
+        versions = self._versions[first:]
+        counts: dict[int, int] = {}
+        for start, length in work.sampled:
+            done = 0
+            for end, version in zip(ends, versions, strict=True):
+                until = length if end - start >= length else max(0, int(end - start))
+                if until > done:
+                    counts[version] = counts.get(version, 0) + until - done
+                    done = until
+                if done == length:
+                    break
+        return counts
+
+    def _admit(self) -> None:
+        while self._waiting and self.num_running < self._slots:
+            length, work = self._waiting.popleft()
+            self._num_admitted += 1
+            self._sum_of_starts += self._steps
+            heapq.heappush(self._running, (self._steps + length, self._num_admitted, length, work))
+            self._stop(self._prefill_seconds)
+        self._step_seconds = self._speeds.decode_seconds(self.num_running)
+
+    def _stop(self, seconds: float) -> None:
+        self._stopped_until = max(self._stopped_until, self._now) + seconds

@@ -1,0 +1,333 @@
+"""A whole run on simulated time: the real ledger and schedule, simulated engines and a simulated trainer.
+
+The ledger decides, as in a run, which groups are leased, when a step is taken, which groups the step trains and which
+tokens are too old. Time moves from event to event:
+
+    the next sequence of an engine ends     the group may be complete and arrive at the ledger
+    an optimizer step ends                  the step is committed, and its version is announced
+    an engine swaps                         publish_seconds after the announcement
+    the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
+
+Messages take no time. An engine that was refused groups asks again after every event that may admit groups.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import numpy as np
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
+from pipelinerl_core.messages import Reserved, Sync
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.simulated_engine import GroupWork, SimulatedEngine, Speeds
+from pipelinerl_core.types import GroupRef, WeightManifest
+
+_TRAINER_EPOCH = 1
+# Lengths are drawn for this many rollouts at once.
+_DRAWN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is generated and trained, and the times that `Speeds` does not have."""
+
+    lengths: Lengths
+    """Lengths of completions."""
+    prompt_tokens: int = 0
+    """Tokens of a prompt, which are trained with every completion."""
+    prefill_token_seconds: float = 0.0
+    """Time per prompt token for which an engine stops its decode steps."""
+    swap_seconds: float = 0.0
+    """Time for which a swap stops an engine."""
+    publish_seconds: float = 0.0
+    """Time from the announcement of a version to the swap."""
+    equal_share: float = 0.0
+    """Share of the groups whose rewards are all equal; filtered with rollouts.filter_zero_variance."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for numbers without meaning."""
+        times = (self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds)
+        if min(times) < 0 or not 0 <= self.equal_share < 1:
+            raise ConfigError(
+                f"tokens and times {times} must be 0 or more, and equal_share={self.equal_share:g} at least 0 and "
+                "below 1: a run whose groups are all filtered never trains"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """An optimizer step."""
+
+    at: float
+    """Time of the commit, seconds since the start of the run."""
+    tokens: int
+    """Completion tokens of its groups, masked ones included."""
+    lag_tokens: int
+    """Sum of the lags of these tokens."""
+    max_lag: int
+    """Largest lag of these tokens, optimizer steps."""
+    oldest_lags: tuple[int, ...]
+    """Lag of the oldest token of each group."""
+    wait_seconds: float
+    """Time for which the trainer had no groups before the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """The result of a simulation. Means leave out the first `skip` steps, in which the engines start."""
+
+    steps: tuple[SimulatedStep, ...]
+    tokens: dict[str, int]
+    """Tokens by class, as the ledger counts them."""
+    busy_slots: float
+    """Share of the slots that were in use, over the whole run."""
+
+    def throughput(self, skip: int) -> float:
+        """Trained completion tokens per second."""
+        return sum(step.tokens for step in self.steps[skip:]) / self._seconds(skip)
+
+    def waiting(self, skip: int) -> float:
+        """Share of the time for which the trainer had no groups."""
+        return sum(step.wait_seconds for step in self.steps[skip:]) / self._seconds(skip)
+
+    def mean_lag(self, skip: int) -> float:
+        """Mean lag of the tokens, optimizer steps."""
+        steps = self.steps[skip:]
+        return sum(step.lag_tokens for step in steps) / sum(step.tokens for step in steps)
+
+    def mean_staleness(self, skip: int) -> float:
+        """Mean lag of the oldest token of a group: optimizer steps from the start of a group to its training."""
+        lags = [lag for step in self.steps[skip:] for lag in step.oldest_lags]
+        return sum(lags) / len(lags)
+
+    def max_lag(self, skip: int) -> int:
+        """Largest lag of a token, optimizer steps."""
+        return max(step.max_lag for step in self.steps[skip:])
+
+    def _seconds(self, skip: int) -> float:
+        if not 0 < skip < len(self.steps):
+            raise ConfigError(f"{len(self.steps)} simulated steps, of which {skip} are left out. Simulate more steps")
+        return self.steps[-1].at - self.steps[skip - 1].at
+
+
+def simulate(config: RunConfig, speeds: Speeds, work: Work) -> SimulatedRun:
+    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on."""
+    if config.engine.kv == "drain":
+        raise ConfigError("engine.kv=drain is not simulated. Set engine.kv=keep")
+    return _Simulation(config, speeds, work).run()
+
+
+class _Simulation:
+    """The state of one simulation."""
+
+    def __init__(self, config: RunConfig, speeds: Speeds, work: Work) -> None:
+        self._config = config
+        self._speeds = speeds
+        self._work = work
+        self._now = 0.0
+        self._random = np.random.default_rng(config.seed)
+        self._drawn: list[int] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()  # events at the same time keep their order
+        self._steps: list[SimulatedStep] = []
+        self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
+        self._is_training = False
+        self._idle_since = 0.0
+        self._asked_again_for = 0  # step whose second request is scheduled
+        self._has_pauses = config.schedule.kind == "april"
+        self._ledger = Ledger(config, clock=lambda: self._now)
+        self._ledger.committed(0, (), (), _manifest(0))
+        self._engines = [
+            SimulatedEngine(
+                ActorKey(f"actor-{number}", 1),
+                slots=config.engine.concurrency,
+                group_size=config.rollouts.group_size,
+                speeds=speeds,
+                prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
+            )
+            for number in range(config.placement.actors)
+        ]
+        self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
+        self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
+
+    def run(self) -> SimulatedRun:
+        for engine in self._engines:
+            self._ledger.register_actor(engine.key)
+        self._ledger.register_trainer(_TRAINER_EPOCH)
+        self._lease()
+        while not self._ledger.is_done:
+            if not self._events:
+                raise ConfigError(
+                    f"the simulated run stops after step {self._ledger.committed_step}: no engine may generate, and "
+                    "the trainer lacks groups"
+                )
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)
+        return SimulatedRun(
+            steps=tuple(self._steps),
+            tokens=self._ledger.tokens(),
+            busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
+        )
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time, next(self._numbers), event))
+
+    # ---- engines ---------------------------------------------------------------------------------------------
+
+    def _lease(self) -> None:
+        """Sync every engine that was refused groups."""
+        refused, self._refused = self._refused, {}
+        for number in refused:
+            self._sync(number)
+
+    def _sync(self, number: int) -> None:
+        """Request the groups that an engine wants, and schedule its next event."""
+        self._refused.pop(number, None)
+        engine = self._engines[number]
+        engine.advance(self._now)
+        want = engine.wanted_groups
+        if want:
+            message = Sync(
+                boot_id="0",
+                engine_version=engine.version,
+                running=engine.num_running,
+                waiting=engine.num_waiting,
+                concurrency=self._config.engine.concurrency,
+                want=want,
+                leases=tuple(engine.works),
+                num_tokens=engine.num_tokens,
+                running_seconds=engine.busy_slot_seconds,
+            )
+            granted = self._ledger.sync(engine.key, message).leases
+            for grant in granted:
+                engine.take(grant, self._draw(self._config.rollouts.group_size))
+            if len(granted) < want:
+                self._refused[number] = None
+        self._wake(number)
+
+    def _wake(self, number: int) -> None:
+        """Schedule the next end of a sequence, unless it is scheduled already."""
+        time = self._engines[number].next_end
+        if time != self._wakes[number]:
+            self._wakes[number] = time
+            if time < math.inf:
+                self._at(time, partial(self._sequence_ends, number, time))
+
+    def _sequence_ends(self, number: int, time: float) -> None:
+        if self._wakes[number] != time:
+            return  # the engine was stopped, or runs other sequences
+        self._wakes[number] = math.inf
+        engine = self._engines[number]
+        engine.advance(time)
+        complete = engine.end_sequences()
+        outstanding = self._ledger.counts.outstanding if complete else 0
+        for work in complete:
+            self._arrive(engine, work)
+        if engine.wanted_groups and number not in self._refused:
+            self._sync(number)
+        else:
+            self._wake(number)
+        if complete:
+            self._request_step()
+            if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
+                self._lease()
+            self._pause()
+
+    def _arrive(self, engine: SimulatedEngine, work: GroupWork) -> None:
+        grant, size = work.grant, self._config.rollouts.group_size
+        versions = engine.tokens_by_version(work)
+        summary = GroupSummary(
+            ref=GroupRef(
+                group_id=grant.group_id,
+                attempt=grant.attempt,
+                actor=engine.key.name,
+                actor_epoch=engine.key.epoch,
+                num_rollouts=size,
+                num_tokens=sum(versions.values()),
+            ),
+            rewards=self._rewards(size),
+            tokens_by_version=versions,
+        )
+        if self._ledger.add_group(summary, grant.lease_id) is Arrival.READY:
+            self._summaries[grant.group_id] = summary
+
+    def _rewards(self, size: int) -> tuple[float, ...]:
+        is_equal = self._work.equal_share > 0 and self._random.random() < self._work.equal_share
+        return (0.0,) * size if is_equal else (1.0, *(0.0,) * (size - 1))
+
+    def _draw(self, num: int) -> list[int]:
+        if len(self._drawn) < num:
+            self._drawn += self._work.lengths.draw(self._random, _DRAWN).tolist()
+        taken = self._drawn[-num:]
+        del self._drawn[-num:]
+        return taken
+
+    def _swap(self, number: int, version: int) -> None:
+        engine = self._engines[number]
+        if version <= engine.version:
+            return
+        engine.advance(self._now)
+        engine.swap(version, self._work.swap_seconds)
+        self._pause()
+        self._sync(number)
+
+    def _pause(self) -> None:
+        """Pause or continue engines as the schedule says."""
+        if not self._has_pauses:
+            return
+        for number, engine in enumerate(self._engines):
+            engine.advance(self._now)
+            engine.set_paused(self._ledger.must_pause(engine.version))
+            self._wake(number)
+
+    # ---- the trainer -----------------------------------------------------------------------------------------
+
+    def _request_step(self) -> None:
+        step = self._ledger.committed_step + 1
+        if self._is_training or step > self._config.trainer.steps or not self._ledger.is_due(step):
+            return
+        answer = self._ledger.reserve(step, _TRAINER_EPOCH)
+        if not answer.is_ready:
+            if self._asked_again_for < step:
+                self._asked_again_for = step
+                self._at(self._now + self._config.schedule.wait_seconds, self._request_step)
+            return
+        self._is_training = True
+        waited = self._now - self._idle_since
+        num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
+        self._at(self._now + self._speeds.train_seconds(num_tokens), partial(self._commit, step, answer, waited))
+
+    def _commit(self, step: int, answer: Reserved, waited: float) -> None:
+        trained = [self._summaries.pop(ref.group_id) for ref in answer.groups]
+        lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
+        self._steps.append(
+            SimulatedStep(
+                at=self._now,
+                tokens=sum(num for _, num in lags),
+                lag_tokens=sum(lag * num for lag, num in lags),
+                max_lag=max(lag for lag, _ in lags),
+                oldest_lags=tuple(step - 1 - min(summary.tokens_by_version) for summary in trained),
+                wait_seconds=waited,
+            )
+        )
+        is_published = self._config.publishes(step)
+        groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
+        self._ledger.committed(step, groups, answer.fates, _manifest(step) if is_published else None)
+        self._is_training, self._idle_since = False, self._now
+        self._request_step()
+        if is_published:
+            for number in range(len(self._engines)):
+                self._at(self._now + self._work.publish_seconds, partial(self._swap, number, step))
+        self._lease()
+        self._pause()
+
+
+def _manifest(version: int) -> WeightManifest:
+    return WeightManifest(version=version, epoch=1, files=(), key=None, shm=None, host="", published_at=0.0)

@@ -1,0 +1,139 @@
+"""The closed forms against numbers worked out by hand, a search of every setting, and published figures."""
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning.closed_form import (
+    System,
+    best_pipeline,
+    conventional,
+    mean_staleness,
+    pipeline,
+)
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.utilization import UtilizationCurve
+from tests.builders import small_config
+
+
+def system(**changes) -> System:
+    values = {
+        "accelerators": 2,
+        "batch": 8,
+        "lengths": Lengths.uniform(2),
+        "utilization": UtilizationCurve(((4.0, 1.0),)),
+        "train_flashes": 3.0,
+    }
+    return System(**(values | changes))
+
+
+def test_lengths_by_hand():
+    lengths = Lengths.uniform(3)
+    assert lengths.mean == pytest.approx(2)
+    assert lengths.running == pytest.approx([1, 2 / 3, 1 / 3])
+    assert lengths.spread(1) == pytest.approx(1)
+    assert lengths.spread(2) == pytest.approx((1 * 1 + 2 * 3 + 3 * 5) / 9 / 2)
+    assert Lengths.of([5, 5]).spread(8) == pytest.approx(1)
+    assert Lengths.of([1, 3, 3, 3]).shares == pytest.approx([0.25, 0, 0.75])
+
+
+def test_drawn_lengths_have_the_distribution():
+    drawn = Lengths.of([1, 3, 3, 3]).draw(np.random.default_rng(0), 10_000)
+    assert set(drawn) == {1, 3}
+    assert np.mean(drawn) == pytest.approx(2.5, rel=0.02)
+
+
+def test_the_curve_is_linear_between_its_points_and_constant_after_them():
+    curve = UtilizationCurve(((100.0, 0.3), (200.0, 0.4)))
+    assert curve.at(np.array([0.0, 50, 150, 1000])) == pytest.approx([0, 0.15, 0.35, 0.4])
+    assert curve.step_flashes(np.array([1e-3, 50, 400])) == pytest.approx([1 / 0.003, 1 / 0.003, 1000])
+
+
+@pytest.mark.parametrize("points", [(), ((4.0, 1.5),), ((4.0, 0.5), (2.0, 0.7)), ((4.0, 0.5), (8.0, 0.4))])
+def test_a_curve_that_does_not_increase_is_refused(points):
+    with pytest.raises(ConfigError, match="utilization curve"):
+        UtilizationCurve(points)
+
+
+def test_conventional_by_hand():
+    """8 sequences of 1 or 2 tokens on 2 accelerators: 4 and 2 on each, 4 / 1 and 2 / 0.5 flashes, 12 tokens."""
+    found = conventional(system(), 1)
+    assert (found.generation, found.training, found.lag) == pytest.approx((12 / 8, 2 / 3, 0))
+    assert found.throughput == pytest.approx(12 / (8 + 12 * 3 / 2))
+
+
+def test_a_longer_phase_fills_the_accelerators():
+    """16 sequences: 8 and 4 per accelerator, 8 and 4 flashes, 24 tokens."""
+    found = conventional(system(), 2)
+    assert (found.generation, found.lag) == pytest.approx((24 / 12, 1))
+
+
+def test_pipeline_by_hand():
+    """4 sequences in flight sample 4 * 2 tokens during the longest completion: 5.3 completions of 1.5, 0.67 steps."""
+    found = pipeline(system(), 4, 1)
+    assert (found.generation, found.training, found.lag) == pytest.approx((1, 1 / 3, 1))
+    assert found.throughput == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("max_lag", [1, 2, 3, 7, 30])
+def test_the_search_finds_the_best_of_all_settings(max_lag):
+    given = system(
+        accelerators=8,
+        lengths=Lengths.uniform(20),
+        utilization=UtilizationCurve(((6.0, 0.3), (14.0, 0.5))),
+        train_flashes=2.5,
+    )
+    every = [pipeline(given, sequences, generators) for sequences in range(1, 60) for generators in range(1, 8)]
+    best = max(setting.throughput for setting in every if setting.lag <= max_lag)
+    found = best_pipeline(given, max_lag)
+    assert found.throughput == pytest.approx(best)
+    assert found.lag <= max_lag
+    assert found.lag == min(setting.lag for setting in every if setting.throughput >= best - 1e-12)
+
+
+def test_settings_without_meaning_are_refused():
+    with pytest.raises(ConfigError, match="one must train"):
+        pipeline(system(), 4, 2)
+    with pytest.raises(ConfigError, match="lag of 0"):
+        best_pipeline(system(), 0)
+    with pytest.raises(ConfigError, match="phase"):
+        conventional(system(), 0)
+    with pytest.raises(ConfigError, match="accelerators"):
+        system(accelerators=1)
+    with pytest.raises(ConfigError, match="1 token or more"):
+        Lengths.of([0])
+
+
+def test_the_system_of_emulated_accelerators():
+    config = small_config(
+        emulation={"accelerators": 4, "token_seconds": 0.001, "saturation": 10, "train_token_seconds": 0.003}
+    )
+    found = System.of(config, Lengths.uniform(3), prompt_tokens=1.0)
+    assert (found.accelerators, found.batch) == (4, 2 * 4)
+    assert found.train_flashes == pytest.approx(3 * (1 + 1 / 2))
+    assert found.utilization.at(np.array([5.0])) == pytest.approx([0.5])
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "batch", "queue", "balance", "spread", "measured"),
+    [
+        (120, 240, 2, 0.63, 1.42, 1.26),
+        (240, 120, 2, 0.92, 1.43, 3.59),
+        (128, 128, 2, 1.07, 1.44, 3.09),
+        (240, 120, 1, 0.86, 1.42, 3.40),
+        (120, 120, 1, 0.67, 1.42, 1.92),
+        (128, 128, 1, 1.14, 1.45, 2.01),
+    ],
+)
+def test_mean_staleness_is_near_the_published_measurements(concurrency, batch, queue, balance, spread, measured):
+    """Six training runs of the article."""
+    found = mean_staleness(concurrency=concurrency, batch=batch, queue=queue, balance=balance, spread=spread)
+    assert found == pytest.approx(measured, abs=0.31)
+
+
+def test_mean_staleness_by_hand():
+    given = {"concurrency": 120, "batch": 240, "spread": 1.5, "queue": 2}
+    assert mean_staleness(balance=0.5, **given) == pytest.approx(0.75 + 0.5)
+    assert mean_staleness(balance=2.0, **given) == pytest.approx(0.375 + 5 / 4)
+    with pytest.raises(ConfigError, match="above 0"):
+        mean_staleness(balance=0, **given)

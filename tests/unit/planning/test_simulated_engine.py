@@ -1,0 +1,88 @@
+"""A simulated engine by hand: decode steps, slots, prefill, swaps and pauses."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from pipelinerl_core.ledger import ActorKey, Grant
+from pipelinerl_core.planning.simulated_engine import SimulatedEngine
+
+
+@dataclass(frozen=True)
+class OneSecondPerSequence:
+    """A decode step of h sequences lasts h seconds."""
+
+    def decode_seconds(self, num_running: int) -> float:
+        return float(max(1, num_running))
+
+    def train_seconds(self, num_tokens: int) -> float:
+        return 1.0
+
+
+def engine(*, slots: int = 2, prefill_seconds: float = 0.0) -> SimulatedEngine:
+    return SimulatedEngine(
+        ActorKey("a", 1), slots=slots, group_size=2, speeds=OneSecondPerSequence(), prefill_seconds=prefill_seconds
+    )
+
+
+def grant(group_id: int = 0) -> Grant:
+    return Grant(group_id=group_id, attempt=0, lease_id=f"{group_id}.0.0", deadline_seconds=0.0)
+
+
+def test_a_step_is_shorter_when_fewer_sequences_run():
+    """Lengths 3 and 5: three steps of 2 s, then two steps of 1 s."""
+    one = engine()
+    one.take(grant(), [3, 5])
+    assert one.next_end == 6
+    one.advance(6)
+    assert one.end_sequences() == []
+    assert one.next_end == 8
+    one.advance(8)
+    (complete,) = one.end_sequences()
+    assert one.tokens_by_version(complete) == {0: 8}
+    assert (one.num_tokens, one.works, one.next_end) == (8, {}, math.inf)
+    assert one.busy_slot_seconds == 2 * 6 + 2
+
+
+def test_a_free_slot_takes_the_next_waiting_sequence():
+    one = engine()
+    one.take(grant(0), [1, 4])
+    one.take(grant(1), [1, 1])
+    assert (one.num_running, one.num_waiting, one.wanted_groups) == (2, 2, 0)
+    one.advance(one.next_end)
+    one.end_sequences()
+    assert (one.num_running, one.num_waiting, one.wanted_groups) == (2, 1, 1)
+    assert one.next_end == 4
+    assert one.num_tokens == 2
+
+
+def test_tokens_belong_to_the_version_that_sampled_them():
+    """Swaps at 4 s and 8 s, each with a stop of 1 s, at steps of 2 s: 2, 1 and 2 of 5 tokens each."""
+    one = engine()
+    one.take(grant(), [5, 5])
+    for version, at in ((1, 4.0), (2, 8.0)):
+        one.advance(at)
+        one.swap(version, 1.0)
+    assert one.next_end == 12
+    one.advance(12)
+    (complete,) = one.end_sequences()
+    assert one.tokens_by_version(complete) == {0: 4, 1: 2, 2: 4}
+
+
+def test_prefill_stops_the_decode_steps():
+    one = engine(prefill_seconds=3.0)
+    one.take(grant(), [5, 5])
+    assert one.next_end == 2 * 3 + 10
+
+
+def test_a_paused_engine_samples_nothing():
+    one = engine()
+    one.take(grant(), [5, 5])
+    one.advance(4)
+    one.set_paused(True)
+    assert one.next_end == math.inf
+    one.advance(100)
+    one.set_paused(False)
+    assert one.next_end == 106
+    assert one.num_tokens == pytest.approx(4)

@@ -1,0 +1,139 @@
+"""Simulated runs on the real ledger, against the closed forms and the rules of the schedules."""
+
+from typing import Any
+
+import pytest
+
+from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.emulation.accelerators import EmulatedSpeeds
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.simulator import SimulatedRun, Work, simulate
+
+LENGTHS = Lengths.uniform(400)
+SKIP = 20
+
+
+def planned(**changes: dict[str, Any]) -> RunConfig:
+    """8 accelerators, of which 4 generate with 32 sequences each; steps of 64 rollouts."""
+    values: dict[str, dict[str, Any]] = {
+        "rollouts": {"group_size": 2},
+        "engine": {"concurrency": 64},
+        "schedule": {"max_lag": 8},
+        "trainer": {"groups_per_step": 32, "steps": 100},
+        "placement": {"actors": 2},
+        "emulation": {"accelerators": 8, "generators": 4, "token_seconds": 1e-4, "saturation": 50},
+    }
+    for section, settings in changes.items():
+        values[section] = {**values.get(section, {}), **settings}
+    return build_config(values)
+
+
+def simulated(config: RunConfig, **values: Any) -> SimulatedRun:
+    return simulate(config, EmulatedSpeeds.of(config), Work(**({"lengths": LENGTHS} | values)))
+
+
+def per_flash(run: SimulatedRun, config: RunConfig) -> float:
+    return run.throughput(SKIP) * config.emulation.token_seconds
+
+
+@pytest.mark.parametrize("train_token_seconds", [5e-5, 1e-4, 2e-4])
+def test_the_pipeline_has_the_throughput_of_the_closed_form(train_token_seconds):
+    """The engines are the bottleneck with the first two values, the trainer with the last."""
+    config = planned(emulation={"train_token_seconds": train_token_seconds})
+    expected = pipeline(System.of(config, LENGTHS), sequences=32, generators=4)
+    assert per_flash(simulated(config), config) == pytest.approx(expected.throughput, rel=0.02)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_conventional_has_the_throughput_of_the_closed_form(steps):
+    config = planned(
+        schedule={"kind": "conventional", "steps_per_phase": steps},
+        engine={"concurrency": 64 * steps},
+        placement={"actors": 1},
+    )
+    run = simulated(config)
+    expected = conventional(System.of(config, LENGTHS), steps)
+    assert per_flash(run, config) == pytest.approx(expected.throughput, rel=0.02)
+    assert run.max_lag(SKIP) == expected.lag
+
+
+def test_prompts_are_trained_with_every_completion():
+    config = planned(emulation={"train_token_seconds": 2e-4})
+    expected = pipeline(System.of(config, LENGTHS, prompt_tokens=100), sequences=32, generators=4)
+    assert expected.throughput == expected.training
+    assert per_flash(simulated(config, prompt_tokens=100), config) == pytest.approx(expected.throughput, rel=0.02)
+
+
+def test_the_mean_staleness_is_that_of_the_formula():
+    """Generation has half of the throughput of training."""
+    config = planned(emulation={"train_token_seconds": 4 / 5.12 * 1e-4}, schedule={"max_lag": 8})
+    expected = pipeline(System.of(config, LENGTHS), sequences=32, generators=4)
+    balance = expected.generation / expected.training
+    assert balance == pytest.approx(0.5)
+    found = simulated(config).mean_staleness(SKIP)
+    assert found == pytest.approx(
+        mean_staleness(balance=balance, concurrency=128, batch=64, spread=LENGTHS.spread(2)), abs=0.1
+    )
+
+
+def test_a_small_window_leaves_slots_empty_and_lowers_the_lag():
+    wide, narrow = (
+        simulated(planned(schedule={"max_lag": lag}, emulation={"train_token_seconds": 5e-5})) for lag in (8, 1)
+    )
+    assert narrow.busy_slots < 0.95 < wide.busy_slots
+    assert narrow.throughput(SKIP) < wide.throughput(SKIP)
+    assert narrow.mean_lag(SKIP) < wide.mean_lag(SKIP)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"max_lag": 1, "stale": "mask"},
+        {"max_lag": 1, "stale": "drop"},
+        {"max_lag": 1, "stale": "wait"},
+        {"max_lag": 2, "kind": "april"},
+        {"max_lag": 3, "kind": "conventional", "steps_per_phase": 4},
+    ],
+)
+def test_every_schedule_ends_and_accounts_for_every_token(schedule):
+    config = planned(schedule=schedule, engine={"concurrency": 48}, trainer={"steps": 30})
+    run = simulated(config, equal_share=0.1, swap_seconds=0.05, publish_seconds=0.1)
+    assert len(run.steps) == 30
+    generated = run.tokens["generated"]
+    assert generated == sum(num for name, num in run.tokens.items() if name != "generated")
+    assert sum(step.tokens for step in run.steps) == run.tokens["trained"] + run.tokens["masked_stale"]
+    assert (run.tokens["dropped_stale"] > 0) == (schedule.get("stale") == "drop")
+
+
+def test_a_filtered_group_is_replaced():
+    config = planned(rollouts={"filter_zero_variance": True}, trainer={"steps": 40})
+    tokens = simulated(config, equal_share=0.5).tokens
+    assert tokens["filtered"] == pytest.approx(tokens["trained"], rel=0.15)
+
+
+def test_swaps_and_prefill_cost_time():
+    config = planned(emulation={"train_token_seconds": 5e-5})
+    free, swapping, reading = (
+        per_flash(simulated(config, **costs), config)
+        for costs in ({}, {"swap_seconds": 0.05}, {"prompt_tokens": 50, "prefill_token_seconds": 1e-5})
+    )
+    step_seconds = 64 * 200.5 * 1e-4 / free
+    assert swapping == pytest.approx(free * step_seconds / (step_seconds + 0.05), rel=0.02)
+    assert reading == pytest.approx(free * step_seconds / (step_seconds + 32 * 50 * 1e-5), rel=0.02)
+
+
+def test_the_seed_decides_the_run():
+    config = planned(trainer={"steps": 5})
+    assert simulated(config) == simulated(config)
+    assert simulated(config) != simulated(config.model_copy(update={"seed": 1}))
+
+
+def test_what_cannot_be_simulated_is_refused():
+    with pytest.raises(ConfigError, match="drain"):
+        simulated(planned(engine={"kv": "drain"}))
+    with pytest.raises(ConfigError, match="never trains"):
+        Work(lengths=LENGTHS, equal_share=1.0)
+    with pytest.raises(ConfigError, match="Simulate more steps"):
+        simulated(planned(trainer={"steps": 5})).throughput(SKIP)
