@@ -26,7 +26,9 @@ for name, value in (("OMP_WAIT_POLICY", "PASSIVE"), ("GOMP_SPINCOUNT", "0"), ("O
 # Files whose tests share what they start, or must not run twice at once, run in one worker of pytest-xdist; every
 # other file is a group of its own. The groups named here take longest and start first.
 GROUPS = {
-    "vllm": ("test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run"),  # share engine cores
+    "vllm": (  # share engine cores
+        "test_engine_contract", "test_vllm_engine", "test_parity_gate", "test_vllm_run", "test_tiny_presets",
+    ),
     "golden": ("test_golden_runs",),
     "demo": ("test_demo", "test_tutorial"),  # share the converted model
     "chaos": ("test_chaos",),

@@ -4,9 +4,12 @@ This module must not import torch, so that a flow can check cheaply whether a mo
 a model: `python -m pipelinerl_core.config.hub_models org/name` prints the directory, or one line and exit code 2.
 """
 
+import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError
@@ -48,7 +51,7 @@ def download_model(path: str) -> Path:
         raise ConfigError(
             f"model.path={path}: no such directory on this host, and the download from the Hugging Face hub failed "
             f"({type(error).__name__}: {reason}). Set model.path to a directory, HF_HOME to a cache that has the "
-            "model, or HF_TOKEN for a model with restricted access"
+            "model, or HF_TOKEN for a model with restricted access; `pipelinerl train ... --tiny` downloads no model"
         ) from None
     if not _is_complete(directory):
         raise ConfigError(
@@ -56,6 +59,18 @@ def download_model(path: str) -> Path:
             "another model or revision"
         )
     return directory
+
+
+def hub_config(path: str) -> dict[str, Any] | None:
+    """config.json of a model of the hub, downloaded unless it is in the local cache; None if that fails."""
+    for local_files_only in (True, False):
+        try:
+            file = _snapshot(path, local_files_only=local_files_only, files=("config.json",)) / "config.json"
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except Exception:  # noqa: BLE001  (errors of the library, of the network and of the file)
+            continue
+        return found
+    return None
 
 
 def pinned(config: RunConfig) -> RunConfig:
@@ -71,12 +86,13 @@ def pinned(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _snapshot(path: str, *, local_files_only: bool) -> Path:
+def _snapshot(path: str, *, local_files_only: bool, files: Sequence[str] = _FILES) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415  (takes a second)
 
     name, revision = _parts(path)
-    files = list(_FILES)
-    return Path(snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=files))
+    patterns = list(files)
+    found = snapshot_download(name, revision=revision, local_files_only=local_files_only, allow_patterns=patterns)
+    return Path(found)
 
 
 def _parts(path: str) -> tuple[str, str | None]:

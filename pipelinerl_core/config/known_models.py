@@ -4,12 +4,12 @@ This module must not import torch or transformers, so that `pipelinerl doctor` a
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.model_path import resolve_model_path
 
 
@@ -53,11 +53,13 @@ _SHAPES = {
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, 32, tied=False),
+    "builtin:sums": _qwen2(128, 384, 4, 4, 2, 17, tied=True),
+    "builtin:smollm2": _shape("llama", "LlamaForCausalLM", 576, 1536, 30, 9, 3, 49152, tied=True),
 }
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     _SHAPES | {f"{name}-Instruct": shape for name, shape in _SHAPES.items() if "Qwen2.5" in name}
 )
-"""Name on the hub -> entries of the config.json of the model."""
+"""Name on the hub, or of a built-in model, -> entries of the config.json of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def model_config_of(path: str) -> Mapping[str, Any] | None:
     """config.json of `model.path` on this host, or the entry of KNOWN_MODELS; None: neither is there."""
     directory = resolve_model_path(path)
     if directory is None:
-        return KNOWN_MODELS.get(path.partition("@")[0]) if is_hub_model(path) else None
+        return KNOWN_MODELS.get(re.split("[@?]", path)[0])  # without revision or seed
     try:
         found: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

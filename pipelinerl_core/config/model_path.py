@@ -11,7 +11,7 @@ import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipelinerl_core.config.hub_models import cached_model, download_model, is_hub_model
 from pipelinerl_core.config.section import Section
@@ -19,6 +19,8 @@ from pipelinerl_core.config.sections import SumsPrompts
 from pipelinerl_core.errors import ConfigError
 
 BUILTIN_PREFIX = "builtin:"
+TINY_PREFIX = "builtin:tiny?of="
+"""Before the path of another model: a small model of the same architecture, for `pipelinerl train --tiny`."""
 
 
 class SumsModel(Section):
@@ -72,7 +74,20 @@ class PackagedModel(Section):
     equal weights. The rounding is smaller than the error of the 4-bit quantization."""
 
 
-Recipe = SumsModel | PackagedModel
+class TinyModel(Section):
+    """A small model of the architecture of another model, with random weights."""
+
+    revision: int = 1
+    """Raise when a change of the code changes the built model."""
+    seed: int = 0
+    """Seed of the weights."""
+    settings: dict[str, Any]
+    """Entries of its config.json, without those of the tokenizer."""
+    tokenizer: str = ""
+    """Directory of a model with a small tokenizer, which is used as it is; empty: one token per byte."""
+
+
+Recipe = SumsModel | PackagedModel | TinyModel
 BUILTIN_MODELS: dict[str, Recipe] = {"builtin:sums": SumsModel(), "builtin:smollm2": PackagedModel()}
 _SEED = re.compile(r"seed=(\d{1,9})")
 
@@ -97,10 +112,15 @@ def model_directory(recipe: Recipe) -> Path:
 def builtin_recipe(path: str) -> Recipe | None:
     """The recipe of a `builtin:` name, None for any other path; raises ConfigError for an unknown name.
 
-    Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations.
+    Example: builtin:sums?seed=1 is builtin:sums with other initial weights and demonstrations. Raises ConfigError too
+    if the model after TINY_PREFIX is not known.
     """
     if not path.startswith(BUILTIN_PREFIX):
         return None
+    if path.startswith(TINY_PREFIX):
+        from pipelinerl_core.config.tiny_model import tiny_recipe  # noqa: PLC0415  (imports this module)
+
+        return tiny_recipe(path.removeprefix(TINY_PREFIX))
     name, separator, options = path.partition("?")
     if name not in BUILTIN_MODELS:
         close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1, cutoff=0)[0]

@@ -37,7 +37,8 @@ def _table(section: HuggingFacePrompts, key: str, split: str) -> pa.Table:
         reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ConfigError(
             f"prompts.path={section.path}: the data set cannot be loaded: {type(error).__name__}: {reason}. "
-            "Set prompts.path to a directory, or to a data set on a hub that this host can reach"
+            "Set prompts.path to a directory, or to a data set on a hub that this host can reach; "
+            "`pipelinerl train ... --tiny` needs no data set of a hub"
         ) from None
 
 

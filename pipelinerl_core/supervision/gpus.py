@@ -98,8 +98,15 @@ def needed_here(config: RunConfig) -> tuple[int, str]:
 
 
 def check_gpus(config: RunConfig) -> None:
-    """The host has the GPUs that a local run assigns. Raises ConfigError with the sum."""
-    gpus = inventory() if config.placement.kind == "local" else ()
+    """The host has the GPUs that a local run assigns, or any if model.device=cuda. Raises ConfigError."""
+    if config.placement.kind != "local":
+        return
+    gpus = inventory()
+    if not gpus and config.model.device == "cuda":
+        raise ConfigError(
+            "model.device=cuda: this host has no GPU (nvidia-smi lists none). Start the run on a host with a GPU; "
+            "`pipelinerl train ... --tiny` checks the configuration here, without a GPU or a download"
+        )
     if not gpus:
         return
     needed, text = needed_here(config)

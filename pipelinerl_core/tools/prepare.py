@@ -18,6 +18,7 @@ from pipelinerl_core.config.hub_models import download_model, is_hub_model
 from pipelinerl_core.config.model_path import (
     PackagedModel,
     Recipe,
+    TinyModel,
     builtin_recipe,
     model_directory,
     packaged_file,
@@ -67,6 +68,10 @@ def build(recipe: Recipe, report: Callable[[str], None]) -> Path:
             from pipelinerl_core.tools.convert_gguf import convert_gguf  # noqa: PLC0415  (torch takes long to import)
 
             convert_gguf(packaged_file(recipe), recipe.dtype, partial)
+        elif isinstance(recipe, TinyModel):
+            from pipelinerl_core.training.tiny_model import build_tiny_model  # noqa: PLC0415  (as above)
+
+            build_tiny_model(recipe, partial)
         else:
             report(f"building {directory}")
             from pipelinerl_core.training.warm_start import build_model  # noqa: PLC0415  (as above)

@@ -74,7 +74,10 @@ def test_each_role_gets_what_its_keys_say():
 
 
 def test_asking_for_more_than_there_is_is_refused_with_the_sum(tmp_path, monkeypatch):
-    check_gpus(config("placement.actors=3"))  # a host without GPUs: vLLM on the CPU
+    check_gpus(config("placement.actors=3", "model.device=auto"))  # a host without GPUs: vLLM on the CPU
+    with pytest.raises(ConfigError, match=r"model\.device=cuda: this host has no GPU.*--tiny"):
+        check_gpus(config())
+    check_gpus(config("placement.kind=work_pools"))
     host_of(tmp_path, monkeypatch, 2)
     check_gpus(config())
     with pytest.raises(ConfigError, match=r"trainer.ranks=1 x 1 \+ placement.actors=3 x 1 = 4 GPUs.* has 2 "):

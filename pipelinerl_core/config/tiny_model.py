@@ -1,0 +1,84 @@
+"""The shape of the model of `pipelinerl train --tiny`: a small model of the same architecture as another model.
+
+This module must not import torch, so that a flow can check cheaply whether the model exists.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipelinerl_core.config.hub_models import hub_config, is_hub_model
+from pipelinerl_core.config.known_models import KNOWN_MODELS, model_config_of, shape_of
+from pipelinerl_core.config.model_path import TinyModel, resolve_model_path
+from pipelinerl_core.errors import ConfigError
+
+SMALL_VOCABULARY = 4096
+"""A tokenizer with at most this many tokens is used as it is."""
+_HEAD_DIM = 32
+"""The smallest that vLLM supports on a CPU."""
+_NUM_LAYERS = 2
+_MAX_GROUPS = 2
+_SIZES = {
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_window_layers": _NUM_LAYERS,
+}
+"""Entries of config.json, which are set if the model has them."""
+_LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
+
+
+def tiny_recipe(of: str) -> TinyModel:
+    """The recipe of a small model of the architecture of `of`, a model.path.
+
+    Raises ConfigError if the config.json of the model is not known, or is not that of a decoder.
+    """
+    found = model_config_of(of) or (hub_config(of) if is_hub_model(of) else None)
+    if found is None:
+        raise ConfigError(
+            f"model.path={of}: --tiny reads the config.json of the model, which is neither on this host nor on a hub "
+            "that this host can reach. Copy the file into a directory and set model.path to the directory, or set "
+            f"model.path to a model of the same architecture that is known without a download: {_known()}"
+        )
+    if "hidden_size" not in found or (shape := shape_of(found)) is None:
+        raise ConfigError(
+            f"model.path={of}: its config.json has not the sizes of a text decoder (hidden_size, "
+            "num_attention_heads, ...), so --tiny cannot shrink the model. Set model.path to a decoder"
+        )
+    directory = resolve_model_path(of)
+    has_small = directory is not None and shape.vocabulary <= SMALL_VOCABULARY
+    return TinyModel(settings=shrunk(found), tokenizer=str(directory) if has_small else "")
+
+
+def _known() -> str:
+    """A known model of each family."""
+    families = {entries["model_type"]: name for name, entries in KNOWN_MODELS.items()}
+    return ", ".join(sorted(families.values()))
+
+
+def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with small sizes: two layers, heads of 32, at most two key-value heads, which as many query heads
+    share as in the original."""
+    shape = shape_of(config)
+    assert shape is not None
+    groups = min(_MAX_GROUPS, shape.groups)
+    heads = groups * max(1, shape.heads // shape.groups)
+    kept = {name: value for name, value in config.items() if name not in _LEFT_OUT}
+    per_layer = {  # the first and the last, which may be of two kinds
+        name: [value[0], value[-1]]
+        for name, value in kept.items()
+        if isinstance(value, list) and len(value) == shape.layers > 1
+    }
+    sizes = {name: size for name, size in _SIZES.items() if kept.get(name)}
+    head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") else {}
+    return {
+        **kept,
+        **per_layer,
+        **sizes,
+        **head_dim,
+        "hidden_size": heads * _HEAD_DIM,
+        "num_hidden_layers": _NUM_LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+    }
