@@ -91,7 +91,8 @@ def examine_fit(found: Examination, config: RunConfig) -> None:
         return
     problem = ""
     try:
-        check_gpus(config)
+        if not config.placement.gpu:  # otherwise the plan is for another host
+            check_gpus(config)
         check_fit(config)
     except ConfigError as error:
         problem = str(error)

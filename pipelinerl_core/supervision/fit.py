@@ -188,9 +188,10 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     activations = _activation_bytes(config, shape)
     gpus = min(1, gpus_of(config, "trainer"))
     weights = width * shape.num_parameters
+    version = weights if config.weights.content == "merged" else width * _trained(config, shape)
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
     # Rank 0 has a snapshot of the weights and its bytes, and three copies of the checkpoint while it is written.
-    snapshots = 2 * weights + 3 * 12 * _trained(config, shape)
+    snapshots = 2 * version + 3 * 12 * _trained(config, shape)
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",
@@ -199,7 +200,7 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         gpu=(*state, Part(name="activations", num_bytes=activations), Part(name="CUDA", num_bytes=_OVERHEAD_BYTES)),
         limit_bytes=limit if gpus else 0.0,
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
-        shared_bytes=_KEPT_VERSIONS * weights if config.weights.transport == "shm" else _ENGINE_SHARED_BYTES,
+        shared_bytes=_KEPT_VERSIONS * version if config.weights.transport == "shm" else _ENGINE_SHARED_BYTES,
     )
 
 

@@ -159,6 +159,13 @@ def test_activations_of_long_packs_are_recomputed_unless_the_key_says_otherwise(
     assert of[0]["activations"] == of[1]["activations"] < of[2]["activations"] / 4
 
 
+@pytest.mark.parametrize(("preset", "card"), [("gsm8k-0.5b-1gpu", 24), ("lora-7b-1gpu", 80), ("math-7b-16gpu", 80)])
+def test_the_presets_fit_the_cards_that_they_name(preset, card):
+    chosen = load_config(preset, [f"placement.gpu={card}"])
+    assert check_fit(chosen) == []
+    assert all(role.limit_bytes for role in fit_of(chosen).roles)
+
+
 def test_the_fit_is_text_and_a_document():
     fit = fit_of(config(SEVEN, "placement.gpu=H100"))
     first, trainer, _, actor, *_ = fit.lines()
