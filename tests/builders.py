@@ -13,6 +13,7 @@ from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.data.codec import encode_rollouts
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import FateRecord, Lease, Reserved, Sync
+from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import RUN_KEY, Commit, EpochRecord, HubRecord, RunRecord, commit_key, epoch_key
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.testing.synthetic_run import put_record
@@ -65,7 +66,7 @@ def put_run(store: ObjectStore, config: RunConfig | dict[str, Any] | None = None
 def epoch_record(epoch: int, role: str = "trainer", **values: Any) -> EpochRecord:
     """A record of an epoch that adopted nothing."""
     fields = {"parent": None, "adopted_through": -1, "started_at": 0.0, "host": "here", "pid": 1}
-    return EpochRecord(epoch=epoch, role=role, **(fields | values))
+    return EpochRecord(epoch=epoch, role=role, **(fields | {"processor": processor()} | values))
 
 
 def put_epoch(store: ObjectStore, epoch: int, role: str = "trainer", **values: Any) -> EpochRecord:

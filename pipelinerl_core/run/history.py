@@ -22,6 +22,7 @@ from pipelinerl_core.errors import Fenced, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import list_commits, read_compacted
 from pipelinerl_core.run.hub_status import process_mark
+from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key, parse_commit_key
 
@@ -146,6 +147,7 @@ def take_epoch(
             pid=os.getpid(),
             process=process_mark(os.getpid()),
             arithmetic=dict(arithmetic),
+            processor=processor(),
         )
         try:
             store.put(epoch_key(candidate), record.model_dump_json().encode(), create_only=True)

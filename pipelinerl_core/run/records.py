@@ -195,6 +195,8 @@ class EpochRecord(Record):
     """As in HubRecord."""
     arithmetic: dict[str, Any] = {}
     """Trainer: the settings on which its rounding depends (see `RunConfig.arithmetic`)."""
+    processor: str = ""
+    """`run.processor.processor` of its host; empty: recorded before."""
 
 
 class SwapRecord(Record):

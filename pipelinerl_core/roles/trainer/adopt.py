@@ -1,7 +1,8 @@
 """How a trainer resumes from the last commit: load the newest checkpoint, train the recorded batches after it again.
 
-If the arithmetic is the same, the weights must equal the committed weights to the last bit. With another number of
-ranks, another learner or another device, and on any GPU, they can differ; then the committed weights replace them.
+If arithmetic and processor are the same, the weights must equal the committed weights to the last bit. With another
+number of ranks, another learner, device, processor or version of torch, and on any GPU, they can differ; then the
+committed weights replace them.
 """
 
 import logging
@@ -32,7 +33,7 @@ def adopt(
     """Bring the learner to the last commit and return the commit. `trained_again` is called with each repeated
     step and the last one.
 
-    Raises ChecksumMismatch if the same arithmetic gives other weights than the committed weights.
+    Raises ChecksumMismatch if the same arithmetic on the same processor gives other weights than the committed ones.
     """
     last = max(commits)
     commit = read_commit(store, commits[last])
@@ -48,8 +49,8 @@ def adopt(
         if differs and must_match:
             raise ChecksumMismatch(
                 f"replay of step {replayed.step} gives other weights than commit "
-                f"{commits[replayed.step]} recorded: another machine, thread count or library version. "
-                "Resume where the run was started"
+                f"{commits[replayed.step]} recorded on the same kind of processor with the same version of torch. A "
+                "batch or checkpoint is damaged, or another library has changed. `pipelinerl audit` checks the files"
             )
     if differs:
         _load_committed_weights(store, learner, commit)

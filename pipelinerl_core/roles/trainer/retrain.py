@@ -16,6 +16,7 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject,
 from pipelinerl_core.interfaces import Learner, ObjectStore
 from pipelinerl_core.roles.runtime.device import model_device
 from pipelinerl_core.run.history import read_commit, read_epochs
+from pipelinerl_core.run.processor import processor
 from pipelinerl_core.run.records import CheckpointRef, Commit, holds_adapters, parse_commit_key
 from pipelinerl_core.training.checkpoint import load_checkpoint
 from pipelinerl_core.types import FileEntry, TrainingRow
@@ -117,18 +118,20 @@ def _check_base(store: ObjectStore, learner: Learner, commits: dict[int, str]) -
 
 
 def inexact_steps(store: ObjectStore, commits: dict[int, str], config: RunConfig) -> list[int]:
-    """Steps that cannot be repeated to the last bit: steps of another arithmetic, and on a GPU all steps.
+    """Steps that cannot be repeated to the last bit: of another arithmetic or processor, and on a GPU all steps.
 
-    On a GPU the order in which gradients of attention are summed is not defined. Epochs of older versions do not
-    record their arithmetic; this function treats their steps as exact.
+    On a GPU the order in which gradients of attention are summed is not defined. Records of older versions lack the
+    processor, which may have been another one; still older records lack the arithmetic, which counts as the same.
     """
     if model_device(config).type == "cuda":
         return sorted(commits)
-    by_epoch = {record.epoch: record.arithmetic for record in read_epochs(store)}
     arithmetic = config.arithmetic
-    return [
-        step for step, key in commits.items() if by_epoch.get(parse_commit_key(key)[1], {}) not in ({}, arithmetic)
-    ]
+    inexact = {
+        record.epoch
+        for record in read_epochs(store)
+        if record.arithmetic not in ({}, arithmetic) or record.processor != processor()
+    }
+    return [step for step, key in commits.items() if parse_commit_key(key)[1] in inexact]
 
 
 def replay_steps(store: ObjectStore, learner: Learner, commits: dict[int, str], last: int) -> Iterator[ReplayedStep]:

@@ -102,6 +102,9 @@ def test_steps_of_another_arithmetic_and_all_steps_of_a_gpu_are_close_at_best(ru
         pass
     assert inexact_steps(store, commits, config) == list(range(6))
     assert inexact_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == []
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(retrain, "processor", lambda: "another processor")
+        assert inexact_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
     monkeypatch.setattr(retrain, "model_device", lambda _: torch.device("cuda"))
     assert inexact_steps(store, commits, load_config("quickstart", ["trainer.pack_tokens=64"])) == list(range(6))
 
