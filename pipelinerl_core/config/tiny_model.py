@@ -13,6 +13,8 @@ from pipelinerl_core.errors import ConfigError
 
 SMALL_VOCABULARY = 4096
 """A tokenizer with at most this many tokens is used as it is."""
+BYTES_PER_TOKEN = 4
+"""The tokenizer has a token per byte: texts have about this many times the tokens."""
 _HEAD_DIM = 32
 """The smallest that vLLM supports on a CPU."""
 _NUM_LAYERS = 2
@@ -71,6 +73,8 @@ def shrunk(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == shape.layers > 1
     }
     sizes = {name: size for name, size in _SIZES.items() if kept.get(name)}
+    if context := kept.get("max_position_embeddings"):
+        sizes["max_position_embeddings"] = BYTES_PER_TOKEN * context
     head_dim = {"head_dim": _HEAD_DIM} if kept.get("head_dim") else {}
     return {
         **kept,

@@ -14,15 +14,12 @@ from pipelinerl_core.config.dtype import gpu_capability
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.config.model_path import TINY_PREFIX, builtin_recipe, cache_directory, model_directory
 from pipelinerl_core.config.sections import EmulationConfig, HuggingFacePrompts, PlacementConfig
+from pipelinerl_core.config.tiny_model import BYTES_PER_TOKEN
 
 STEPS = 3
 _GROUPS, _GROUP_SIZE = 4, 4
 _MAX_TOKENS = 16
-_EPISODE_TOKENS = 256
-"""rollouts.max_tokens with an environment, whose messages count too."""
 _MAX_TURNS = 4
-_BYTES_PER_TOKEN = 4
-"""The tokenizer has a token per byte; prompts are longer by about this factor."""
 _EVAL_PROMPTS = 8
 _HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
@@ -72,7 +69,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         **_small_prompts(config),
         "rollouts.group_size": group_size,
         "rollouts.max_tokens": min(_MAX_TOKENS, rollouts.max_tokens),
-        "rollouts.max_prompt_tokens": _BYTES_PER_TOKEN * rollouts.max_prompt_tokens,
+        "rollouts.max_prompt_tokens": BYTES_PER_TOKEN * rollouts.max_prompt_tokens,
         # A random model is rarely right: with equal rewards, no group would be trained, or none with a backward pass.
         "rollouts.filter_zero_variance": False,
         "trainer.skip_zero_advantage": False,
@@ -97,7 +94,8 @@ def _small(config: RunConfig) -> dict[str, Any]:
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
         small |= {"engine.batched_tokens": 0, "engine.compile": "never"}
     if config.environment.path:
-        small |= {"rollouts.max_tokens": _EPISODE_TOKENS, "environment.turn_tokens": _MAX_TOKENS}
+        small["rollouts.max_tokens"] = BYTES_PER_TOKEN * rollouts.max_tokens  # counts the messages, too
+        small["environment.turn_tokens"] = _MAX_TOKENS
         small["environment.max_turns"] = min(_MAX_TURNS, config.environment.max_turns)
     return small
 

@@ -12,6 +12,11 @@ from pipelinerl_core.errors import ConfigError
 QWEN3 = KNOWN_MODELS["Qwen/Qwen3-8B"]
 
 
+@pytest.fixture(autouse=True)
+def no_models_on_this_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_the_layout_of_the_heads_and_the_kind_stay(name):
     large, small = KNOWN_MODELS[name], tiny_recipe(name).settings
@@ -21,6 +26,7 @@ def test_the_layout_of_the_heads_and_the_kind_stay(name):
     assert small["num_key_value_heads"] == 2
     assert small["hidden_size"] == 32 * small["num_attention_heads"]
     assert (small["num_hidden_layers"], small["intermediate_size"]) == (2, 128)
+    assert small["max_position_embeddings"] == 4 * large["max_position_embeddings"]  # a token is a byte
     assert ("head_dim" in small) == ("head_dim" in large)
 
 

@@ -98,7 +98,8 @@ def test_an_environment_gets_tokens_for_several_turns():
     config = load_config("quickstart", ["environment.path=builtin:guess", "prompts.kind=environment"])
     small = tools.tiny(config)
     assert small.environment.path == "builtin:guess"
-    assert small.rollouts.max_tokens > 2 * small.environment.turn_tokens > 0
+    assert small.rollouts.max_tokens == 4 * config.rollouts.max_tokens
+    assert 0 < small.environment.turn_tokens <= 16
 
 
 def test_a_reference_model_is_small_too():
