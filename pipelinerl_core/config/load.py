@@ -104,10 +104,12 @@ def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
     """The configuration of a run.json, also of an earlier version.
 
     Dropped keys are ignored. Runs from before prompts.held_out_share held out a twentieth of every table; runs from
-    before trainer.skip_zero_advantage computed every rollout in the same way.
+    before trainer.skip_zero_advantage computed every rollout in the same way; runs from before loss.revision keep the
+    formulas of revision 1.
     """
     kept = without_dropped(values)
     kept["trainer"] = {"skip_zero_advantage": False, **kept.get("trainer", {})}
+    kept["loss"] = {"revision": 1, **kept.get("loss", {})}
     prompts = kept.get("prompts", {})
     if prompts.get("kind") in ("file", "huggingface"):
         kept["prompts"] = {"held_out_share": 0.05, **prompts}

@@ -37,6 +37,9 @@ class _Loss(Section):
     ref_model: str = ""
     """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
     weights of the run."""
+    revision: Literal[1, 2] = 2
+    """Formulas of the loss. 2: the formulas of docs/algorithms.md; 1: the formulas of runs that were recorded before
+    this key. Do not set in a new run: a recorded run keeps its revision."""
 
 
 class ReinforceLoss(_Loss):

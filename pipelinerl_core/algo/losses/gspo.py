@@ -12,12 +12,13 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
-    loss.advantage=turn is the paper's GSPO-token: s has the same value, but the gradient at each token is that of the
-    token's log ratio. With the gradient of the mean, a token would change the terms of all turns equally, and
-    the rollout would be credited with the mean advantage of its tokens.
+    With loss.advantage=turn and value the tokens of a rollout have different advantages, and the loss is the paper's
+    GSPO-token: s has the same value, but the gradient at each token is that of the token's log ratio.
+    With the gradient of the mean, a token would change the terms of all tokens equally, and the rollout would be
+    credited with the mean advantage of its tokens. Revision 1 computed this mean for loss.advantage=value.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
-    if config.advantage == "turn":
+    if config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
         log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
     ratio_M = log_ratio_M.exp()
     clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)

@@ -282,6 +282,23 @@ def test_the_entropy_of_trained_tokens_is_a_bonus_by_their_weight(kind):
     torch.testing.assert_close(trainer.grad, torch.tensor(gradient, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("kind", LOSSES)
+def test_every_loss_credits_each_token_with_its_own_advantage(kind):
+    # On policy, one rollout of two tokens with A = (0.1, 0.9), weight 1/4: the gradient is -0.25 * A at each token.
+    # With the gradient of the mean log ratio, it is -0.25 * (0.1 + 0.9) / 2 = -0.125 at both.
+    config = type(BY_HAND[kind][0])(advantage="value")
+    logprobs, ones = torch.tensor([-1.0, -2.0]), torch.ones(2)
+    gradients = []
+    for revision in (2, 1):
+        trainer = logprobs.clone().requires_grad_()
+        studied = config.model_copy(update={"revision": revision})
+        columns = (trainer, logprobs, torch.tensor([0.1, 0.9]), 0.25 * ones, ones.bool(), torch.zeros(2).long())
+        compute(studied, *columns).loss.backward()
+        gradients.append(trainer.grad.tolist())
+    assert gradients[0] == pytest.approx([-0.025, -0.225])
+    assert gradients[1] == pytest.approx([-0.125, -0.125] if kind == "gspo" else [-0.025, -0.225])
+
+
 def test_ess_matches_the_fractions_done_by_hand():
     # weights 1, 1, 2: (1 + 1 + 2)^2 / (3 * (1 + 1 + 4)) = 16/18
     assert ess(torch.log(torch.tensor([1.0, 1.0, 2.0]))) == pytest.approx(16 / 18)

@@ -70,3 +70,11 @@ def test_the_command_line_and_a_file_end_with_exit_code_2(tmp_path):
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
         assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
         assert "placement.hub_local: dropped after 0.1.0: roles on the hub's host use Arrow Flight" in ended.stderr
+
+
+def test_a_run_from_before_a_change_of_the_objective_keeps_its_objective():
+    stored = load_config("quickstart", ["loss.kind=gspo"]).model_dump(mode="json")
+    assert stored_config(stored).loss.revision == 2
+    del stored["loss"]["revision"]
+    assert stored_config(stored).loss.revision == 1
+    assert stored_config({}).loss.revision == 1
