@@ -226,6 +226,11 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"loss.value_coefficient={config.loss.value_coefficient:g} is not used with loss.advantage="
             f"{config.loss.advantage}. Set loss.advantage=value, or remove loss.value_coefficient"
         )
+    if config.rollouts.filter_zero_variance and config.other_term:
+        return (
+            "rollouts.filter_zero_variance=true discards groups of equal rewards, which have a gradient with "
+            f"{config.other_term}. Set rollouts.filter_zero_variance=false, or change {config.other_term}"
+        )
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="

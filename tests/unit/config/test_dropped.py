@@ -78,3 +78,10 @@ def test_a_run_from_before_a_change_of_the_objective_keeps_its_objective():
     del stored["loss"]["revision"]
     assert stored_config(stored).loss.revision == 1
     assert stored_config({}).loss.revision == 1
+
+
+@pytest.mark.parametrize("term", ["advantage=value", "kl_coefficient=0.1"])
+def test_a_filter_that_is_refused_by_now_is_off_in_a_stored_run(term):
+    stored = load_config("quickstart", [f"loss.{term}"]).model_dump(mode="json")
+    stored["rollouts"]["filter_zero_variance"] = True
+    assert not stored_config(stored).rollouts.filter_zero_variance

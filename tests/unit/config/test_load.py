@@ -261,6 +261,10 @@ def test_a_loss_without_a_kind_is_the_default_one():
         (["loss.kind=pop"], "loss.kind=pop: must be reinforce, cispo"),
         (["loss.sequence_ratio_max=1"], "would leave out every rollout"),
         (["reward.overlong_tokens=1000"], "every completion would be overlong"),
+        *[
+            (["rollouts.filter_zero_variance=true", f"loss.{term}"], rf"gradient with loss\.{term}\. Set rollouts")
+            for term in ("advantage=value", "kl_coefficient=0.1", "entropy_bonus=0.1")
+        ],
     ],
 )
 def test_an_option_that_a_loss_does_not_read_is_one_line(overrides, message):
