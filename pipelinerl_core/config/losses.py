@@ -69,6 +69,9 @@ class _ClippedLoss(_Loss):
 
     clip_low: float = Field(0.2, gt=0, le=1)
     clip_high: float = Field(0.2, gt=0)
+    dual_clip: float = Field(3.0, ge=0)
+    """Upper bound of the importance ratio with a negative advantage (dual clip); 0: no bound. Lower if single stale
+    tokens dominate the gradient."""
 
 
 class PpoLoss(_ClippedLoss):

@@ -1,13 +1,12 @@
 """GSPO: one ratio for a whole rollout (arXiv:2507.18071)."""
 
-import torch
-
+from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
 from pipelinerl_core.config.losses import GspoLoss
 
 
 def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
-    """-min(s * advantage, clip(s, 1 - clip_low, 1 + clip_high) * advantage), s = exp(mean log ratio of the rollout).
+    """-surrogate(s, advantage), s = exp(mean log ratio of the rollout).
 
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
@@ -20,7 +19,5 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
     if config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
         log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
-    ratio_M = log_ratio_M.exp()
-    clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
-    return tokens.sums(-torch.minimum(free_M, bounded_M), bounded_M < free_M)
+    values_M, is_clipped_M = surrogate(log_ratio_M.exp(), tokens.advantages_M, config)
+    return tokens.sums(-values_M, is_clipped_M)
