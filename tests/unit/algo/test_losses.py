@@ -12,6 +12,7 @@ from pipelinerl_core.config.losses import (
     CispoLoss,
     DapoLoss,
     DecoupledPpoLoss,
+    DppoLoss,
     DrGrpoLoss,
     GrpoLoss,
     GspoLoss,
@@ -31,6 +32,7 @@ CONFIGS = [
     GspoLoss(clip_low=0.1, clip_high=0.2, dual_clip=1.05),
     IcepopLoss(ratio_max=2.0),
     DecoupledPpoLoss(clip_low=0.1, clip_high=0.1, ratio_max=1.2, dual_clip=1.2),
+    DppoLoss(divergence_max=0.1, ratio_max=1.5),
 ]
 
 
@@ -90,6 +92,13 @@ BY_HAND = {
         [0.0, -0.5, 0.375, -0.75],
         1,
     ),
+    # 0.4 to 0.6 is further than 0.15, but A = -1 moves it back; 0.2 to 0.8 with A = 2 is outside of the trust region
+    "dppo": (
+        DppoLoss(divergence_max=0.15),
+        -(0.5 * math.log(0.5) - 0.25 * 1.5 * math.log(0.6)),
+        [0.0, -0.5, 0.375, 0.0],
+        1,
+    ),
 }
 
 
@@ -128,6 +137,10 @@ def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
             term = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage * moving[t]
         elif config.kind == "icepop":
             term = ratio * advantage * moving[t] if config.ratio_min <= ratio <= config.ratio_max else 0.0
+        elif config.kind == "dppo":
+            moved = math.exp(frozen[t]) - math.exp(rollout[t])
+            is_outside = moved > config.divergence_max if advantage > 0 else -moved > config.divergence_max
+            term = 0.0 if is_outside else min(ratio, config.ratio_max) * advantage * moving[t]
         elif config.kind == "decoupled_ppo":
             proximal = frozen[t] + (rollout[t] - frozen[t]) / (sequence[t] + 1)  # the lag is the sequence's number
             ratio = math.exp(moving[t] - proximal)
