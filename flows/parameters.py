@@ -66,7 +66,8 @@ class Settings(BaseModel):
     max_tokens: int | None = Field(None, ge=1, description="Largest number of tokens of a completion.")
     learning_rate: float | None = Field(None, gt=0, description="Peak learning rate.")
     loss: (
-        Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop", "decoupled_ppo"] | None
+        Literal["reinforce", "cispo", "ppo", "grpo", "dr_grpo", "dapo", "gspo", "icepop", "decoupled_ppo", "dppo"]
+        | None
     ) = Field(None, description="The loss, with the options of its paper.")
 
     def overrides(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class Fate(StrEnum):
     """How a group left the ledger."""
 
     TRAINED = "trained"
-    FILTERED = "filtered"  # all rewards equal: no gradient in it
+    FILTERED = "filtered"  # all rewards equal
     DROPPED_STALE = "dropped_stale"
     FAILED = "failed"  # fewer than two rollouts could be scored
 

@@ -103,10 +103,17 @@ def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
     """The configuration of a run.json, also of an earlier version.
 
     Dropped keys are ignored. Runs from before prompts.held_out_share held out a twentieth of every table; runs from
-    before trainer.skip_zero_advantage computed every rollout in the same way.
+    before trainer.skip_zero_advantage computed every rollout in the same way; runs from before loss.revision keep the
+    formulas of revision 1, and runs from before loss.dual_clip have no dual clip. A filter that is refused by now is
+    off: a resume trains the groups that have a gradient.
     """
     kept = without_dropped(values)
     kept["trainer"] = {"skip_zero_advantage": False, **kept.get("trainer", {})}
+    loss = kept["loss"] = {"revision": 1, **kept.get("loss", {})}
+    if loss.get("kind", "reinforce") in kinds_of("loss.dual_clip"):
+        loss.setdefault("dual_clip", 0.0)
+    if loss.get("advantage") == "value" or loss.get("kl_coefficient"):
+        kept["rollouts"] = {**kept.get("rollouts", {}), "filter_zero_variance": False}
     prompts = kept.get("prompts", {})
     if prompts.get("kind") in ("file", "huggingface"):
         kept["prompts"] = {"held_out_share": 0.05, **prompts}

@@ -37,13 +37,16 @@ class _Loss(Section):
     ref_model: str = ""
     """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
     weights of the run."""
+    revision: Literal[1, 2] = 2
+    """Formulas of the loss. 2: the formulas of docs/algorithms.md; 1: the formulas of runs that were recorded before
+    this key. Do not set in a new run: a recorded run keeps its revision."""
 
 
 class ReinforceLoss(_Loss):
     """REINFORCE with a truncated importance ratio."""
 
     kind: Literal["reinforce"] = "reinforce"
-    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop or decoupled_ppo."""
+    """Objective: reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, decoupled_ppo or dppo."""
     ratio_max: float = Field(5.0, gt=0)
     """Upper limit of a token's importance ratio (larger ratios are truncated; kind=icepop: leaves the token out).
     Lower to reduce variance, raise to reduce bias."""
@@ -66,6 +69,9 @@ class _ClippedLoss(_Loss):
 
     clip_low: float = Field(0.2, gt=0, le=1)
     clip_high: float = Field(0.2, gt=0)
+    dual_clip: float = Field(3.0, ge=0)
+    """Upper bound of the importance ratio with a negative advantage (dual clip); 0: no bound. Lower if single stale
+    tokens dominate the gradient."""
 
 
 class PpoLoss(_ClippedLoss):
@@ -125,6 +131,17 @@ class DecoupledPpoLoss(_ClippedLoss):
     """Upper limit of the ratio of proximal to sampling probability, the weight of a token."""
 
 
+class DppoLoss(_Loss):
+    """REINFORCE with a trust region around the sampling policy, measured by total variation (DPPO)."""
+
+    kind: Literal["dppo"] = "dppo"
+    advantage: AdvantageKind = "standardized"
+    divergence_max: float = Field(0.2, gt=0, lt=1)
+    """Largest change of a token's probability since the token was sampled, beyond which the loss does not push it
+    further. Lower for smaller steps of the policy."""
+    ratio_max: float = Field(20.0, ge=1)
+
+
 def _kind(value: Any) -> Any:
     return value.get("kind", "reinforce") if isinstance(value, dict) else getattr(value, "kind", None)
 
@@ -138,11 +155,12 @@ LossConfig = Annotated[
     | Annotated[DapoLoss, Tag("dapo")]
     | Annotated[GspoLoss, Tag("gspo")]
     | Annotated[IcepopLoss, Tag("icepop")]
-    | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")],
+    | Annotated[DecoupledPpoLoss, Tag("decoupled_ppo")]
+    | Annotated[DppoLoss, Tag("dppo")],
     Discriminator(
         _kind,
         custom_error_type="loss_kind",
         custom_error_message="no such loss.kind: there are reinforce, cispo, ppo, grpo, dr_grpo, dapo, gspo, icepop, "
-        "decoupled_ppo",
+        "decoupled_ppo, dppo",
     ),
 ]

@@ -215,6 +215,11 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"loss.sequence_ratio_max={config.loss.sequence_ratio_max:g} would leave out every rollout: on policy, "
             "the ratio of a rollout is 1. Set loss.sequence_ratio_max above 1, or to 0"
         )
+    if 0 < getattr(config.loss, "dual_clip", 0.0) <= 1:
+        return (
+            "loss.dual_clip of at most 1 would leave no gradient to negative advantages: on policy, the ratio of a "
+            "token is 1. Set loss.dual_clip above 1, or to 0"
+        )
     if config.loss.ref_model and not config.loss.kl_coefficient:
         return (
             f"loss.ref_model={config.loss.ref_model} is not used with loss.kl_coefficient=0. Set loss.kl_coefficient "
@@ -225,6 +230,11 @@ def _loss_problem(config: "RunConfig") -> str | None:
         return (
             f"loss.value_coefficient={config.loss.value_coefficient:g} is not used with loss.advantage="
             f"{config.loss.advantage}. Set loss.advantage=value, or remove loss.value_coefficient"
+        )
+    if config.rollouts.filter_zero_variance and config.other_term:
+        return (
+            "rollouts.filter_zero_variance=true discards groups of equal rewards, which have a gradient with "
+            f"{config.other_term}. Set rollouts.filter_zero_variance=false, or change {config.other_term}"
         )
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (

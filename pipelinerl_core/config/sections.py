@@ -213,8 +213,8 @@ class RolloutsConfig(Section):
     """Nucleus sampling: probability mass to sample from. Must be 1, because truncation breaks the importance
     ratio."""
     filter_zero_variance: bool = False
-    """Replace groups whose rewards are all equal, which have no gradient, by new groups. Set if many prompts are
-    always or never solved."""
+    """Replace groups whose rewards are all equal by new groups (DAPO's dynamic sampling). Set if many prompts are
+    always or never solved; not with a value head, a KL term or an entropy bonus, whose gradient would be lost."""
 
 
 class EngineConfig(Section):
@@ -560,11 +560,21 @@ class RunConfig(Section):
         return self.model_copy(update={"prompts": _PROMPTS.validate_python({**own, **every_row, **changes})})
 
     @property
+    def other_term(self) -> str:
+        """The setting of a term of the loss that is no multiple of the advantage: such a term has a gradient also in
+        rollouts of equal rewards. Empty without such a term."""
+        loss = self.loss
+        if loss.advantage == "value":
+            return "loss.advantage=value"
+        if loss.kl_coefficient:
+            return f"loss.kl_coefficient={loss.kl_coefficient:g}"
+        # Revision 1 computed the entropy bonus only of rollouts whose advantage is not 0.
+        return f"loss.entropy_bonus={loss.entropy_bonus:g}" if loss.entropy_bonus and loss.revision > 1 else ""
+
+    @property
     def skips_backward(self) -> bool:
-        """Whether rollouts whose advantage is 0 are computed without a backward pass: all terms of the loss are
-        multiples of the advantage."""
-        has_other_terms = self.loss.kl_coefficient > 0 or self.loss.advantage == "value"
-        return self.trainer.skip_zero_advantage and self.learner.kind == "torch" and not has_other_terms
+        """Whether rollouts whose advantage is 0 are computed without a backward pass."""
+        return self.trainer.skip_zero_advantage and self.learner.kind == "torch" and not self.other_term
 
     @property
     def stays_on_cpu(self) -> bool:

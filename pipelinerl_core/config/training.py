@@ -67,7 +67,8 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(10, ge=0)
     """Steps over which the learning rate rises linearly to its peak."""
     final_lr_share: float = Field(1.0, ge=0, le=1)
-    """Learning rate of the last step as a share of the peak, reached by linear decay; 1: constant learning rate."""
+    """Learning rate of the last step as a share of the peak, reached by linear decay; 1: constant learning rate; 0:
+    the last step changes nothing, so set at least 0.01 for a decay to about 0."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """Decay rate of AdamW's second moment. Lower to adapt faster to changing gradients."""
     weight_decay: float = Field(0.0, ge=0)

@@ -60,6 +60,8 @@ class GroupSummary:
     ref: GroupRef
     rewards: tuple[float, ...]
     """Rewards of the scored rollouts."""
+    has_turn_rewards: bool = False
+    """Whether parts of a reward belong to single turns."""
     tokens_by_version: Mapping[int, int] = field(default_factory=dict)
     """Completion tokens of the scored rollouts per weight version that sampled them."""
     lengths_by_version: Mapping[int, LengthTotals] = field(default_factory=dict)

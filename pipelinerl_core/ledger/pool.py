@@ -135,7 +135,10 @@ class GroupPool:
         if len(summary.rewards) < 2:
             self.decide(summary, Fate.FAILED)
             return Arrival.FAILED
-        if self._config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1:
+        # With loss.advantage=turn, rewards of turns give advantages also where the sums are equal.
+        credits_turns = summary.has_turn_rewards and self._config.loss.advantage == "turn"
+        is_equal = len(set(summary.rewards)) == 1 and not credits_turns
+        if self._config.rollouts.filter_zero_variance and is_equal:
             self.decide(summary, Fate.FILTERED)
             return Arrival.FILTERED
         self.ready.add(summary)

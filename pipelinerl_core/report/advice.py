@@ -21,6 +21,7 @@ from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.length_bias import Lengths, length_bias
+from pipelinerl_core.types import LengthTotals
 
 Bottleneck = Literal["trainer", "engine", "window", "stale_wait", "turns", "balanced"]
 
@@ -34,6 +35,8 @@ _WINDOW_PART = 1 / 3
 _WORTH = 0.05
 # Length bias (trained over generated mean length) below which the advice names the loss of long completions.
 _BIASED = 0.9
+# Share of the tokens of trained groups that the lag rule masks from which the advice names the settings.
+_MASKED = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any
     if evidence is None or run is None:
         return {"bottleneck": None, "advice": None}
     kind = bottleneck(evidence, takes_turns=run.takes_turns)
-    sentences = [_ADVICE[kind](evidence, run), _length_advice(lengths, run)]
+    sentences = [_ADVICE[kind](evidence, run), _length_advice(lengths, run), _masked_advice(lengths, run)]
     return {"bottleneck": kind, "advice": " ".join(filter(None, sentences))}
 
 
@@ -254,6 +257,23 @@ def _lag_arithmetic(run: RunConfig, spread: float) -> str:
 
 def _set(key: str, value: int, now: int) -> str:
     return f"{key}={value} (now {now})"
+
+
+def _masked_advice(lengths: Lengths, run: RunConfig) -> str:
+    """The share of masked tokens, and what lowers it; empty if the share is small.
+
+    The length bias does not show this loss: short rollouts of a group wait for the longest, so their tokens are
+    masked too, and the bias may be above 1 while most tokens are lost.
+    """
+    masked, trained = (lengths.get(name, LengthTotals()).num_tokens for name in ("masked_stale", "trained"))
+    if masked <= _MASKED * (masked + trained):
+        return ""
+    return (
+        f"{masked / (masked + trained):.0%} of the tokens of trained groups were masked because of their lag, so the "
+        "engines generated them in vain and the gradient is smaller. Set schedule.max_lag higher (now "
+        f"{run.schedule.max_lag}), or engine.concurrency lower (now {run.engine.concurrency}), so that rollouts "
+        "end earlier."
+    )
 
 
 def _read(config: Mapping[str, Any]) -> RunConfig | None:

@@ -107,6 +107,8 @@ def pack_loss(
     sums = compute_loss(tokens, config)
     if values_N is None:
         return sums
+    if config.sequence_ratio_max and config.revision > 1:
+        tokens = tokens.without_far_sequences(config.sequence_ratio_max)
     rewards_M = batch.advantages_N.index_select(0, batch.trained_M)
     squares_M = (values_N.index_select(0, batch.trained_M) - rewards_M).square()
     error = (tokens.loss_weights_M * squares_M).sum()

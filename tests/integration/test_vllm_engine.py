@@ -245,6 +245,22 @@ def test_weights_come_from_the_trainers_memory_and_from_a_file_when_they_are_los
     assert [span.version for span in completions[0].weight_spans] == [0, 1]
 
 
+def test_a_restarted_engine_core_draws_other_noise(start):
+    async def main():
+        engine = await start()
+        found = [await finish(engine, ask("first", max_tokens=40))]
+        kill_engine_core()
+        await until(lambda: engine._keeper.num_deaths == 1 or engine._keeper.core.is_dead, "the death", START_SECONDS)
+        found.append(await finish(engine, ask("second", max_tokens=40)))
+        await engine.close()
+        return found
+
+    first, second = asyncio.run(main())
+    assert len(first.token_ids) == len(second.token_ids) == 40
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    check(second, {0: model()})
+
+
 def test_sequences_outlive_their_engine_core_and_keep_what_they_had(shared):
     async def main():
         engine = await shared(model(), slots=4, max_len=LONGEST)

@@ -12,6 +12,7 @@ from typing import Any
 from pipelinerl_core.algo.losses.cispo import cispo
 from pipelinerl_core.algo.losses.decoupled import decoupled_ppo
 from pipelinerl_core.algo.losses.divergence import divergence
+from pipelinerl_core.algo.losses.dppo import dppo
 from pipelinerl_core.algo.losses.gspo import gspo
 from pipelinerl_core.algo.losses.icepop import icepop
 from pipelinerl_core.algo.losses.ppo import ppo
@@ -32,6 +33,7 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
         "gspo": gspo,
         "icepop": icepop,
         "decoupled_ppo": decoupled_ppo,
+        "dppo": dppo,
     }
 )
 """loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind."""

@@ -8,22 +8,21 @@ import torch
 from torch import Tensor
 
 from pipelinerl_core.algo.importance import MAX_LOG_RATIO
+from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
 from pipelinerl_core.config.losses import DecoupledPpoLoss
 
 
 def decoupled_ppo(tokens: TrainedTokens, config: DecoupledPpoLoss) -> LossSums:
-    """-(min(proximal / rollout, ratio_max).detach() * min(r * advantage, clip(r) * advantage)).
+    """-(min(proximal / rollout, ratio_max).detach() * surrogate(trainer / proximal, advantage)).
 
-    r = trainer / proximal, and clip(r) is between 1 - clip_low and 1 + clip_high. For tokens of lag 0 it is `ppo`.
+    For tokens of lag 0 it is `ppo`.
     """
     proximal_M = proximal_logprobs(tokens)
     behaviour_M = _ratio(proximal_M, tokens.rollout_logprobs_M)
-    ratio_M = _ratio(tokens.trainer_logprobs_M, proximal_M)
-    clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
-    terms_M = -(behaviour_M.clamp(max=config.ratio_max) * torch.minimum(free_M, bounded_M))
-    return tokens.sums(terms_M, (bounded_M < free_M) | (behaviour_M > config.ratio_max))
+    values_M, is_clipped_M = surrogate(_ratio(tokens.trainer_logprobs_M, proximal_M), tokens.advantages_M, config)
+    terms_M = -(behaviour_M.clamp(max=config.ratio_max) * values_M)
+    return tokens.sums(terms_M, is_clipped_M | (behaviour_M > config.ratio_max))
 
 
 def proximal_logprobs(tokens: TrainedTokens) -> Tensor:

@@ -1,25 +1,23 @@
 """GSPO: one ratio for a whole rollout (arXiv:2507.18071)."""
 
-import torch
-
+from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
 from pipelinerl_core.config.losses import GspoLoss
 
 
 def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
-    """-min(s * advantage, clip(s, 1 - clip_low, 1 + clip_high) * advantage), s = exp(mean log ratio of the rollout).
+    """-surrogate(s, advantage), s = exp(mean log ratio of the rollout).
 
     The mean is over the trained tokens of the rollout. Every token has the term of its rollout, so loss_weights of a
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
-    loss.advantage=turn is the paper's GSPO-token: s has the same value, but the gradient at each token is that of the
-    token's log ratio. With the gradient of the mean, a token would change the terms of all turns equally, and
-    the rollout would be credited with the mean advantage of its tokens.
+    With loss.advantage=turn and value the tokens of a rollout have different advantages, and the loss is the paper's
+    GSPO-token: s has the same value, but the gradient at each token is that of the token's log ratio.
+    With the gradient of the mean, a token would change the terms of all tokens equally, and the rollout would be
+    credited with the mean advantage of its tokens. Revision 1 computed this mean for loss.advantage=value.
     """
     log_ratio_M = tokens.sequence_means(tokens.log_ratio_M)
-    if config.advantage == "turn":
+    if config.advantage == "turn" or (config.advantage == "value" and config.revision > 1):
         log_ratio_M = log_ratio_M.detach() + (tokens.log_ratio_M - tokens.log_ratio_M.detach())
-    ratio_M = log_ratio_M.exp()
-    clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
-    return tokens.sums(-torch.minimum(free_M, bounded_M), bounded_M < free_M)
+    values_M, is_clipped_M = surrogate(log_ratio_M.exp(), tokens.advantages_M, config)
+    return tokens.sums(-values_M, is_clipped_M)

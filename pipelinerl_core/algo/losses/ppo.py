@@ -4,15 +4,12 @@ GRPO (arXiv:2402.03300), Dr. GRPO (arXiv:2503.20783) and DAPO (arXiv:2503.14476)
 normalisation and bounds of their own: config/losses.py has them side by side.
 """
 
-import torch
-
+from pipelinerl_core.algo.losses.surrogate import surrogate
 from pipelinerl_core.algo.losses.terms import LossSums, TrainedTokens
 from pipelinerl_core.config.losses import DapoLoss, DrGrpoLoss, GrpoLoss, PpoLoss
 
 
 def ppo(tokens: TrainedTokens, config: PpoLoss | GrpoLoss | DrGrpoLoss | DapoLoss) -> LossSums:
-    """-min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage): no gradient where clipped."""
-    ratio_M = tokens.log_ratio_M.exp()
-    clipped_M = ratio_M.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-    free_M, bounded_M = ratio_M * tokens.advantages_M, clipped_M * tokens.advantages_M
-    return tokens.sums(-torch.minimum(free_M, bounded_M), bounded_M < free_M)
+    """-surrogate(ratio, advantage)."""
+    values_M, is_clipped_M = surrogate(tokens.log_ratio_M.exp(), tokens.advantages_M, config)
+    return tokens.sums(-values_M, is_clipped_M)

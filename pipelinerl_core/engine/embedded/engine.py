@@ -43,8 +43,8 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
     eos_token_ids: tokens that end a completion and are part of the completion.
     weight_version: version of the model's weights now.
     kv: what a swap does with the KV cache of running sequences. keep: nothing, the sequences continue and attend to
-        keys of older weights; recompute: compute the cache again under the new weights, within the pause; drain:
-        admit nothing and swap when the slots are empty.
+        keys of older weights, except sequences without a token, which start again; recompute: compute the cache again
+        under the new weights, within the pause; drain: admit nothing and swap when the slots are empty.
     deterministic: every step has the same shape (all slots, all max_len keys) and prompts are fed through decode
         steps, so that tokens and log-probabilities depend only on the request and the weights, bit for bit, also when
         the request continues a prior. Slower: attention is over max_len, and each prompt token takes a step. The
@@ -344,6 +344,10 @@ class EmbeddedEngine(QueuedEngine[SlotSequence]):
         self._version = version
         if self._kv == "recompute":
             self._recompute()
+        elif self._deterministic:
+            # A prompt is fed in several steps. The keys of its first tokens would be of the old weights, and no
+            # weight span of the completion would show this: the parity gate of the trainer would refuse a sound run.
+            self._table.feed_prompts_again()
 
     def _recompute(self) -> None:
         """Compute the keys and values of all running sequences again, under the current weights."""

@@ -79,6 +79,10 @@ class SlotTable:
         self._key[slot] = noise_key(request.sampler.seed)
         self.is_running[slot] = True
 
+    def feed_prompts_again(self) -> None:
+        """Feed the sequences without a completion token from their first token on."""
+        self.num_fed[self.is_running & (self.num_known == self._prompt_len)] = 0
+
     def release(self, slot: int, *, keep: bool = False) -> None:
         """Free a slot. Neutral values replace its state, because steps decode the slot while a higher slot runs.
 

@@ -7,6 +7,7 @@ updates, watches and ends.
 import asyncio
 import contextlib
 import gc
+import hashlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -61,7 +62,7 @@ class CoreSettings:
     max_sequences: int
     """Sequences decoded at once, at most."""
     seed: int
-    """Seed of the sampling noise; two actors must not have the same seed."""
+    """Seed of the sampling noise; two actors must not have the same seed. See `VLLMCore.seed`."""
     kv_bytes: int | None = None
     """Memory of the KV cache; None: what memory_share leaves."""
     memory_share: float = 0.9
@@ -107,6 +108,7 @@ class VLLMCore:
         self.settings = settings
         self.load = CoreLoad()
         self._num_submitting = 0
+        self._num_starts = 0
         self.llm: Any = None
         """The AsyncLLM; None before the start and after the end."""
         # Linux kills a child with a parent-death signal when the thread that started the child ends: keep one thread.
@@ -117,8 +119,19 @@ class VLLMCore:
         """Whether no engine core runs."""
         return self.llm is None or bool(self.llm.errored)
 
+    @property
+    def seed(self) -> int:
+        """Seed of the sampling noise of this engine core: another one after every start.
+
+        With the same seed a restarted engine core would draw the noise of its predecessor again, and repeat its
+        completions of equal prompts.
+        """
+        digest = hashlib.blake2b(f"{self.settings.seed}/{self._num_starts}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "little") >> 1
+
     async def start(self) -> None:
         """End the old engine core and start one with the weights of the model directory. Raises EngineError."""
+        self._num_starts += 1
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._starter, self._stop)
         self.load = CoreLoad(num_preemptions=self.load.num_preemptions, num_steps=self.load.num_steps)
@@ -283,7 +296,7 @@ class VLLMCore:
             dtype=settings.dtype,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_sequences,
-            seed=settings.seed,
+            seed=self.seed,
             kv_cache_memory_bytes=settings.kv_bytes,
             gpu_memory_utilization=settings.memory_share,
             max_num_batched_tokens=settings.batched_tokens,

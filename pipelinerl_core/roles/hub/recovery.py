@@ -22,8 +22,8 @@ from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, PreviousHold
 logger = logging.getLogger(__name__)
 
 # Access by column index is faster than by name, and runs for every group.
-_COMPLETION_AT, _SPANS_AT, _REWARD_AT = map(
-    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward")
+_COMPLETION_AT, _SPANS_AT, _REWARD_AT, _TURN_REWARDS_AT = map(
+    ROLLOUT_SCHEMA.get_field_index, ("completion_token_ids", "weight_spans", "reward", "turn_rewards")
 )
 _UNSCORED = -1
 """Key in place of the weight version for tokens of rollouts with outcome error."""
@@ -98,6 +98,7 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
     offsets, fields = flat_structs(batch.column(_SPANS_AT))
     bounds, (versions, starts, ends) = offsets.tolist(), (field.tolist() for field in fields)
     rewards = batch.column(_REWARD_AT).to_pylist()  # null exactly with outcome error
+    turn_rewards = batch.column(_TURN_REWARDS_AT)
     found, first = [], 0
     for ref in refs:
         rows = range(first, first + ref.num_rollouts)
@@ -112,6 +113,7 @@ def summarize(refs: Sequence[GroupRef], batch: pa.RecordBatch) -> list[GroupSumm
         summary = GroupSummary(
             ref=ref,
             rewards=tuple([reward for reward in rewards[rows.start : rows.stop] if reward is not None]),
+            has_turn_rewards=turn_rewards.slice(rows.start, len(rows)).null_count < len(rows),
             tokens_by_version={version: total.num_tokens for version, total in totals.items()},
             lengths_by_version=totals,
             lengths_unscored=unscored,

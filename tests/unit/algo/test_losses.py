@@ -12,6 +12,7 @@ from pipelinerl_core.config.losses import (
     CispoLoss,
     DapoLoss,
     DecoupledPpoLoss,
+    DppoLoss,
     DrGrpoLoss,
     GrpoLoss,
     GspoLoss,
@@ -24,13 +25,14 @@ SEQUENCES = torch.tensor([0, 0, 1, 1])
 CONFIGS = [
     ReinforceLoss(ratio_max=2.0),
     CispoLoss(clip_low=0.4, clip_high=0.3),
-    PpoLoss(),
+    PpoLoss(dual_clip=1.4),
     GrpoLoss(),
-    DrGrpoLoss(clip_low=0.5),
-    DapoLoss(),
-    GspoLoss(clip_low=0.1, clip_high=0.2),
+    DrGrpoLoss(clip_low=0.5, dual_clip=0.0),
+    DapoLoss(dual_clip=1.1),
+    GspoLoss(clip_low=0.1, clip_high=0.2, dual_clip=1.05),
     IcepopLoss(ratio_max=2.0),
-    DecoupledPpoLoss(clip_low=0.1, clip_high=0.1, ratio_max=1.2),
+    DecoupledPpoLoss(clip_low=0.1, clip_high=0.1, ratio_max=1.2, dual_clip=1.2),
+    DppoLoss(divergence_max=0.1, ratio_max=1.5),
 ]
 
 
@@ -90,6 +92,13 @@ BY_HAND = {
         [0.0, -0.5, 0.375, -0.75],
         1,
     ),
+    # 0.4 to 0.6 is further than 0.15, but A = -1 moves it back; 0.2 to 0.8 with A = 2 is outside of the trust region
+    "dppo": (
+        DppoLoss(divergence_max=0.15),
+        -(0.5 * math.log(0.5) - 0.25 * 1.5 * math.log(0.6)),
+        [0.0, -0.5, 0.375, 0.0],
+        1,
+    ),
 }
 
 
@@ -107,6 +116,12 @@ def test_value_and_gradient_match_the_numbers_done_by_hand(kind):
     torch.testing.assert_close(trainer.grad, torch.tensor(gradient, dtype=torch.float32))
 
 
+def surrogate_of(config, ratio, advantage) -> float:
+    bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+    value = min(ratio * advantage, bounded * advantage)
+    return max(value, config.dual_clip * advantage) if config.dual_clip and advantage < 0 else value
+
+
 def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
     """The loss of a step once more: one token after the other, in float64, straight from the papers.
 
@@ -122,18 +137,19 @@ def reference(config, trainer, rollout, advantages, weights, sequence) -> float:
             term = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage * moving[t]
         elif config.kind == "icepop":
             term = ratio * advantage * moving[t] if config.ratio_min <= ratio <= config.ratio_max else 0.0
+        elif config.kind == "dppo":
+            moved = math.exp(frozen[t]) - math.exp(rollout[t])
+            is_outside = moved > config.divergence_max if advantage > 0 else -moved > config.divergence_max
+            term = 0.0 if is_outside else min(ratio, config.ratio_max) * advantage * moving[t]
         elif config.kind == "decoupled_ppo":
             proximal = frozen[t] + (rollout[t] - frozen[t]) / (sequence[t] + 1)  # the lag is the sequence's number
             ratio = math.exp(moving[t] - proximal)
-            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            term = min(math.exp(proximal - rollout[t]), config.ratio_max) * min(
-                ratio * advantage, bounded * advantage
-            )
+            behaviour = min(math.exp(proximal - rollout[t]), config.ratio_max)
+            term = behaviour * surrogate_of(config, ratio, advantage)
         else:
             same = [i for i in range(len(rollout)) if sequence[i] == sequence[t]] if config.kind == "gspo" else [t]
             ratio = math.exp(sum(moving[i] - rollout[i] for i in same) / len(same))
-            bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            term = min(ratio * advantage, bounded * advantage)
+            term = surrogate_of(config, ratio, advantage)
         total -= weight * term
     return total
 
@@ -160,6 +176,47 @@ def test_a_second_implementation_in_float64_agrees_on_value_and_gradient(config)
     slopes = [(value(trainer + step * unit) - value(trainer - step * unit)) / (2 * step) for unit in np.eye(num)]
     np.testing.assert_allclose(tensor.grad.numpy(), slopes, rtol=1e-4, atol=1e-6)
     assert 0 < sums.clipped.item() < num
+
+
+PPO_FAMILY = [PpoLoss, GrpoLoss, DrGrpoLoss, DapoLoss, GspoLoss, DecoupledPpoLoss]
+
+
+@pytest.mark.parametrize("section", PPO_FAMILY)
+@pytest.mark.parametrize(
+    ("dual_clip", "value", "gradient", "num_clipped"),
+    # Three rollouts of one token. Ratios 2 and 4 with A = -1: 4 is cut at 3. Ratio 4 with A = 1 is cut at 1 + 0.2.
+    [(3.0, 2 + 3 - 1.2, [2.0, 0.0, 0.0], 2), (0.0, 2 + 4 - 1.2, [2.0, 4.0, 0.0], 1)],
+)
+def test_a_large_ratio_with_a_negative_advantage_is_bounded(section, dual_clip, value, gradient, num_clipped):
+    trainer = torch.log(torch.tensor([0.8, 0.8, 0.8])).requires_grad_()
+    rollout, ones = torch.log(torch.tensor([0.4, 0.2, 0.2])), torch.ones(3)
+    config = section(dual_clip=dual_clip, clip_low=0.2, clip_high=0.2)
+    columns = (trainer, rollout, torch.tensor([-1.0, -1.0, 1.0]), ones, ones.bool(), torch.arange(3))
+    tokens = select(*columns[:4], torch.arange(3), entropy_N=ones, sequence_N=columns[5], num_sequences=3,
+                    lags_N=torch.zeros(3).long())  # fmt: skip
+    sums = compute_loss(tokens, config)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(value, rel=1e-5)
+    assert trainer.grad.tolist() == pytest.approx(gradient, rel=1e-5)
+    assert sums.clipped.item() == num_clipped
+
+
+@pytest.mark.parametrize(("dual_clip", "cosine"), [(3.0, 0.9997), (0.0, 0.066)])
+def test_one_stale_token_does_not_turn_the_gradient_of_a_step(dual_clip, cosine):
+    """2,560 tokens near the policy that sampled them, and one of them with log ratio 7 and A = -1."""
+    rng = np.random.default_rng(0)
+    advantages = torch.tensor(rng.choice([-1.0, 1.0], 2560), dtype=torch.float32)
+    advantages[0] = -1.0
+    rollout, ones = torch.full((2560,), -8.0), torch.ones(2560)
+    found = []
+    for log_ratio in (0.0, 7.0):
+        trainer = (rollout + torch.tensor(rng.normal(size=2560) * 0.01, dtype=torch.float32)).requires_grad_()
+        with torch.no_grad():
+            trainer[0] = rollout[0] + log_ratio
+        columns = (trainer, rollout, advantages, ones / 2560, ones.bool(), torch.arange(2560) // 400)
+        compute(PpoLoss(dual_clip=dual_clip), *columns).loss.backward()
+        found.append(trainer.grad)
+    assert torch.cosine_similarity(*found, dim=0).item() == pytest.approx(cosine, abs=1e-3)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
@@ -280,6 +337,23 @@ def test_the_entropy_of_trained_tokens_is_a_bonus_by_their_weight(kind):
     sums.loss.backward()
     torch.testing.assert_close(entropy.grad, torch.tensor([0.0, -0.05, -0.025, -0.0125]))
     torch.testing.assert_close(trainer.grad, torch.tensor(gradient, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_every_loss_credits_each_token_with_its_own_advantage(kind):
+    # On policy, one rollout of two tokens with A = (0.1, 0.9), weight 1/4: the gradient is -0.25 * A at each token.
+    # With the gradient of the mean log ratio, it is -0.25 * (0.1 + 0.9) / 2 = -0.125 at both.
+    config = type(BY_HAND[kind][0])(advantage="value")
+    logprobs, ones = torch.tensor([-1.0, -2.0]), torch.ones(2)
+    gradients = []
+    for revision in (2, 1):
+        trainer = logprobs.clone().requires_grad_()
+        studied = config.model_copy(update={"revision": revision})
+        columns = (trainer, logprobs, torch.tensor([0.1, 0.9]), 0.25 * ones, ones.bool(), torch.zeros(2).long())
+        compute(studied, *columns).loss.backward()
+        gradients.append(trainer.grad.tolist())
+    assert gradients[0] == pytest.approx([-0.025, -0.225])
+    assert gradients[1] == pytest.approx([-0.125, -0.125] if kind == "gspo" else [-0.025, -0.225])
 
 
 def test_ess_matches_the_fractions_done_by_hand():

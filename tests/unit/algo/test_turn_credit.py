@@ -22,9 +22,11 @@ from pipelinerl_core.data.codec import (
     to_segment,
 )
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.testing.rollout_rows import build_rollout
 from pipelinerl_core.training.policy import PolicyOutput, pack_loss
 from pipelinerl_core.types import TurnSpan
+from tests.builders import group_named
 from tests.unit.training.learner_case import config, learner_of, tiny_model
 
 TURN = ReinforceLoss(advantage="turn")
@@ -89,6 +91,9 @@ def test_rewards_of_turns_reach_the_advantages_through_segment_and_batch_file():
     made[2] = replace(made[2], turn_rewards=(0.5, 0.5, 0.0))
     (stored,) = from_segment(to_segment([encode_rollouts("run", made)]))
     split_groups(stored)
+    ref = group_named(made[0].group_id, num_rollouts=3, num_tokens=15)
+    assert summarize([ref], stored)[0].has_turn_rewards
+    assert not summarize([ref], encode_rollouts("run", group()))[0].has_turn_rewards
     rollouts = decode_rollouts(stored)
     assert [one.turn_rewards for one in rollouts] == [(), (1.0, -1.0), (0.5, 0.5, 0.0)]
     rows = rows_of(config(loss=TURN), rollouts)

@@ -8,6 +8,7 @@ import pytest
 
 from pipelinerl_core.config import RunConfig, known_keys, load_config, resume_config, stored_config
 from pipelinerl_core.config.dropped import DROPPED
+from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.advice import Evidence, advice
 from pipelinerl_core.run.context import note_resume, open_run
@@ -70,3 +71,18 @@ def test_the_command_line_and_a_file_end_with_exit_code_2(tmp_path):
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
         assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
         assert "placement.hub_local: dropped after 0.1.0: roles on the hub's host use Arrow Flight" in ended.stderr
+
+
+def test_a_run_from_before_a_change_of_the_objective_keeps_its_objective():
+    stored = load_config("quickstart", ["loss.kind=gspo"]).model_dump(mode="json")
+    assert (stored_config(stored).loss.revision, stored_config(stored).loss.dual_clip) == (2, 3.0)
+    del stored["loss"]["revision"], stored["loss"]["dual_clip"]
+    assert (stored_config(stored).loss.revision, stored_config(stored).loss.dual_clip) == (1, 0.0)
+    assert stored_config({}).loss == ReinforceLoss(revision=1)
+
+
+@pytest.mark.parametrize("term", ["advantage=value", "kl_coefficient=0.1"])
+def test_a_filter_that_is_refused_by_now_is_off_in_a_stored_run(term):
+    stored = load_config("quickstart", [f"loss.{term}"]).model_dump(mode="json")
+    stored["rollouts"]["filter_zero_variance"] = True
+    assert not stored_config(stored).rollouts.filter_zero_variance

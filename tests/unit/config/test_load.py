@@ -268,13 +268,19 @@ def test_a_loss_without_a_kind_is_the_default_one():
     [
         (
             ["loss.kind=ppo", "loss.ratio_max=2"],
-            r"loss.ratio_max needs loss.kind=reinforce, icepop or decoupled_ppo \(it is ppo\)",
+            r"loss.ratio_max needs loss.kind=reinforce, icepop, decoupled_ppo or dppo \(it is ppo\)",
         ),
         (["loss.clip_low=0.1"], "loss.clip_low needs loss.kind=cispo"),
         (["loss.kind=gspo", "loss.clip_high=0"], "loss.clip_high=0: input should be greater than 0"),
         (["loss.kind=pop"], "loss.kind=pop: must be reinforce, cispo"),
+        (["loss.dual_clip=3"], "loss.dual_clip needs loss.kind=ppo, grpo, dr_grpo, dapo, gspo or decoupled_ppo"),
+        (["loss.kind=ppo", "loss.dual_clip=1"], "would leave no gradient to negative advantages"),
         (["loss.sequence_ratio_max=1"], "would leave out every rollout"),
         (["reward.overlong_tokens=1000"], "every completion would be overlong"),
+        *[
+            (["rollouts.filter_zero_variance=true", f"loss.{term}"], rf"gradient with loss\.{term}\. Set rollouts")
+            for term in ("advantage=value", "kl_coefficient=0.1", "entropy_bonus=0.1")
+        ],
     ],
 )
 def test_an_option_that_a_loss_does_not_read_is_one_line(overrides, message):

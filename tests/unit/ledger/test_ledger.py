@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from pipelinerl_core.algo.advantages import per_turn
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
@@ -57,12 +58,13 @@ def summary(
     actor: ActorKey = A,
     rewards=(0.0, 1.0),
     unscored: int = 0,
+    has_turn_rewards: bool = False,
 ) -> GroupSummary:
     ref = GroupRef(
         group_id=group_id, attempt=attempt, actor=actor.name, actor_epoch=actor.epoch, num_rollouts=4,
         num_tokens=sum(versions.values()) + unscored,
     )  # fmt: skip
-    return GroupSummary(ref=ref, rewards=rewards, tokens_by_version=versions)
+    return GroupSummary(ref=ref, rewards=rewards, tokens_by_version=versions, has_turn_rewards=has_turn_rewards)
 
 
 def deliver(ledger: Ledger, grant: Grant, versions: dict[int, int] | None = None, **more) -> Arrival:
@@ -156,6 +158,19 @@ def test_a_filtered_group_gives_its_place_back():
     assert [grant.group_id for grant in sync(ledger, A, want=9, leases=[g.lease_id for g in grants[1:]]).leases] == [
         4
     ]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "has_turn_rewards", "arrival"),
+    [("turn", True, Arrival.READY), ("turn", False, Arrival.FILTERED), ("leave_one_out", True, Arrival.FILTERED)],
+)
+def test_equal_sums_of_rewards_of_turns_are_filtered_only_if_no_turn_is_credited(
+    advantage, has_turn_rewards, arrival
+):
+    # Rewards of turns (1, 0) and (0, 1): returns (1, 0) and (1, 1), advantages (0, -1) and (0, 1).
+    assert per_turn([1.0, 1.0], [2, 2], [(1.0, 0.0), (0.0, 1.0)]) == [(0.0, -1.0), (0.0, 1.0)]
+    ledger, grants = leased(4, rollouts={"filter_zero_variance": True}, loss={"advantage": advantage})
+    assert deliver(ledger, grants[0], rewards=(1.0, 1.0), has_turn_rewards=has_turn_rewards) is arrival
 
 
 # ---- leases ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from pipelinerl_core.ledger.tokens import TokenLedger
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.roles.hub.recovery import summarize
 from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry.length_bias import length_bias
 from pipelinerl_core.testing.synthetic_run import make_rollout
 from pipelinerl_core.types import LengthTotals
 from tests.builders import commit_record, group_named, small_config, sync_message
@@ -69,6 +70,19 @@ def test_training_splits_by_the_lag_rule():
     assert split_lengths(group(), 3, max_lag=1) == {
         "trained": VERSION_1, "masked_stale": VERSION_0, "failed": UNSCORED,
     }  # fmt: skip
+
+
+def test_short_completions_of_a_group_become_stale_with_the_longest():
+    # The example of docs/scheduling.md: at step 4 versions 0 and 1 have lags 3 and 2.
+    rollouts = [
+        make_rollout(rollout_index=0, spans=[(0, 0, 6)]),
+        make_rollout(rollout_index=1, spans=[(0, 0, 4), (1, 4, 8), (2, 8, 12)]),
+    ]
+    [summary] = summarize([group_named(0, num_rollouts=2, num_tokens=18)], encode_rollouts("run", rollouts))
+    found = split_lengths(summary, 4, max_lag=1)
+    assert (found["trained"].num_tokens, found["masked_stale"].num_tokens) == (4, 14)
+    assert found["masked_stale"].mean_length == pytest.approx((6 * 6 + 8 * 12) / 14)
+    assert length_bias({**found, "generated": summary.lengths}) == pytest.approx(1.2)
 
 
 def test_each_class_keeps_its_own_lengths_and_what_is_undecided_is_ready():

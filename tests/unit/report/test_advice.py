@@ -130,6 +130,16 @@ def test_a_length_bias_is_named_with_the_class_that_takes_the_long_completions(l
     assert cure in text
 
 
+def test_masked_tokens_are_named_although_the_lengths_show_no_bias():
+    # 14 of 18 tokens are masked, and the trained ones come from longer completions than the generated: 1.2.
+    lengths = {"generated": tokens(18, 10), "trained": tokens(4, 12), "masked_stale": tokens(14, 9)}
+    text = advice(evidence(0.1, 0.1), lengths, config())["advice"]
+    assert "78% of the tokens of trained groups were masked because of their lag" in text
+    assert "Set schedule.max_lag higher (now 4), or engine.concurrency lower (now 96)" in text
+    lengths = {"generated": tokens(18, 10), "trained": tokens(18, 10), "masked_stale": tokens(2, 10)}
+    assert "masked" not in advice(evidence(0.1, 0.1), lengths, config())["advice"]
+
+
 def test_lengths_that_are_about_the_same_are_not_mentioned():
     lengths = {"generated": tokens(80, 10) + tokens(20, 14), "trained": tokens(60, 10)}  # 10 over 10.8: 0.93
     assert "completions" not in advice(evidence(0.1, 0.1), lengths, config())["advice"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipelinerl_core.algo import products
+from pipelinerl_core.algo.parity import logprob_parity
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.engine.embedded.decoder import PREFILL_TOKENS, prefill_batches
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
@@ -49,6 +50,24 @@ async def test_a_swap_leaves_the_bytes_of_all_prefixes_alone_when_kv_is_kept(kv,
             assert torch.equal(memory.keys[layer][slot, :, :length], keys[slot, :, :length]) is is_untouched
             assert torch.equal(memory.values[layer][slot, :, :length], values[slot, :, :length]) is is_untouched
     await asyncio.gather(*tasks)
+
+
+async def test_a_prompt_that_is_fed_during_a_swap_is_fed_again_under_the_new_weights():
+    """The trainer compares such rollouts with its weights, because all their tokens are of the newest version."""
+    models = {version: tiny_model(seed=version) for version in (0, 1)}
+    engine = EmbeddedEngine(tiny_model(), slots=4, max_len=64, eos_token_ids=[], deterministic=True)
+    prompts = [tuple(index % VOCAB_SIZE for index in range(length)) for length in (2, 20, 30)]
+    tasks = [
+        asyncio.create_task(finish(engine, ask(f"r{i}", prompt=prompt, max_tokens=20, seed=i)))
+        for i, prompt in enumerate(prompts)
+    ]
+    await after_tokens(engine, 10)  # of the first sequence; 11 tokens of the other prompts are fed
+    await engine.swap(update_to(1, 1))
+    completions = await asyncio.gather(*tasks)
+    spans = [[span.version for span in completion.weight_spans] for completion in completions]
+    assert spans == [[0, 1], [1], [1]]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logprob_parity(completion.rollout_logprobs, reference_logprobs(models, prompt, completion), "float32").check()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])

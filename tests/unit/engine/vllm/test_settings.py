@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -76,3 +77,37 @@ def test_an_actor_looks_for_a_gpu_without_initializing_cuda():
 def test_a_share_is_a_share(share):
     with pytest.raises(ConfigError, match=r"engine\.memory_share"):
         settings(f"engine.memory_share={share}")
+
+
+async def test_every_start_of_an_engine_core_draws_other_noise(monkeypatch):
+    """A stand-in for vLLM notes the seeds; tests/integration/test_vllm_engine.py has the real vLLM."""
+    seeds = []
+
+    class AsyncLLM:
+        @classmethod
+        def from_engine_args(cls, arguments, stat_loggers):
+            seeds.append(arguments.seed)
+            return SimpleNamespace(output_handler=None, errored=False, shutdown=lambda timeout: None)
+
+    names = {
+        "vllm": {"AsyncEngineArgs": SimpleNamespace},
+        "vllm.config": {"WeightTransferConfig": SimpleNamespace},
+        "vllm.v1.engine.async_llm": {"AsyncLLM": AsyncLLM},
+        "pipelinerl_core.engine.vllm.plugin": {"BACKEND": "pipelinerl"},
+    }
+    for name, values in names.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(core, "_import_vllm", lambda: None)
+    monkeypatch.setattr(core.VLLMCore, "_stat_logger", lambda self: None)
+    for name in ("a.1", "a.1", "b.1"):
+        started = core.VLLMCore(
+            load.core_settings(Path("/model"), load_config("quickstart", [*VLLM]), max_len=64, name=name)
+        )
+        for _ in range(3):
+            await started.start()
+        await started.close()
+    assert seeds[:3] == seeds[3:6], "the noise of an actor epoch depends on its name alone"
+    assert len(set(seeds)) == 6
+    assert all(0 <= seed < 2**31 for seed in seeds)
