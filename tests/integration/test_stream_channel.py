@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -430,7 +431,7 @@ def test_a_name_that_is_none_is_refused_before_anything_is_sent():
 
 def test_nothing_is_sent_on_a_new_connection_before_the_registration(channel, tmp_path):
     store = open_store(str(tmp_path))
-    record = hub_record(url=channel.url, beat=time.time())
+    record = hub_record(url=channel.url, host=socket.gethostname(), beat=time.time())
     put_record(store, HUB_KEY, record)
     asked, gate = threading.Event(), threading.Event()
 
