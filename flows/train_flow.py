@@ -94,13 +94,16 @@ def train(
     return train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
 
 
-def train_run(job: Job, *, is_checked: bool = False) -> dict[str, Any] | State[dict[str, Any]]:
+def train_run(
+    job: Job, *, is_checked: bool = False, on_open: Callable[[RunContext], None] = lambda run: None
+) -> dict[str, Any] | State[dict[str, Any]]:
     """The body of the train flow; the state Crashed after an outage of the store that is longer than all restarts, if
     no worker has started the flow run.
 
-    is_checked: the caller has checked the configuration.
+    is_checked: the caller has checked the configuration. on_open: called with the run.
     """
     run, tracker = open_job(job, is_checked=is_checked)
+    on_open(run)
     try:
         return train_opened(run, tracker)
     except PipelineRLError as error:

@@ -1,10 +1,8 @@
 """Runs the train or compare flow for a command: starts a Prefect server if none is set, and handles signals."""
 
-import json
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
@@ -21,10 +19,10 @@ from pipelinerl.flows.compare_flow import compare, compare_runs
 from pipelinerl.flows.train_flow import train, train_run
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, StoreUnavailable
+from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.jobs import Job
-from pipelinerl_core.run.locate import LATEST_KEY, root_url
-from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.run.locate import root_url
 from pipelinerl_core.supervision.checks import check_http
 from pipelinerl_core.supervision.process_groups import await_groups
 
@@ -40,18 +38,18 @@ def run_training(job: Job) -> dict[str, Any]:
     After Ctrl-C or SIGTERM, raises SystemExit with 130 or 143 once all child processes have ended.
     """
     root = root_url(job.root)
-    begun = time.time()
+    opened: list[RunContext] = []
     parameters = {
         "preset": job.preset,
         "overrides": job.overrides,
         "root": job.root,
         "resume": job.run.store.url if job.run else "",
     }
-    flow = _with_body(train, lambda: train_run(job, is_checked=True))
-    report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, begun))
+    flow = _with_body(train, lambda: train_run(job, is_checked=True, on_open=opened.append))
+    report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, opened))
     if report["steps"] < job.config.trainer.steps:
         say(f"drained after step {report['steps']} of {job.config.trainer.steps}")
-        _say_how_to_resume(root, begun)
+        _say_how_to_resume(root, opened)
     return report
 
 
@@ -151,19 +149,25 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
-    """Use the server of PREFECT_API_URL or the active profile; without one, run a local server during the block."""
+def check_server(config: RunConfig) -> bool:
+    """Whether a Prefect server is set. Raises ConfigError if it does not answer, or if work pools need one."""
     configured = get_current_settings().api.url
     if configured:
         check_http("PREFECT_API_URL", str(configured))
-        yield
-        return
-    if config.placement.kind == "work_pools":
+    elif config.placement.kind == "work_pools":
         raise ConfigError(
             "placement.kind=work_pools needs a Prefect server that the workers share. Set PREFECT_API_URL, "
             "or set placement.kind=local"
         )
+    return bool(configured)
+
+
+@contextmanager
+def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
+    """Use the server of PREFECT_API_URL or the active profile; without one, run a local server during the block."""
+    if check_server(config):
+        yield
+        return
     say("starting a local Prefect server (set PREFECT_API_URL to use your own)")
     with local_server(root) as url, temporary_settings({PREFECT_API_URL: url}):
         say(f"Prefect UI: {url.removesuffix('/api')} while this command runs")
@@ -174,9 +178,7 @@ def _prefect_server(config: RunConfig, root: str) -> Iterator[None]:
             EventsWorker.drain_all(timeout=DRAIN_SECONDS)
 
 
-def _say_how_to_resume(root: str, begun: float) -> None:
+def _say_how_to_resume(root: str, opened: Sequence[RunContext]) -> None:
     """Print the command that resumes the run of this command, if this command has created or opened a run."""
-    with suppress(StoreError):
-        latest = json.loads(open_store(root).get(LATEST_KEY))
-        if latest["at"] >= begun:
-            say(f"continue with: pipelinerl resume {latest['run_id']} --root {root.removeprefix('file://')}")
+    for run in opened:
+        say(f"continue with: pipelinerl resume {run.run_id} --root {root.removeprefix('file://')}")

@@ -12,6 +12,10 @@ from pipelinerl_core.supervision.checks import check_all
 
 def carry_out(job: Job, *, as_json: bool) -> None:
     """Check a job, run the train flow and print the report; invalid input is refused before Prefect is imported."""
+    if job.config.placement.kind == "work_pools":  # before the download of a model
+        from pipelinerl.flows.cli.launch import check_server
+
+        check_server(job.config)
     for line in check_all(job.config, root_url(job.root), run=job.run):
         say(line)
     from pipelinerl.flows.cli.launch import run_training
