@@ -1,0 +1,120 @@
+"""Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read."""
+
+import json
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning import calibration
+from pipelinerl_core.planning.calibration import (
+    Line,
+    MeasuredSpeeds,
+    calibrate,
+    document,
+    document_lines,
+    predict,
+    warnings,
+)
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.simulator import Work, simulate
+from pipelinerl_core.report.facts import collect
+from pipelinerl_core.storage.object_store import open_store
+
+RUNS = Path(__file__).parents[2] / "golden" / "runs"
+CONFIG = {
+    "rollouts": {"group_size": 4},
+    "trainer": {"groups_per_step": 8, "steps": 60},
+    "engine": {"concurrency": 32, "pace": False},
+    "schedule": {"max_lag": 4},
+}
+SPEEDS = MeasuredSpeeds(decode=Line(0.01, 1e-4, 8, 32), train=Line(0.05, 1e-4, 1000, 4000))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    place = tmp_path_factory.mktemp("recorded")
+    with tarfile.open(RUNS / "embedded.tar.xz") as file:
+        file.extractall(place, filter="data")
+    return collect(open_store(str(place / "run")))
+
+
+def commits_of(num, running, step_seconds, seconds=1.0):
+    """An actor whose decode steps last step_seconds(running sequences)."""
+    found, tokens, busy = [], 0, 0.0
+    for step in range(num):
+        load = running[step % len(running)]
+        tokens, busy = tokens + int(load * seconds / step_seconds(load)), busy + load * seconds
+        sample = SimpleNamespace(
+            at=step * seconds, num_tokens=tokens, running_seconds=busy, concurrency=64, counters={}
+        )
+        found.append(SimpleNamespace(step=step, actors={"actor-0/1": sample}, swaps=()))
+    return found
+
+
+def test_the_fixed_part_of_a_decode_step_is_told_apart_if_the_load_varies():
+    line = calibration._decode(commits_of(20, (8, 32), lambda load: 0.01 + 1e-3 * load))
+    assert (line.fixed, line.each) == (pytest.approx(0.01, rel=0.02), pytest.approx(1e-3, rel=0.02))
+    assert (line.lowest, line.highest) == (8, 32)
+    line = calibration._decode(commits_of(20, (30, 32), lambda load: 0.01 + 1e-3 * load))
+    assert line.fixed == 0
+    assert line.at(31) == pytest.approx(0.041, rel=0.02)
+
+
+def test_a_time_that_falls_with_the_load_counts_as_constant():
+    line = calibration._line(np.array([10.0, 20.0, 30.0]), np.array([0.3, 0.2, 0.1]))
+    assert (line.fixed, line.each) == (pytest.approx(0.2), 0)
+
+
+def test_swaps_are_no_time_of_decode_steps():
+    commits = commits_of(20, (16,), lambda load: 0.02)
+    for commit in commits:
+        commit.swaps = (SimpleNamespace(actor="actor-0", actor_epoch=1, pause_seconds=0.5, num_running=16),)
+    assert calibration._decode(commits).at(8) == pytest.approx(0.02 * 8 / 8 * 0.5, rel=0.02)
+
+
+def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
+    found = calibrate(recorded)
+    assert found.config.engine.concurrency == 48
+    assert found.work.prompt_tokens == 10
+    assert 0.001 < found.speeds.decode_seconds(48) < 0.1
+    assert found.speeds.decode_seconds(0) == 0
+    assert 0.05 < found.speeds.train_seconds(1500) < 0.5
+    assert found.measured.steps_per_second > 1
+    predicted = predict(found, found.config)
+    assert 0 < predicted.mean_lag <= 4
+    text = json.loads(json.dumps(document(found, None)))
+    assert text["measured"]["steps_per_second"] == found.measured.steps_per_second
+    assert document_lines(text)[1].startswith("steps per second")
+
+
+def test_a_prediction_is_that_of_the_simulator_at_the_measured_speeds():
+    config = build_config(CONFIG)
+    work = Work(lengths=Lengths.uniform(64))
+    found = SimpleNamespace(config=config, speeds=SPEEDS, work=work)
+    run = simulate(config, SPEEDS, work)
+    assert predict(found, config).mean_lag == run.mean_lag(12)
+    twice = build_config({**CONFIG, "placement": {"actors": 2}, "schedule": {"max_lag": 8}})
+    assert predict(found, twice).steps_per_second > 1.3 * predict(found, config).steps_per_second
+
+
+def test_what_is_extrapolated_or_left_out_is_said():
+    found = SimpleNamespace(config=build_config(CONFIG), speeds=SPEEDS)
+    assert warnings(found, build_config(CONFIG)) == []
+    wide = build_config({**CONFIG, "engine": {"concurrency": 128}, "schedule": {"max_lag": 8},
+                         "placement": {"actors": 2}})  # fmt: skip
+    texts = warnings(found, wide)
+    assert [text.partition(":")[0].partition(" ")[0] for text in texts] == ["the", "engine.pace=true", "a"]
+
+
+def test_a_short_run_is_refused_in_one_line(recorded):
+    class Short(SimpleNamespace):
+        pass
+
+    short = Short(run=recorded.run, steps=recorded.steps[:3], trained_commits=recorded.trained_commits[:3])
+    with pytest.raises(ConfigError, match="3 steps are too few, at least 6 are needed"):
+        calibrate(short)
