@@ -25,7 +25,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo test test-slow chaos check bench bench-gpu bench-peers format images
+.PHONY: help install quickstart demo test test-slow campaigns chaos check bench bench-gpu bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -72,8 +72,11 @@ test: install $(DEV) ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not alone" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not alone and not campaign" $(ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -q --durations=10 -m "slow and not gpu and alone" $(ARGS) || [ $$? -eq 5 ]
+
+campaigns: install $(DEV) ## tests that take minutes each and are not part of .ci/run: a chat model on vLLM, the learning benchmark
+	$(BIN)/python -m pytest -q --durations=10 -m "campaign" $(ARGS)
 
 chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -96,10 +96,9 @@ def test_a_comparison_survives_ctrl_c_stops_early_and_finds_its_runs_again(tmp_p
     assert "<svg" in (directory / "comparison.html").read_text()
 
 
+@pytest.mark.campaign
 def test_the_short_learning_benchmark_shows_that_the_pipeline_is_faster(tmp_path, prepared_model):
-    begun = time.monotonic()
     document = finished(start(tmp_path, "bench", "learning", "--short", "eval.num_prompts=100"), tmp_path)
-    assert time.monotonic() - begun < 900
     assert document["emulated"]
     assert list(document["arms"]) == ["pipeline", "conventional-1"]
     assert all(entry.keys() == FIGURES for entry in document["arms"].values())

@@ -29,7 +29,7 @@ def train(root: Path, environment: dict[str, str], *overrides: str) -> dict[str,
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.campaign)])
 def test_the_chat_model_is_converted_and_trains(tmp_path, demo_environment, engine):
     report = train(tmp_path, demo_environment, f"engine.kind={engine}")
     assert report["steps"] == STEPS
