@@ -82,7 +82,7 @@ class TinyModel(Section):
     seed: int = 0
     """Seed of the weights."""
     settings: dict[str, Any]
-    """Entries of its config.json, without those of the tokenizer."""
+    """The entries of config.json without the entries of the tokenizer."""
     tokenizer: str = ""
     """Directory of a model with a small tokenizer, which is used as it is; empty: one token per byte."""
 

@@ -34,7 +34,7 @@ _LEFT_OUT = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "tr
 def tiny_recipe(of: str) -> TinyModel:
     """The recipe of a small model of the architecture of `of`, a model.path.
 
-    Raises ConfigError if the config.json of the model is not known, or is not that of a decoder.
+    Raises ConfigError if the config.json of the model is unknown or describes no decoder.
     """
     found = model_config_of(of) or (hub_config(of) if is_hub_model(of) else None)
     if found is None:

@@ -37,7 +37,7 @@ def retained(config: RunConfig, stored: Iterable[int]) -> set[int]:
 
 
 def weights_to_remove(config: RunConfig, keys: Iterable[str], step: int) -> list[str]:
-    """Of the keys below `weights`, those of versions below a committed `step` that the run does not retain."""
+    """The keys below `weights` of versions before a committed `step` that the run does not retain."""
     found = [(version, key) for key in keys if (version := parse_weights_key(key)[0]) <= step]
     kept = retained(config, (version for version, key in found if key.endswith(f"/{MANIFEST_FILE}")))
     return [key for version, key in found if version not in kept and version < step]

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -124,7 +124,7 @@ def claimed_gpus(
 ) -> Iterator[Mapping[str, str]]:
     """Assign a role its GPUs for the time of the block; yields the environment variables that name them.
 
-    Without GPUs on this host, or for a role that uses none, the variables are those of a host without GPUs. Raises
+    On a host without GPUs there are no variables; a role that uses no GPU gets an empty device list. Raises
     ConfigError if the host has too few, DeadlineExceeded if other processes do not free enough within `seconds`.
     """
     wanted, gpus = gpus_of(config, role), inventory()
@@ -157,8 +157,9 @@ def _claim(
     """Lock the first `wanted` free GPUs, or, to share, those that this run has. None: not enough are free."""
     if not wanted:
         return ()
-    CLAIMS.mkdir(mode=0o1777, exist_ok=True)
-    with ExitStack() as locked, (CLAIMS / "all").open("a+") as everything:
+    CLAIMS.mkdir(exist_ok=True)
+    _share_with_all_users(CLAIMS, 0o777)  # not sticky: Linux would refuse to open files of other users there
+    with ExitStack() as locked, _open(CLAIMS / "all") as everything:
         fcntl.flock(everything, fcntl.LOCK_EX)  # held for milliseconds: one process chooses at a time
         owners = [_owner(gpu) for gpu in gpus]
         own = [gpu for gpu, owner in zip(gpus, owners, strict=True) if share and owner.startswith(f"{run_id}/")]
@@ -167,7 +168,7 @@ def _claim(
         if len(chosen) < wanted:
             return None
         for gpu in chosen:
-            file = locked.enter_context(_lock_file(gpu).open("a+"))
+            file = locked.enter_context(_open(_lock_file(gpu)))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             _write_owner(file, f"{run_id}/{name}")
         held.push(locked.pop_all())
@@ -182,6 +183,18 @@ def holders(gpus: tuple[Gpu, ...]) -> list[str]:
 
 def _lock_file(gpu: Gpu) -> Path:
     return CLAIMS / gpu.uuid.replace("/", "_")
+
+
+def _open(path: Path) -> IO[str]:
+    """A lock file, created for the processes of all users of this host."""
+    file = path.open("a+", encoding="utf-8")
+    _share_with_all_users(path, 0o666)
+    return file
+
+
+def _share_with_all_users(path: Path, mode: int) -> None:
+    with suppress(PermissionError):  # another user has created the path, with this mode
+        path.chmod(mode)
 
 
 def _owner(gpu: Gpu) -> str:

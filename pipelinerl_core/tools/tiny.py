@@ -31,7 +31,7 @@ def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration with what costs time or hardware replaced, and three steps.
 
     Kept are the kinds of engine, learner, loss, schedule and prompts, the transport of weights, LoRA, the reward and
-    the environment. overrides: those of the user, which win. Raises ConfigError if the model is not known.
+    the environment. overrides: the overrides of the user, which win. Raises ConfigError if the model is not known.
     """
     values = config.model_dump(mode="json")
     for key, value in _small(config).items():

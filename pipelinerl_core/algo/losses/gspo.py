@@ -12,7 +12,7 @@ def gspo(tokens: TrainedTokens, config: GspoLoss) -> LossSums:
     rollout that add up to 1 / rollouts (loss.normalization=sequence) give the paper's objective.
 
     With loss.advantage=turn and value the tokens of a rollout have different advantages, and the loss is the paper's
-    GSPO-token: s has the same value, but the gradient at each token is that of the token's log ratio.
+    GSPO-token: s has the same value, but the gradient reaches each token through the log ratio of this token.
     With the gradient of the mean, a token would change the terms of all tokens equally, and the rollout would be
     credited with the mean advantage of its tokens. Revision 1 computed this mean for loss.advantage=value.
     """

@@ -1,6 +1,7 @@
 """GPUs of a host, with an nvidia-smi of the test: inventory, sums, claims of several processes."""
 
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -115,6 +116,18 @@ def test_a_shared_gpu_is_for_one_run(tmp_path, monkeypatch):
         assert claim(runs, "actor", "actor-0", *share, run_id="two")["CUDA_VISIBLE_DEVICES"] == "1"
         with pytest.raises(DeadlineExceeded):
             claim(runs, "actor", "actor-0", run_id="three")
+
+
+def test_the_locks_are_open_to_the_processes_of_all_users(tmp_path, monkeypatch):
+    host_of(tmp_path, monkeypatch, 1)
+    before = os.umask(0o077)
+    try:
+        with ExitStack() as run:
+            claim(run, "actor", "actor-0")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "claims").stat().st_mode) == 0o777
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "claims").iterdir()} == {0o666}
 
 
 CLAIMER = """
