@@ -291,6 +291,9 @@ class ObjectStore(Protocol):
     def exists(self, key: str) -> bool:
         """Whether the key exists now (never from a cache)."""
 
+    def children(self) -> list[str]:
+        """First parts of the keys that have several parts, sorted: the prefixes directly below this store."""
+
     def list(self, prefix: str) -> list[str]:
         """Keys under a prefix, sorted, at any depth (never from a cache)."""
 

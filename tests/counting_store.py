@@ -36,6 +36,10 @@ class CountingStore:
         self._count("exists", key)
         return self._store.exists(key)
 
+    def children(self) -> list[str]:
+        self._count("list", "")
+        return self._store.children()
+
     def list(self, prefix: str) -> list[str]:
         keys = self._store.list(prefix)
         self._count("list", prefix, max(1, math.ceil(len(keys) / PAGE_KEYS)))

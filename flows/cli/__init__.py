@@ -1,6 +1,7 @@
 """The command line. Each command imports its heavy modules when the command runs, so that --help is fast."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -16,15 +17,17 @@ from pipelinerl.flows.cli import (
     evaluate,
     export,
     gc,
+    init,
     logs,
     prepare,
     replay,
     resume,
+    runs,
     simulate,
     status,
     train,
 )
-from pipelinerl.flows.cli.console import exit_codes
+from pipelinerl.flows.cli.console import answer, exit_codes
 from pipelinerl.flows.environment import set_defaults
 from pipelinerl_core.errors import ConfigError
 
@@ -32,6 +35,7 @@ COMMANDS = (
     train.train,
     resume.resume,
     drain.drain,
+    runs.runs,
     status.status,
     logs.logs,
     replay.replay,
@@ -42,6 +46,7 @@ COMMANDS = (
     export.export,
     compare.compare,
     prepare.prepare,
+    init.init,
     config.config,
     simulate.simulate,
     doctor.doctor,
@@ -52,7 +57,6 @@ COMMANDS = (
 app = typer.Typer(
     name="pipelinerl",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="""Asynchronous reinforcement learning of language models.
@@ -71,6 +75,25 @@ app = typer.Typer(
     4 the store does not answer.
     """,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from pipelinerl_core.run.locate import code_version
+
+        answer(code_version(), [f"pipelinerl {code_version()}"], as_json=False)
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """No text of its own: the help of `app` is the text of the command line."""
+
+
 for command in COMMANDS:
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench.bench)

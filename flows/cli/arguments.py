@@ -1,8 +1,47 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, and their completion in a shell."""
 
 from typing import Annotated
 
 import typer
+
+
+def complete_run(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Ids of the runs below --root; no completion for a store that is not on this host."""
+    from pipelinerl_core.report.run_list import run_names
+    from pipelinerl_core.run.locate import root_url
+    from pipelinerl_core.storage.object_store import open_store
+
+    root = root_url(ctx.params.get("root") or "")
+    names = run_names(open_store(root)) if root.startswith("file://") else []
+    return [name for name in ["latest", *names] if name.startswith(incomplete)]
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Names of presets; the shell completes files by itself."""
+    from pipelinerl_core.config import preset_names
+
+    return [name for name in preset_names() if name.startswith(incomplete)]
+
+
+def complete_setting(incomplete: str) -> list[tuple[str, str]]:
+    """Keys of the configuration with their help, and after the `=` the values of a key that has few."""
+    from typing import Literal, get_args, get_origin
+
+    from pipelinerl_core.config.load import fields, variants
+
+    key, separator, value = incomplete.partition("=")
+    found = []
+    for name, field in fields():
+        help_text = " ".join((field.description or "").split()).partition(". ")[0]
+        if not separator and name.startswith(key):
+            found.append((f"{name}=", help_text))
+        elif separator and name == key:
+            section, _, last = name.partition(".")
+            literal = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            values = variants(section) if last == "kind" and variants(section) else literal
+            found += [(f"{key}={one}", help_text) for one in values if str(one).startswith(value)]
+    return found
+
 
 Root = Annotated[
     str,
@@ -11,7 +50,14 @@ Root = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Run = Annotated[str, typer.Argument(help="A run: id under the root, `latest`, path or URL.")]
+Run = Annotated[
+    str, typer.Argument(help="A run: id under the root, `latest`, path or URL.", autocompletion=complete_run)
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, for example trainer.steps=20.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings, for example trainer.steps=20.",
+        autocompletion=complete_setting,
+    ),
 ]

@@ -4,11 +4,16 @@ from typing import Annotated
 
 import typer
 
-from pipelinerl.flows.cli.arguments import Json, Overrides, Root
+from pipelinerl.flows.cli.arguments import Json, Overrides, Root, complete_preset
 
 
 def train(
-    source: Annotated[str, typer.Argument(metavar="PRESET|FILE.toml", help="A shipped preset or a TOML file.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="PRESET|FILE.toml", help="A shipped preset or a TOML file.", autocompletion=complete_preset
+        ),
+    ],
     overrides: Overrides = None,
     tiny: Annotated[
         bool,

@@ -130,7 +130,7 @@ def code_version() -> str:
 
 def git_commit() -> str | None:
     """Commit of the git checkout that contains this file, 40 hex digits; None without a checkout."""
-    checkout = Path(__file__).parents[1]
+    checkout = Path(__file__).parents[2]
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]

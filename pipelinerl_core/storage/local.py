@@ -93,6 +93,12 @@ class FileStore:
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
 
+    def children(self) -> list[str]:
+        try:
+            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
     def list(self, prefix: str) -> list[str]:
         top = self._root / check_prefix(prefix)
         found = []
@@ -209,6 +215,9 @@ class MemoryStore:
         path = self._path(key)
         with _OBJECTS_LOCK:
             return path in _OBJECTS
+
+    def children(self) -> list[str]:
+        return sorted({first for first, separator, _ in (key.partition("/") for key in self.list("")) if separator})
 
     def list(self, prefix: str) -> list[str]:
         base = f"{self._root}/"

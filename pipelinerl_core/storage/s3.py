@@ -211,6 +211,17 @@ class S3Store:
             return False
         return True
 
+    def children(self) -> list[str]:
+        def entries(timeout: float) -> list[dict[str, Any]]:
+            return list(self._fs.ls(self._root, detail=True, refresh=True, timeout=timeout))
+
+        try:
+            found = self._call("list", "", entries)
+        except MissingObject:
+            return []
+        paths = (str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory")
+        return sorted(path.rpartition("/")[2] for path in paths)
+
     def list(self, prefix: str) -> list[str]:
         top = join_key(self._root, check_prefix(prefix))
         try:

@@ -124,3 +124,11 @@ def test_a_key_that_could_leave_its_root_is_refused_everywhere(store, key):
 def test_a_writable_store_passes_the_preflight_and_keeps_nothing_of_it(store):
     check_writable(store)
     assert store.list("") == []
+
+
+def test_children_are_the_first_parts_of_keys_with_several_parts(store):
+    assert store.children() == []
+    for key in ("runs-1/run.json", "runs-1/commits/1.json", "comparisons/a/b.json", "latest.json"):
+        store.put(key, b"1")
+    assert store.children() == ["comparisons", "runs-1"]
+    assert store.child("runs-1").children() == ["commits"]

@@ -29,6 +29,9 @@ class ObservedStore:
     def exists(self, key: str) -> bool:
         return self._time("exists", lambda: self._store.exists(key))
 
+    def children(self) -> list[str]:
+        return self._time("list", self._store.children)
+
     def list(self, prefix: str) -> list[str]:
         return self._time("list", lambda: self._store.list(prefix))
 

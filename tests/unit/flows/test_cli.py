@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,40 @@ def test_no_help_imports_anything_heavy():
     assert ended.stdout.strip() == "[]"
 
 
+def test_version_names_the_release_and_the_commit():
+    assert re.fullmatch(r"pipelinerl \d+\.\d+\.\d+(\+[0-9a-f]{7})?\n", pipelinerl("--version").stdout)
+
+
+def test_init_writes_a_file_that_train_reads_and_refuses_to_overwrite_it(tmp_path):
+    file = tmp_path / "mine.toml"
+    assert str(file) in pipelinerl("init", str(file), "trainer.steps=7").stdout
+    assert load_config(str(file)) == load_config("quickstart", ["trainer.steps=7"])
+    assert "exists already" in refused("init", str(file))
+    assert "must end in .toml" in refused("init", str(tmp_path / "mine"))
+    assert "no such preset" in refused("init", str(tmp_path / "other.toml"), "quickstrat")
+
+
+def completions(*words: str, root: Path | None = None) -> list[str]:
+    """What bash offers for the last word."""
+    asked = {"_PIPELINERL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["pipelinerl", *words])}
+    environment = {**os.environ, **asked, "COMP_CWORD": str(len(words)), "PIPELINERL_ROOT": str(root or "")}
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.argv[0] = 'pipelinerl'; import pipelinerl.flows.cli as c; c.main()",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    return ended.stdout.split()
+
+
+def test_the_shell_completes_presets_keys_values_and_runs(tmp_path):
+    make_run(tmp_path, "quickstart-1a2b3c4d")
+    assert completions("train", "quick") == ["quickstart"]
+    assert completions("train", "quickstart", "schedule.max_") == ["schedule.max_lag="]
+    assert completions("train", "quickstart", "engine.kind=") == ["engine.kind=embedded", "engine.kind=vllm"]
+    assert completions("status", "quick", root=tmp_path) == ["quickstart-1a2b3c4d"]
+
+
 # ---- runs under a root ----------------------------------------------------------------------------------------
 
 
@@ -189,3 +224,11 @@ def test_status_of_a_run_that_has_not_begun_is_one_json_document(tmp_path):
     assert (document["run_id"], document["step"], document["steps"]) == ("a-1", 0, 7)
     assert document["url"] == url
     assert open_store(url).list("commits") == []
+
+
+def test_runs_lists_the_runs_of_a_root(tmp_path):
+    make_run(tmp_path, "a-1")
+    listed = json.loads(pipelinerl("runs", "--root", str(tmp_path), "--json").stdout)
+    assert [(run["run_id"], run["state"], run["steps"]) for run in listed["runs"]] == [("a-1", "stopped", 7)]
+    assert "a-1" in pipelinerl("runs", "--root", str(tmp_path)).stdout
+    assert "no runs yet" in pipelinerl("runs", "--root", str(tmp_path / "none")).stdout

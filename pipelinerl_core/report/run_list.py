@@ -1,0 +1,137 @@
+"""The runs below a root, newest first, each with its state and its newest figures."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRecord, eval_key, eval_version
+
+_THREADS = 8
+"""Runs that are read at once; a hub on another host is watched for up to five seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRun:
+    """One run of the list."""
+
+    run_id: str
+    created_at: float
+    """Unix time of the start of the run; 0 if run.json cannot be read."""
+    state: str
+    """running, stopped, finished, or unreadable."""
+    step: int = 0
+    steps: int = 0
+    model: str = ""
+    """model.path of the configuration."""
+    reward: float | None = None
+    """Mean reward of the newest step."""
+    held_out_first: float | None = None
+    held_out_last: float | None = None
+    """Held-out accuracy of the first and the newest evaluated version."""
+    url: str = ""
+    problem: str = ""
+    """Why the run is unreadable."""
+
+    def document(self) -> dict[str, Any]:
+        """The run as JSON values."""
+        return asdict(self)
+
+
+def list_runs(root: ObjectStore, limit: int = 0) -> list[ListedRun]:
+    """The newest `limit` runs of a root (0: all), newest first. A run whose objects are damaged is `unreadable`."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        stores = [root.child(name) for name in root.children() if not name.startswith(".")]
+        found = [(store, record) for store, record in zip(stores, pool.map(_record, stores), strict=True) if record]
+        found.sort(key=lambda pair: pair[1].created_at if isinstance(pair[1], RunRecord) else 0.0, reverse=True)
+        return list(pool.map(lambda pair: _listed(*pair), found[:limit] if limit else found))
+
+
+def run_names(root: ObjectStore) -> list[str]:
+    """Ids of the runs of a root, in the order of names."""
+    return [name for name in root.children() if root.exists(f"{name}/{RUN_KEY}")]
+
+
+def _record(store: ObjectStore) -> RunRecord | str | None:
+    """run.json, why run.json is unreadable, or None if there is no run at this place."""
+    try:
+        return read_record(store, RUN_KEY, RunRecord)
+    except MissingObject:
+        return None
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        return str(error)
+
+
+def _listed(store: ObjectStore, record: RunRecord | str) -> ListedRun:
+    run_id = store.url.rpartition("/")[2]
+    if isinstance(record, str):
+        return ListedRun(run_id=run_id, created_at=0.0, state="unreadable", url=store.url, problem=record)
+    try:
+        return _read(store, record)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        created_at = record.created_at
+        return ListedRun(run_id=run_id, created_at=created_at, state="unreadable", url=store.url, problem=str(error))
+
+
+def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
+    last = next(iter(read_commits(store).newest(1)), None)
+    steps = int(record.config.get("trainer", {}).get("steps", 0))
+    step = last.step if last else 0
+    is_over = bool(last and step >= steps)
+    versions = sorted({eval_version(key) for key in store.list(EVALS_PREFIX)})
+    first, newest = (_accuracy(store, versions[at : at + 1 or None]) for at in (0, -1))
+    return ListedRun(
+        run_id=record.run_id,
+        created_at=record.created_at,
+        state="finished" if is_over else "running" if HubWatch(store).find_live() else "stopped",
+        step=step,
+        steps=steps,
+        model=str(record.config.get("model", {}).get("path", "")),
+        reward=last.metrics.get("reward/mean") if last else None,
+        held_out_first=first,
+        held_out_last=newest,
+        url=store.url,
+    )
+
+
+def _accuracy(store: ObjectStore, versions: Sequence[int]) -> float | None:
+    """The accuracy of the one version on the run's own prompts; None without the evaluation."""
+    try:
+        return read_record(store, eval_key(versions[0]), EvalRecord).known_accuracy if versions else None
+    except MissingObject:
+        return None
+
+
+def run_table(runs: Sequence[ListedRun], now: float | None = None) -> list[str]:
+    """The runs as aligned lines with a heading."""
+    if not runs:
+        return ["no runs yet"]
+    rows = [("RUN", "STARTED", "STATE", "STEP", "REWARD", "HELD-OUT", "MODEL")]
+    for run in runs:
+        held_out = " -> ".join(f"{one:.3f}" for one in (run.held_out_first, run.held_out_last) if one is not None)
+        reward = "" if run.reward is None else f"{run.reward:.3f}"
+        step = f"{run.step}/{run.steps}" if run.steps else ""
+        rows.append((run.run_id, _age(run.created_at, now), run.state, step, reward, held_out, run.model))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _age(created_at: float, now: float | None) -> str:
+    """Example: 3 h ago."""
+    if not created_at:
+        return ""
+    seconds = max(0.0, (time.time() if now is None else now) - created_at)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit} ago"
+    return "now"

@@ -1,0 +1,64 @@
+"""The list of runs below a root: order, states, figures, and runs that cannot be read."""
+
+import pytest
+
+from pipelinerl_core.report.run_list import list_runs, run_names, run_table
+from pipelinerl_core.run.records import RUN_KEY
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
+from tests.counting_store import CountingStore
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = open_store(str(tmp_path))
+    for name, steps, created_at in (("old-1", 6, 100.0), ("new-2", 4, 200.0)):
+        record = write_run(root.child(name), Shape(steps=steps))
+        changed = record.model_copy(update={"run_id": name, "created_at": created_at})
+        root.child(name).put(RUN_KEY, changed.model_dump_json().encode())
+    root.put("comparisons/a/comparison.json", b"{}")
+    root.put("mlflow.db", b"")
+    return root
+
+
+def test_runs_are_listed_newest_first_with_their_newest_figures(root):
+    new, old = list_runs(root)
+    assert (new.run_id, old.run_id) == ("new-2", "old-1")
+    assert (old.state, old.step, old.steps, old.model) == ("finished", 6, 6, "builtin:sums")
+    assert 0 <= old.reward <= 1
+    assert old.held_out_first is not None
+    assert old.held_out_last is not None
+    assert [run.run_id for run in list_runs(root, limit=1)] == ["new-2"]
+    assert run_names(root) == ["new-2", "old-1"]
+
+
+def test_a_run_that_was_killed_is_stopped_and_a_damaged_run_says_why(root):
+    killed = root.child("killed-3")
+    write_run(killed, Shape(steps=5))
+    killed.delete([key for key in killed.list("commits") if "00000005" in key])
+    root.put(f"damaged-4/{RUN_KEY}", b"{")
+    found = {run.run_id: run for run in list_runs(root)}
+    assert (found["synthetic"].state, found["synthetic"].step) == ("stopped", 4)
+    assert found["damaged-4"].state == "unreadable"
+    assert RUN_KEY in found["damaged-4"].problem
+
+
+def test_a_run_costs_few_requests_however_long_the_run_is(tmp_path):
+    root = open_store(str(tmp_path))
+    write_run(root.child("long"), Shape(steps=40))
+    counted: list[CountingStore] = []
+
+    class Root(CountingStore):
+        def child(self, prefix):
+            counted.append(CountingStore(super().child(prefix)))
+            return counted[-1]
+
+    assert list_runs(Root(root))[0].step == 40
+    assert sum(store.total for store in counted) <= 14
+
+
+def test_the_table_has_aligned_columns(root):
+    head, new, old = run_table(list_runs(root), now=200.0 + 7200)
+    assert head.index("STATE") == new.index("finished") == old.index("finished")
+    assert "2 h ago" in new
+    assert run_table([]) == ["no runs yet"]
