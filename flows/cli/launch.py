@@ -45,7 +45,12 @@ def run_training(job: Job) -> dict[str, Any]:
         "root": job.root,
         "resume": job.run.store.url if job.run else "",
     }
-    flow = _with_body(train, lambda: train_run(job, is_checked=True, on_open=opened.append))
+
+    def on_open(run: RunContext) -> None:
+        opened.append(run)
+        say(f"run {run.run_id} at {run.store.url}")
+
+    flow = _with_body(train, lambda: train_run(job, is_checked=True, on_open=on_open))
     report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, opened))
     if report["steps"] < job.config.trainer.steps:
         say(f"drained after step {report['steps']} of {job.config.trainer.steps}")

@@ -1,0 +1,293 @@
+"""Runs from a notebook or a program: start or open a run, read metrics and rollouts, evaluate, export.
+
+run = pipelinerl.start("quickstart", ["trainer.steps=20"])
+run.wait()
+run.metrics()      # one row per step
+run.rollouts(20)   # the trained rows of step 20, with their texts
+
+A run that `start` or `resume` has started is a child process: the same command line, checks and supervision as
+`pipelinerl train`. Reading needs no child process and works on runs of other programs and hosts.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from pipelinerl_core.config import RunConfig, as_toml
+from pipelinerl_core.config import load_config as _load_config
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.report.live_view import run_status
+from pipelinerl_core.report.run_list import list_runs
+from pipelinerl_core.run.commits import Commits, read_commits
+from pipelinerl_core.run.context import open_run as _open_context
+from pipelinerl_core.run.drain import request_drain
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.locate import locate_run, root_url
+from pipelinerl_core.run.records import REPORT_JSON_KEY
+from pipelinerl_core.run.versions import stored_versions
+from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.supervision.role_commands import ending_with_parent
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_POLL_SECONDS = 0.3
+_STOP_SECONDS = 60.0
+"""Deadline of the end of a run after `stop(now=True)`."""
+_LOG_LINES = 15
+
+
+def load_config(source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a preset name or TOML file, with overrides such as "trainer.steps=20".
+
+    Raises ConfigError with one line for each mistake.
+    """
+    return _load_config(source, overrides)
+
+
+def start(
+    config: RunConfig | str = "quickstart", overrides: Sequence[str] = (), *, root: str = "", detached: bool = False
+) -> "Run":
+    """Start a run and return when the run exists in the store; the training continues in a child process.
+
+    config: a preset, a TOML file, or a configuration of `load_config`. root: as --root of the command line.
+    detached: the run continues when this process ends; otherwise the run is killed with this process, and
+    `open_run(...).resume()` continues the run. Raises ConfigError if the run is refused, PipelineRLError if the run
+    ends before its first record.
+    """
+    if isinstance(config, RunConfig):
+        source = Path(tempfile.mkdtemp(prefix="pipelinerl-")) / "notebook.toml"
+        source.write_text(as_toml(config), encoding="utf-8")
+        config = str(source)
+    return _launch(["train", config, *overrides, "--root", root_url(root)], detached=detached)
+
+
+def open_run(run: str = "latest", root: str = "") -> "Run":
+    """An existing run: id under the root, `latest`, path or URL. Raises ConfigError if there is no such run."""
+    return Run(locate_run(run, root))
+
+
+def runs(root: str = "", limit: int = 0) -> list[dict[str, Any]]:
+    """The newest `limit` runs below a root (0: all), newest first, as `pipelinerl runs --json` lists them."""
+    return [run.document() for run in list_runs(open_store(root_url(root)), limit)]
+
+
+class Run:
+    """A run, live or not. Every method reads the current state from the store of the run."""
+
+    def __init__(self, url: str, process: "_Process | None" = None) -> None:
+        """url: of a run; process: of a run that this process has started."""
+        self.url = url
+        """Store of the run, file:// or s3://."""
+        self.id = url.rpartition("/")[2]
+        self._store = open_store(url)
+        self._process = process
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} at {self.url}>"
+
+    @property
+    def config(self) -> RunConfig:
+        """The resolved configuration, with the changes of resumes."""
+        return _open_context(self.url).config
+
+    @property
+    def report_path(self) -> str:
+        """Path or URL of report.html, which exists after the first minutes of a run and is complete at its end."""
+        return f"{self.url.removeprefix('file://')}/report.html"
+
+    def status(self) -> dict[str, Any]:
+        """State, step, newest figures and actors, as `pipelinerl status --json` prints them."""
+        return run_status(self._store)
+
+    def report(self) -> dict[str, Any]:
+        """report.json. Raises MissingObject before the report was written for the first time."""
+        document: dict[str, Any] = json.loads(self._store.get(REPORT_JSON_KEY))
+        return document
+
+    def metrics(self) -> "pa.Table":
+        """One row per committed step: `step`, `committed_at` (Unix seconds) and the metrics of docs/metrics.md.
+
+        A metric that a step lacks is null. Step 0, the initial weights, is left out.
+        """
+        import pyarrow as pa
+
+        commits = [commit for commit in read_commits(self._store).values() if commit.step > 0]
+        names = sorted({name for commit in commits for name in commit.metrics})
+        columns: dict[str, Any] = {
+            "step": pa.array([commit.step for commit in commits], pa.int64()),
+            "committed_at": pa.array([commit.committed_at for commit in commits], pa.float64()),
+        }
+        for name in names:
+            columns[name] = pa.array([commit.metrics.get(name) for commit in commits], pa.float64())
+        return pa.table(columns)
+
+    def rollouts(self, steps: int | Iterable[int] | None = None, *, text: bool = True) -> "pa.Table":
+        """The rows that were trained, in training order, with the columns of docs/storage.md.
+
+        steps: a step, or several; None: all steps. text: add `prompt` and `completion`, decoded by the tokenizer of
+        the run's model. Raises ConfigError for a step that was not trained, or if this host lacks the tokenizer.
+        """
+        import pyarrow as pa
+
+        from pipelinerl_core.data.schema import BATCH_SCHEMA, conform
+
+        commits = read_commits(self._store)
+        wanted = _steps(steps, commits)
+        tables = []
+        for name in (entry.name for step in wanted for entry in commits[step].batches):
+            with pa.ipc.open_file(pa.BufferReader(self._store.get(name))) as reader:
+                tables += [conform(reader.get_batch(at), BATCH_SCHEMA) for at in range(reader.num_record_batches)]
+        table = pa.Table.from_batches(tables, BATCH_SCHEMA)
+        return self._with_text(table) if text else table
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """All evaluations by version: accuracy, its 95 % interval, components, sampled completions."""
+        follower = RunFollower(self._store)
+        follower.refresh()
+        found = (*follower.evals.values(), *(one for each in follower.set_evals.values() for one in each.values()))
+        return [record.model_dump(mode="json") for record in found]
+
+    def evaluate(self, version: int | str = "last") -> list[dict[str, Any]]:
+        """Evaluate a weight version, "first", "last" or "all" on the held-out prompts, in a child process."""
+        from pipelinerl_core.supervision.run_roles import evaluate
+
+        records = evaluate(_open_context(self.url), str(version), Event()) or []
+        return [record.model_dump(mode="json") for record in records]
+
+    def versions(self) -> list[int]:
+        """The weight versions that the store has, which `evaluate` and `export` accept."""
+        return sorted(stored_versions(self._store))
+
+    def export(self, directory: str | Path, version: int | str = "last") -> Path:
+        """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist."""
+        from pipelinerl_core.tools.export import export
+
+        return Path(export(self.url, Path(directory), str(version))["directory"])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is live, on this host or another."""
+        if self._process is not None and self._process.is_running:
+            return True
+        return bool(self.status()["state"] == "running")
+
+    def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
+        """Wait for the end of the run and return `status()`.
+
+        Raises TimeoutError after timeout_seconds, PipelineRLError with the last lines of the log if the run that this
+        process started has failed. A keyboard interrupt ends the wait and not the run.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while self.is_running:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.id} still runs after {timeout_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        if self._process is not None:
+            self._process.raise_if_failed()
+        return self.status()
+
+    def stop(self, *, now: bool = False) -> None:
+        """Stop a live run after its next commit, or at once if `now`; `resume` continues the run.
+
+        now=True waits for the end of all processes and needs a run that this process has started.
+        """
+        if not now:
+            request_drain(self.url)
+        elif self._process is None:
+            raise ConfigError(f"{self.id} was not started by this process. Call stop(), which drains the run")
+        else:
+            self._process.interrupt()
+
+    def resume(self, overrides: Sequence[str] = (), *, detached: bool = False) -> "Run":
+        """Continue the run from its last commit in a child process; raises ConfigError if the run is live."""
+        return _launch(["resume", self.url, *overrides], detached=detached)
+
+    def _with_text(self, table: "pa.Table") -> "pa.Table":
+        import pyarrow as pa
+        from tokenizers import Tokenizer
+
+        from pipelinerl_core.config.model_path import require_model
+
+        path = require_model(self.config.model.path) / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(f"{path} does not exist: pass text=False, and decode the ids with your own tokenizer")
+        tokenizer = Tokenizer.from_file(str(path))
+        for name in ("prompt", "completion"):
+            ids = table.column(f"{name}_token_ids").to_pylist()
+            table = table.append_column(name, pa.array(tokenizer.decode_batch(ids, skip_special_tokens=False)))
+        return table
+
+
+def _steps(steps: int | Iterable[int] | None, commits: Commits) -> list[int]:
+    """The steps to read. Raises ConfigError for a step without a commit."""
+    known = [step for step in commits if step > 0]
+    wanted = known if steps is None else [steps] if isinstance(steps, int) else list(steps)
+    for step in wanted:
+        if step not in known:
+            there = f"steps {known[0]} to {known[-1]} are" if known else "no step is"
+            raise ConfigError(f"step {step} is not committed; {there}")
+    return wanted
+
+
+class _Process:
+    """The command line of a run as a child process, with its output in a file."""
+
+    def __init__(self, arguments: Sequence[str], *, detached: bool) -> None:
+        self._log = Path(tempfile.mkdtemp(prefix="pipelinerl-")) / "output.log"
+        command = [sys.executable, "-m", "pipelinerl.flows.cli", *arguments]
+        with self._log.open("wb") as output:
+            self._child = subprocess.Popen(
+                command if detached else ending_with_parent(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C in a notebook or shell interrupts the cell and not the run
+            )
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.poll() is None
+
+    def url(self) -> str:
+        """Wait for the line that names the run. Raises ConfigError or PipelineRLError if the command ends before."""
+        while True:
+            is_running = self.is_running
+            for line in self._lines():
+                if line.startswith("run ") and " at " in line:
+                    return line.rpartition(" at ")[2]
+            if not is_running:
+                self.raise_if_failed()
+                raise PipelineRLError(f"the run ended at once:\n{self._tail()}")
+            time.sleep(_POLL_SECONDS)
+
+    def raise_if_failed(self) -> None:
+        """Raise ConfigError after exit code 2, PipelineRLError after another failure; a stopped run is no failure."""
+        code = self._child.poll()
+        if code == 2:
+            raise ConfigError(self._lines()[-1].removeprefix("pipelinerl: "))
+        if code not in (None, 0, 130, 143):
+            raise PipelineRLError(f"the run ended with exit code {code}:\n{self._tail()}")
+
+    def interrupt(self) -> None:
+        """Ctrl-C; wait for the end of all processes of the run."""
+        self._child.send_signal(signal.SIGINT)
+        self._child.wait(_STOP_SECONDS)
+
+    def _lines(self) -> list[str]:
+        return self._log.read_text(errors="replace").splitlines()
+
+    def _tail(self) -> str:
+        return "\n".join(self._lines()[-_LOG_LINES:])
+
+
+def _launch(arguments: Sequence[str], *, detached: bool) -> Run:
+    process = _Process(arguments, detached=detached)
+    return Run(process.url(), process)

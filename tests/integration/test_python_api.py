@@ -1,0 +1,91 @@
+"""The notebook of the documentation, cell by cell, and what the Python interface does with a run afterwards."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+import pipelinerl
+from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.run.records import RUN_KEY
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "docs" / "notebooks" / "first-run.ipynb"
+
+
+def run_cell(source: str, names: dict) -> object:
+    """Run a cell; returns the value of its last expression, as a notebook shows it."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, str(NOTEBOOK), "exec"), names)
+    return eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names) if last else None
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """(names, values) after the notebook has run in an empty directory."""
+    directory = tmp_path_factory.mktemp("notebook")
+    names: dict = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.delenv("PIPELINERL_ROOT", raising=False)
+        cells = json.loads(NOTEBOOK.read_text())["cells"]
+        values = [run_cell("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"]
+    return names, values
+
+
+def test_the_notebook_trains_reads_and_exports_a_run(shown):
+    names, values = shown
+    assert values[0] == (12, 4)
+    assert values[2] == ("finished", 12)
+    assert values[-1] == (True, "finished", True)
+    assert names["metrics"].column("step").to_pylist() == list(range(1, 13))
+    assert set(names["rows"]["step"]) == {12}
+    assert len(names["rows"]) == 16 * 8
+    row = names["rows"].iloc[0]
+    assert row["prompt"][:1].isdigit()
+    assert (names["directory"] / "config.json").is_file()
+    assert [one["version"] for one in names["run"].evaluations()] == [0, 12]
+
+
+def test_rollouts_are_read_by_step_and_without_text(shown):
+    run = shown[0]["run"]
+    ids = run.rollouts([2, 3], text=False)
+    assert set(ids.column("step").to_pylist()) == {2, 3}
+    assert "completion" not in ids.column_names
+    assert run.rollouts().num_rows == 12 * 16 * 8
+    with pytest.raises(ConfigError, match="step 13 is not committed; steps 1 to 12 are"):
+        run.rollouts(13)
+
+
+def test_a_finished_run_can_be_neither_stopped_nor_resumed_further(shown):
+    run = shown[0]["run"]
+    assert not run.is_running
+    with pytest.raises(ConfigError, match="not live"):
+        run.stop()
+    assert run.resume().wait(300)["state"] == "finished"
+
+
+def test_a_refused_start_is_one_error_and_leaves_no_run(tmp_path):
+    with pytest.raises(ConfigError, match="no such directory"):
+        pipelinerl.start("quickstart", [f"model.path={tmp_path}/none"], root=str(tmp_path / "runs"))
+    assert list(tmp_path.rglob(RUN_KEY)) == []
+
+
+def test_stop_now_ends_all_processes_and_resume_continues(tmp_path):
+    overrides = ["trainer.steps=400", "trainer.groups_per_step=4", "eval.num_prompts=0"]
+    run = pipelinerl.start("quickstart", overrides, root=str(tmp_path))
+    with pytest.raises(TimeoutError):
+        run.wait(0.5)
+    run.stop(now=True)
+    assert not run.is_running
+    with pytest.raises(ConfigError, match="was not started by this process"):
+        pipelinerl.open_run("latest", str(tmp_path)).stop(now=True)
+    again = run.resume()
+    assert again.id == run.id
+    again.stop(now=True)
+    assert not again.is_running
+    assert issubclass(ConfigError, PipelineRLError)
