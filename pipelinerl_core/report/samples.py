@@ -2,10 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,10 +16,14 @@ from pipelinerl_core.report.facts import RunFacts, TrainedRollout, read_batch
 from pipelinerl_core.run.records import EvalRecord
 
 Decode = Callable[[int], str]
+Samples = Sequence[Mapping[str, Any]]
+"""Recorded completions of an evaluation (EvalRecord.samples)."""
 
 # Rollouts shown of the first step, of the last step, and of the step with the most versions in a rollout.
 _PER_GROUP = 3
 _MAX_TOKENS = 400
+_SHOWN_PROMPTS = 4
+"""Held-out prompts shown of the first and the last evaluation."""
 _NUM_TINTS = 6
 _GIVEN = 'class="prompt" title="given by the environment"'
 _RETURN = "&#8629;\n"
@@ -98,16 +103,47 @@ def held_out_section(facts: RunFacts) -> str:
     if not records:
         return '<p class="empty">No held-out samples were recorded.</p>'
     columns = [records[0], records[-1]] if len(records) > 1 else records
+    shown = _telling(*(record.samples for record in columns))
     cells = "".join(
         f"<div><h4>Version {record.version}: {record.accuracy:.1%} of {record.num_prompts:,} held-out prompts</h4>"
-        + "".join(_answer(sample) for sample in record.samples[:4])
+        + "".join(_answer(record.samples[index]) for index in shown if index < len(record.samples))
         + "</div>"
         for record in columns
     )
-    return f'<div class="pair">{cells}</div>'
+    return f"<p>{_choice(shown, *(record.samples for record in columns))}</p>" + f'<div class="pair">{cells}</div>'
 
 
-def _answer(sample: dict[str, object]) -> str:
+def _gains(before: Samples, after: Samples = ()) -> list[float]:
+    """Change of the reward of each prompt that both evaluations show; a missing reward counts 0."""
+    is_same = [one.get("prompt") == two.get("prompt") for one, two in zip(before, after, strict=False)]
+    rewards = [[float(one.get("reward") or 0.0) for one in each] for each in (before, after)]
+    return [two - one for one, two, same in zip(*rewards, is_same, strict=False) if same]
+
+
+def _telling(before: Samples, after: Samples = ()) -> list[int]:
+    """Indices of the shown prompts: those whose reward rose, then a prompt whose reward fell, then others.
+
+    At least one of four places is for a prompt that did not improve.
+    """
+    gains = _gains(before, after)
+    order = sorted(range(len(gains)), key=lambda index: -gains[index])
+    better = [index for index in order if gains[index] > 0][: _SHOWN_PROMPTS - 1]
+    worse = [index for index in reversed(order) if gains[index] < 0][:1]
+    rest = [index for index in range(len(before)) if index not in (*better, *worse)]
+    return [*better, *worse, *rest][:_SHOWN_PROMPTS]
+
+
+def _choice(shown: Sequence[int], before: Samples, after: Samples = ()) -> str:
+    """One sentence: how the shown prompts were chosen, and the changes of all recorded ones."""
+    gains = _gains(before, after)
+    if not any(gains):
+        return f"The first {len(shown)} of {len(before)} recorded prompts."
+    better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+    changes = f"of {len(gains)} recorded prompts the reward of {better} rose and of {worse} fell"
+    return f"Chosen by the change of the reward: {changes}."
+
+
+def _answer(sample: Mapping[str, Any]) -> str:
     reward, reference = sample.get("reward"), sample.get("reference")
     shown = f" reference: {_visible(str(reference))}" if reference else ""
     badge = _badge(reward if isinstance(reward, int | float) else None)

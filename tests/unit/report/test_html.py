@@ -171,6 +171,20 @@ def test_before_and_after_are_both_shown(page):
     assert "Version 30: 87.0%" in page
 
 
+def test_prompts_that_improved_are_shown_first_with_at_least_one_that_did_not_and_the_page_says_so(store):
+    write_run(store, Shape(steps=3))
+    before, after = [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 0, 0]
+    for version, rewards in ((0, before), (3, after)):
+        record = EvalRecord.model_validate_json(store.get(eval_key(version)))
+        samples = [{"prompt": f"p{at}", "completion": "c", "reward": reward} for at, reward in enumerate(rewards)]
+        put_record(store, eval_key(version), record.model_copy(update={"samples": tuple(samples)}))
+    page = render_report(store, decode=decode)
+    shown = re.findall(r'<span class="prompt">(p\d)</span>', page)
+    assert shown == ["p0", "p1", "p2", "p5"] * 2
+    assert "of 6 recorded prompts the reward of 4 rose and of 1 fell." in page
+    assert page.index("Roles over time") < page.index("Reward against wall clock")
+
+
 def test_write_report_writes_the_three_objects_and_they_agree(store):
     write_run(store, Shape(steps=3))
     report = write_report(store, decode=decode)
