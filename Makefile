@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed$(addprefix -torch-,$(TORCH))
 DEV := $(VENV)/.installed-dev
 PIP = $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
 PEERS := .bench-packages
+DOCS := .venv-docs
 # embedded or vllm
 ENGINE ?= embedded
 # torch or deepspeed
@@ -25,7 +26,7 @@ export GOMP_SPINCOUNT ?= 0
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart demo test test-slow campaigns chaos check bench bench-gpu bench-peers format images
+.PHONY: help install quickstart demo test test-slow campaigns chaos check docs docs-reference docs-capture bench bench-gpu bench-peers format images
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -90,6 +91,21 @@ check: install $(DEV) ## lint, types, import rules
 format: install $(DEV) ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DOCS)/.installed ## build the documentation as a site in site/; a broken link is an error
+	$(DOCS)/bin/zensical build --strict --clean
+
+$(DOCS)/.installed: requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-docs.lock
+	@touch $@
+
+docs-reference: install ## write the generated pages: configuration, commands, schemas, metrics
+	$(BIN)/python -m pipelinerl.flows.cli.reference docs/reference
+	$(BIN)/python -m pipelinerl_core.telemetry.metrics > docs/metrics.md
+
+docs-capture: install $(DEV) ## take the pictures in docs/images (Debian's chromium; about 8 minutes)
+	PIPELINERL_UPDATE_SCREENSHOTS=1 $(BIN)/python -m pytest -q -m slow tests/integration/test_browser.py
 
 images: ## build the container images of all roles (needs Docker)
 	for target in control actor trainer; do \

@@ -34,10 +34,10 @@ def config(
 
 
 def every_key() -> list[dict[str, Any]]:
-    """{key, default, meaning, values, kinds}; keys that need a kind of their section follow the other keys.
+    """{key, default, meaning, values, bounds, kinds}; keys that need a kind of their section follow the other keys.
 
-    default: JSON text, or `(required)`; values: the allowed values, empty for any; kinds: the kinds of its section
-    that accept the key, empty for all.
+    default: JSON text, or `(required)`; values: the allowed values, empty for any; bounds: of a number or a length,
+    for example "at least 1"; kinds: the kinds of its section that accept the key, empty for all.
     """
     from typing import Literal, get_args, get_origin
 
@@ -56,6 +56,7 @@ def every_key() -> list[dict[str, Any]]:
                 "default": "(required)" if is_required else json.dumps(to_jsonable_python(field.default)),
                 "meaning": " ".join((field.description or "").split()),
                 "values": list(variants(section) if name == "kind" and variants(section) else values),
+                "bounds": _bounds(field.metadata),
                 "kinds": kinds_of(key),
             }
         )
@@ -66,6 +67,22 @@ def every_key() -> list[dict[str, Any]]:
         listed,
         key=lambda entry: (sections.index(entry["key"].partition(".")[0]), groups.index(tuple(entry["kinds"]))),
     )
+
+
+_BOUNDS = {
+    "ge": "at least {}",
+    "gt": "above {}",
+    "le": "at most {}",
+    "lt": "below {}",
+    "min_length": "not empty",
+    "max_length": "at most {} entries or letters",
+}
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """The bounds of a field in words. Example: at least 0, below 1."""
+    found = ((name, getattr(one, name, None)) for one in metadata for name in _BOUNDS)
+    return ", ".join(_BOUNDS[name].format(value) for name, value in found if value is not None)
 
 
 def _key_lines(listed: list[dict[str, Any]]) -> list[str]:
@@ -84,5 +101,6 @@ def _key_lines(listed: list[dict[str, Any]]) -> list[str]:
         if entry["values"]:
             values = [str(value).lower() if isinstance(value, bool) else str(value) for value in entry["values"]]
             lines.append(f"    one of {', '.join(values)}")
-        lines.append(f"    {entry['meaning']}")
+        bounds = f" ({entry['bounds']})" if entry["bounds"] else ""
+        lines.append(f"    {entry['meaning']}{bounds}")
     return lines
