@@ -11,6 +11,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
+        "model": "model.path",
+        "data": "prompts.path",
+        "reward": "reward.function",
+        "environment": "environment.path",
         "steps": "trainer.steps",
         "seed": "seed",
         "actors": "placement.actors",
@@ -48,6 +52,20 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, title="Settings", json_schema_extra=_as_plain_fields)
 
+    model: str | None = Field(
+        None,
+        description="Directory or hub name (org/name) of a model, on the machines of the run. Chat models also "
+        "need model.chat_template=true.",
+    )
+    data: str | None = Field(
+        None,
+        description="A .jsonl or .parquet file, or the name of a data set of the hub. Columns: prompt and answer, "
+        "or set prompts.template, prompts.prompt_column, prompts.answer_column in the overrides.",
+    )
+    reward: str | None = Field(None, description="Your reward function: FILE.py:FUNCTION or package.module:FUNCTION.")
+    environment: str | None = Field(
+        None, description="Class that plays episodes of several turns: FILE.py:CLASS or package.module:CLASS."
+    )
     steps: int | None = Field(None, ge=1, description="Optimizer steps of the run.")
     seed: int | None = Field(None, ge=0, description="Seed of prompts, sampling and initial order.")
     actors: int | None = Field(None, ge=1, description="Actors that generate at the same time; each has one engine.")
@@ -72,7 +90,10 @@ class Settings(BaseModel):
 
     def overrides(self) -> tuple[str, ...]:
         """ "section.key=value" for each field that is set."""
-        return tuple(f"{KEYS[name]}={value}" for name, value in self.model_dump(exclude_none=True).items())
+        given = self.model_dump(exclude_none=True)
+        kind = "file" if str(given.get("data", "")).endswith((".jsonl", ".parquet")) else "huggingface"
+        before = (f"prompts.kind={kind}",) if "data" in given else ()  # clears the keys of the preset's kind
+        return (*before, *(f"{KEYS[name]}={value}" for name, value in given.items()))
 
 
 def described(function: F) -> F:

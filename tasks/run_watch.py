@@ -137,12 +137,17 @@ class RunWatch:
     def finish(self, report: Mapping[str, Any]) -> None:
         """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow."""
         self._read()
-        key = self._run.run_id
+        evals = list(self._follower.evals.values())
         _quietly("progress artifact", self._show_progress)
         rows = version_rows(self._follower.commits.newest(TABLE_VERSIONS))
         if rows:
-            _quietly("table artifact", lambda: create_table_artifact(rows, key=f"{key}-versions"))
-        _quietly("report artifact", lambda: create_markdown_artifact(report_markdown(report), key=f"{key}-report"))
+            _quietly("table artifact", lambda: self._table_artifact("versions", rows, "newest weight versions"))
+        _quietly(
+            "report artifact",
+            lambda: create_markdown_artifact(
+                report_markdown(report, evals), key=self._key("report"), description=f"report of {self._run.run_id}"
+            ),
+        )
         for name in (REPORT_JSON_KEY, REPORT_HTML_KEY):
             self._tracker.log_artifact(name, self._run.store.get(name))
         _quietly("link artifact", self._show_link)
@@ -196,7 +201,7 @@ class RunWatch:
         percent = 100.0 * max(0, self.committed_step) / self._run.config.trainer.steps
         if self._progress is None:
             made = create_progress_artifact(
-                percent, key=f"{self._run.run_id}-progress", description="optimizer steps"
+                percent, key=self._key("progress"), description=f"optimizer steps of {self._run.run_id}"
             )
             self._progress = made if isinstance(made, UUID) else None
         else:
@@ -206,11 +211,24 @@ class RunWatch:
         """Make a table artifact: number of warnings and errors of each role on this host, and the last of them."""
         rows = digest_rows(log_directory(self._run.store.url, self._run.run_id))
         if rows:
-            create_table_artifact(rows, key=f"{self._run.run_id}-logs", description="logs of the roles of this host")
+            self._table_artifact("logs", rows, "logs of the roles of this host")
 
     def _show_link(self) -> None:
         if self._tracker.page:
-            create_link_artifact(self._tracker.page, link_text="MLflow run", key=f"{self._run.run_id}-mlflow")
+            create_link_artifact(
+                self._tracker.page,
+                link_text="MLflow run",
+                key=self._key("mlflow"),
+                description=f"MLflow run of {self._run.run_id}",
+            )
+
+    def _table_artifact(self, name: str, rows: list[dict[str, Any]], description: str) -> None:
+        create_table_artifact(rows, key=self._key(name), description=f"{description}: {self._run.run_id}")
+
+    def _key(self, name: str) -> str:
+        """Key of an artifact: the preset or file and the kind. The runs of a preset are versions of one artifact, so
+        that Prefect's page of the artifact has their history."""
+        return f"{self._run.run_id.rpartition('-')[0] or self._run.run_id}-{name}"
 
     def _check_stall(self) -> None:
         """Raise DeadlineExceeded without a commit, a token or a start of the trainer for STALL_SECONDS.

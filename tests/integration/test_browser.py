@@ -129,8 +129,18 @@ def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_ou
     page.until("its defaults", f"{field_of('preset')}?.value === 'quickstart'")
     page.sees("Steps (Optional)", "Optimizer steps of the run.", "Max Lag (Optional)", "Learning Rate (Optional)")
     page.sees("Settings that differ from the preset", "conventional", "april", "pipelinerl config --keys")
+    page.sees("Model (Optional)", "Data (Optional)", "Reward (Optional)", "Environment (Optional)")
     assert "Property is type" not in page.text, "every field can be typed into"
+    for label, value in (
+        ("Data", "rows.jsonl"),
+        ("Reward", "my_rewards.py:score"),
+        ("Steps", "300"),
+        ("Max Lag", "8"),
+    ):
+        page.fill(field_of(label), value)
     picture("form.png")
+    for label in ("Data", "Reward", "Max Lag"):
+        page.fill(field_of(label), "")
     page.fill(field_of("Steps"), "0")
     page.click("Submit")
     page.sees("settings.steps", "0 is less than the minimum of 1")
@@ -155,12 +165,12 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
     page.click("Task Runs")
     page.sees("hub", "trainer", "actor-0", "report")
     page.click("Artifacts")
-    page.sees(f"{run_id}-progress", f"{run_id}-versions", f"{run_id}-report", f"{run_id}-mlflow")
+    page.sees("quickstart-progress", "quickstart-versions", "quickstart-report", "quickstart-mlflow")
 
 
 def mlflow_page(world: World) -> str:
     artifacts = world.prefect.ask("/artifacts/filter", {})
-    link = next(one["data"] for one in artifacts if one["key"] == f"{world.report['run_id']}-mlflow")
+    link = next(one["data"] for one in artifacts if one["key"] == "quickstart-mlflow")
     return str(link.partition("(")[2].rstrip(")"))
 
 

@@ -18,7 +18,7 @@ from pipelinerl_core.config import RunConfig, load_config
 EXAMPLES = {
     "steps": 20, "seed": 3, "actors": 2, "placement": "work_pools", "engine": "vllm", "concurrency": 32,
     "schedule": "april", "max_lag": 6, "groups_per_step": 4, "group_size": 4, "max_tokens": 32, "learning_rate": 2e-4,
-    "loss": "dapo",
+    "loss": "dapo", "model": "/models/mine", "data": "rows.jsonl", "reward": "my.py:score", "environment": "",
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_the_form_offers_every_loss():
     assert set(get_args(get_args(Settings.model_fields["loss"].annotation)[0])) == set(LOSSES)
 
 
-@pytest.mark.parametrize("name", [name for name in KEYS if name != "loss"])  # a loss is a section of its own
+@pytest.mark.parametrize("name", [name for name in KEYS if name not in ("loss", "data")])  # keys of a union
 def test_a_field_has_the_bounds_and_choices_of_its_key(name):
     ours, theirs = Settings.model_fields[name], field_of(KEYS[name])
     assert bounds(ours) == bounds(theirs) or name == "seed"  # the configuration takes any
@@ -56,6 +56,12 @@ def test_every_field_has_a_key_and_reaches_the_configuration():
             found = getattr(found, part)
         assert found == value, name
     assert Settings().overrides() == ()
+
+
+def test_data_is_a_file_or_a_data_set_of_the_hub():
+    assert load_config("quickstart", Settings(data="rows.parquet").overrides()).prompts.kind == "file"
+    hub = load_config("quickstart", Settings(data="openai/gsm8k").overrides())
+    assert (hub.prompts.kind, hub.prompts.path) == ("huggingface", "openai/gsm8k")
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"schedule": "sometimes"}, {"stepz": 3}, {"learning_rate": 0}])

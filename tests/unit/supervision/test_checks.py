@@ -17,7 +17,7 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
 from pipelinerl_core.run.locate import refuse_if_live, root_url
-from pipelinerl_core.run.records import HUB_KEY, HubRecord
+from pipelinerl_core.run.records import HUB_KEY, EvalRecord, HubRecord
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import checks
 from pipelinerl_core.testing.synthetic_run import put_record
@@ -282,7 +282,22 @@ def test_the_root_is_the_option_then_the_variable_then_runs(tmp_path, monkeypatc
 def test_the_report_as_markdown_flattens_figures_and_leaves_out_the_unknown():
     text = report_markdown({"run_id": "a-1", "steps": 1200, "lag": {"mean": 0.123456}, "eval_last": None})
     rows = ["| run_id | a-1 |", "| steps | 1,200 |", "| lag.mean | 0.1235 |"]
-    assert text.splitlines() == ["# a-1", "", "| figure | value |", "| --- | ---: |", *rows]
+    assert text.splitlines()[-6:] == ["", "| figure | value |", "| --- | ---: |", *rows]
+
+
+def test_the_report_as_markdown_begins_with_the_outcome_and_text_of_a_model_stays_in_a_block_of_code():
+    report = {"run_id": "a-1", "steps": 9, "eval_first": 0.25, "eval_last": 0.5, "eval_last_low": 0.4}
+    evals = [
+        EvalRecord(
+            version=version, num_prompts=1, accuracy=0.5, mean_tokens=1.0, errors=0, seconds=1.0,
+            samples=({"prompt": "1+1=", "completion": "```\n# [x](http://evil)", "reward": float(version > 0)},),
+        )
+        for version in (0, 9)
+    ]  # fmt: skip
+    text = report_markdown({**report, "eval_last_high": 0.6, "advice": "Add an actor."}, evals)
+    assert "| held-out accuracy | 25.0% \u2192 **50.0%** (95 % interval 40.0% to 60.0%) |" in text
+    assert "> Add an actor." in text
+    assert "Reward 0, then 1:\n\n````text\n1+1=```\n# [x]" in text
 
 
 def test_a_packaged_model_whose_package_is_missing_is_refused_in_one_line_and_nothing_is_written(

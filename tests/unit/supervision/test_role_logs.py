@@ -239,5 +239,5 @@ def test_the_flow_run_keeps_a_table_of_what_the_roles_logged_however_it_ends(tmp
     tracker = MagicMock(logged=None)
     with pytest.raises(RuntimeError), run_watch.RunWatch(run, tracker):
         raise RuntimeError("the trainer failed")
-    assert [(row["role"], row["errors"]) for row in kept[f"{run.run_id}-logs"]] == [("trainer", 3)]
+    assert [(row["role"], row["errors"]) for row in kept["synthetic-logs"]] == [("trainer", 3)]
     assert [call.args[0] for call in tracker.close.call_args_list] == ["FAILED"]
