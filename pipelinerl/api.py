@@ -170,7 +170,7 @@ class Run:
         """Write a version as a directory for transformers, vLLM and model.path; the directory must not exist."""
         from pipelinerl_core.tools.export import export
 
-        return Path(export(self.url, Path(directory), str(version))["directory"])
+        return Path(export(self.url, Path(directory), str(version))["directory"]).resolve()
 
     @property
     def is_running(self) -> bool:
