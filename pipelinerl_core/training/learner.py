@@ -28,7 +28,7 @@ from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
-from pipelinerl_core.training.step_sums import StepSums, check_finite
+from pipelinerl_core.training.step_sums import StepSums, check_finite, restored_generator_after_refusal
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 
@@ -95,14 +95,17 @@ class TorchLearner:
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on these rows; version grows by one. Returns its metrics by name (see `StepSums`).
 
-        Raises TrainingDiverged, with the weights untouched, when loss, gradient or ratios are not finite.
+        Raises TrainingDiverged if loss, gradient or ratios are not finite; the state is as before the step then.
         """
         return self.step_packs(self._batcher.rows(rows))
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
         what = f"step {self.version + 1}"
-        with explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch:
+        with (
+            explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch,
+            restored_generator_after_refusal(),
+        ):
             metrics = self._step_packs(watch(packs))
         self._has_stepped = True
         return metrics

@@ -4,7 +4,8 @@ Shapes: N = sampled tokens of a pack.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -99,7 +100,8 @@ class StepSums:
         num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
         metrics = {
             "train/loss": total["loss"],
-            "train/grad_norm": norms[ranks.rank][0],
+            # The norms are equal. If one is not finite, every rank must find this, so that all ranks refuse the step.
+            "train/grad_norm": max((norm for (norm,) in norms), key=lambda norm: (not math.isfinite(norm), norm)),
             "importance/kl": total["kl"] / num_trained,
             "importance/ess": total_ess([EssTerms(*terms) for terms in token_terms]),
             "importance/ess_sequence": total_ess([EssTerms(*terms) for terms in sequence_terms]),
@@ -119,16 +121,32 @@ class StepSums:
         return metrics
 
 
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether a step with these metrics may be taken."""
+    return all(math.isfinite(metrics[name]) for name in _FINITE)
+
+
 def check_finite(step: int, metrics: Mapping[str, float]) -> None:
     """Raises TrainingDiverged, which names all figures, if one figure is not finite."""
-    if all(math.isfinite(metrics[name]) for name in _FINITE):
+    if is_finite(metrics):
         return
     found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
     raise TrainingDiverged(
-        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. Lower "
-        "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
-        "engine recorded bad log-probabilities"
+        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. If this "
+        "repeats, lower learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not "
+        "finite, an engine recorded bad log-probabilities"
     )
+
+
+@contextmanager
+def restored_generator_after_refusal() -> Iterator[None]:
+    """If the step inside raises TrainingDiverged, set torch's generator back to its state before the step."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    except TrainingDiverged:
+        torch.set_rng_state(state)
+        raise
 
 
 def _zeros(num: int) -> Tensor:
