@@ -156,6 +156,8 @@ _DECLARED = (
     Metric("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
     Metric("policy/value_error", "1", "mean over trained tokens", "Squared error of the value head, if any."),
     Metric("policy/kl_ref", "nats", "mean over trained tokens", "Divergence from loss.ref_model, if any (k3)."),
+    Metric("policy/kl_teacher", "nats", "mean over trained tokens",
+           "Trainer minus teacher log-probability, with loss.teacher (k1): 0 for a student equal to the teacher."),
     Metric("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
     Metric("train/grad_norm", "norm", "global norm", "Before clipping."),
     Metric("train/learning_rate", "rate", "value", "Learning rate of the step."),

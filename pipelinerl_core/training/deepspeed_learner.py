@@ -57,6 +57,7 @@ class DeepSpeedLearner:
         ranks: Ranks,
         version: int = 0,
         reference: Any = None,
+        teacher: Any = None,
         note: AdapterNote | None = None,
     ) -> None:
         """Arguments as for TorchLearner. torch's default process group must exist, also with one rank.
@@ -74,6 +75,7 @@ class DeepSpeedLearner:
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._parameters = self._policy.trained()
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
+        self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
         self._stage = config.learner.zero_stage
         if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
@@ -134,7 +136,10 @@ class DeepSpeedLearner:
 
     def _forward(self, batch: PackedBatch, sums: StepSums) -> Tensor:
         output = self._engine(batch)
-        loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
+        loss_sums = pack_loss(
+            batch, output, self._config.loss,
+            version=self.version, reference=self._reference, teacher=self._teacher,
+        )  # fmt: skip
         sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
         return loss_sums.loss
 
@@ -147,10 +152,10 @@ class DeepSpeedLearner:
             group["lr"] = lr
         norm = None
         if self._stage == 0:  # gradients are whole on every rank, and DeepSpeed does not report their norm
-            norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm)
-            if not torch.isfinite(norm):  # the plain optimizer would take the step
+            norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm))
+            if not math.isfinite(norm):  # the plain optimizer would take the step
                 self._engine.zero_grad()
-                return float(norm)
+                return norm
         self._engine.step()
         found = float(self._engine.get_global_grad_norm() if norm is None else norm)
         if not math.isfinite(found) and self._engine.was_step_applied():

@@ -69,12 +69,14 @@ class TorchLearner:
         version: int = 0,
         threads: int = 1,
         reference: Any = None,
+        teacher: Any = None,
         ranks: Ranks = ALONE,
         note: AdapterNote | None = None,
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
 
         reference: a model of `load_reference` for loss.kl_coefficient, which needs as much memory as the weights.
+        teacher: the same for loss.teacher.
         threads: packs computed at once, each on one core; with 1 torch's number of threads does not change.
         note: publish only the adapters, with this note; None: publish all weights, adapters merged.
         """
@@ -84,6 +86,7 @@ class TorchLearner:
         value_seed = config.seed if config.loss.advantage == "value" else None
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
+        self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)
         self._batcher = batcher
         self._ranks = ranks
         self._note = note
@@ -133,7 +136,10 @@ class TorchLearner:
     def _backward(self, batch: PackedBatch) -> _PackResult:
         with torch.set_grad_enabled(batch.needs_backward):
             output = self._policy(batch)
-            loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
+            loss_sums = pack_loss(
+                batch, output, self._config.loss,
+                version=self.version, reference=self._reference, teacher=self._teacher,
+            )  # fmt: skip
         gradients: tuple[Tensor | None, ...] = ()
         if batch.needs_backward:
             gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)

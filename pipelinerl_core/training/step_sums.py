@@ -21,8 +21,16 @@ from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 
 # Sums per pack that are on the device, and counts that are known on the host.
-_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy")
-_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", "num_with_reference", "num_with_values")
+_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy", "kl_teacher")
+_KNOWN = (
+    "num_sampled",
+    "num_tokens",
+    "budget_tokens",
+    "num_packs",
+    "num_with_reference",
+    "num_with_values",
+    "num_with_teacher",
+)
 _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
 
 
@@ -54,6 +62,7 @@ class StepSums:
         self.known["num_packs"] += 1
         self.known["num_with_reference"] += sums.kl_ref is not None
         self.known["num_with_values"] += sums.value_error is not None
+        self.known["num_with_teacher"] += sums.kl_teacher is not None
         nothing = torch.zeros_like(sums.kl)
         kl_ref = nothing if sums.kl_ref is None else sums.kl_ref
         value_error = nothing if sums.value_error is None else sums.value_error
@@ -66,6 +75,7 @@ class StepSums:
             kl_ref,
             value_error,
             entropy_N.sum(),
+            nothing if sums.kl_teacher is None else sums.kl_teacher,
         ]
         self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
         # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
@@ -116,6 +126,8 @@ class StepSums:
         }
         if total["num_with_reference"]:
             metrics["policy/kl_ref"] = total["kl_ref"] / num_trained
+        if total["num_with_teacher"]:
+            metrics["policy/kl_teacher"] = total["kl_teacher"] / num_trained
         if total["num_with_values"]:
             metrics["policy/value_error"] = total["value_error"] / num_trained
         return metrics

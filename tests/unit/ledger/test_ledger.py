@@ -779,6 +779,7 @@ def test_a_restarted_hub_hears_of_a_quarantine_from_the_trainer(clock, present, 
     fates = [FateRecord(group_id=ref.group_id, attempt=0, fate="quarantined", num_tokens=10) for ref in refused]
     if has_others:  # the trainer has the answer of the earlier hub, and commits it
         ledger.committed(2, [(4, 0), (5, 0)], fates, manifest(2))
+        clock.now += 10  # after the grace period
         deliver_ready(ledger)
         later = ledger.reserve(3, epoch=2)
         assert later.is_ready
