@@ -205,7 +205,8 @@ def _raise_if_final(
     if process.exit_code == EXIT_CONFIG:
         raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {process.log.path}")
     if process.exit_code == EXIT_DIVERGED:  # the same weights would fail again on the next groups
-        raise TrainingDiverged(lines[-1] if lines else f"{name}: see {process.log.path}")
+        line = lines[-1] if lines else f"{name}: see {process.log.path}"
+        raise TrainingDiverged(line.removeprefix(f"{TrainingDiverged.__name__}: "))
     if process.exit_code == EXIT_FENCED and not may_return:
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
     if not budget.take():

@@ -144,9 +144,9 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
         return
     found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
     raise TrainingDiverged(
-        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. If this "
-        "repeats, lower learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not "
-        "finite, an engine recorded bad log-probabilities"
+        f"step {step}: {found}; all values must be finite. The last good weights are version {step - 1}. Lower "
+        "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
+        "engine recorded bad log-probabilities"
     )
 
 
