@@ -86,7 +86,8 @@ def quarantine_advice(commits: Sequence[Commit]) -> str:
     where = f" at step {', '.join(map(str, steps[:_NAMED_STEPS]))}{', ...' if len(steps) > _NAMED_STEPS else ''}"
     return (
         f"Loss or gradient was not finite{where if steps else ''}: {num_tokens:,} tokens were quarantined and other "
-        "groups were trained. Their rows are in quarantined/. Set learner.lr or learner.clip_norm lower in the next run."
+        "groups were trained. Their rows are in quarantined/. In the next run, set learner.lr or learner.clip_norm "
+        "lower."
     )
 
 

@@ -253,8 +253,8 @@ class Trainer:
         if number == _TRIES:
             raise TrainingDiverged(
                 f"{error}. {_TRIES} tries in a row failed, each on other groups; their rows are in "
-                f"{self._store.url}/{key.rpartition('/')[0]}/. `pipelinerl resume` continues after step {step - 1}; with "
-                "other settings, start a new run from the weights of `pipelinerl export`"
+                f"{self._store.url}/{key.rpartition('/')[0]}/. `pipelinerl resume` continues after step {step - 1}; "
+                "with other settings, start a new run from the weights of `pipelinerl export`"
             )
         self._reserved = _Reservation(step, None, (*held.quarantined, *reserved.groups), number)
         self._watch.quarantined(len(reserved.groups))
