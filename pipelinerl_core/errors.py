@@ -18,7 +18,7 @@ PipelineRLError
  +-- RewardError            a verifier failed (counted as data; does not end a role)
  |    +-- FunctionRaised    the code of the verifier raised an exception
  +-- OutOfMemory            a GPU had no memory left after steps that succeeded; a restart may help
- +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not committed
+ +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not taken
  +-- RankLost               a rank of the trainer has ended; the step was not committed
  +-- Fenced                 a newer epoch of this role has started
  +-- DeadlineExceeded       a named wait reached its deadline
@@ -30,6 +30,8 @@ EXIT_FENCED = 3
 """Exit code of a process that ends with Fenced."""
 EXIT_STORE = 4
 """Exit code of a process that ends with StoreUnavailable."""
+EXIT_DIVERGED = 5
+"""Exit code of a process that ends with TrainingDiverged."""
 
 
 class PipelineRLError(Exception):
@@ -117,7 +119,7 @@ class OutOfMemory(PipelineRLError):
 
 
 class TrainingDiverged(PipelineRLError):
-    """A number of an optimizer step is not finite; the step is not committed."""
+    """A number of an optimizer step is not finite; the step is not taken, and weights and optimizer are unchanged."""
 
 
 class RankLost(PipelineRLError):

@@ -177,7 +177,8 @@ class Learner(Protocol):
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on exactly these rows, in this order; increments `version`. Returns metrics by name.
 
-        telemetry/metrics.py declares the names; a metric without a value is left out.
+        telemetry/metrics.py declares the names; a metric without a value is left out. Raises TrainingDiverged if loss
+        or gradient is not finite; the state is as before the step then.
         """
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:

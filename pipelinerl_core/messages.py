@@ -61,7 +61,7 @@ class FateRecord(Message):
 
     group_id: Count
     attempt: Attempt
-    fate: Literal["trained", "filtered", "dropped_stale", "failed"]
+    fate: Literal["trained", "filtered", "dropped_stale", "failed", "quarantined"]
     num_tokens: Count
 
 
@@ -82,6 +82,8 @@ class Register(Message):
     """Trainer: the step whose reservation it holds."""
     reservation: tuple[GroupRef, ...] = ()
     """Trainer: the groups of that reservation."""
+    quarantined: tuple[GroupRef, ...] = ()
+    """Trainer: groups that it has quarantined at that step."""
     committed_step: StepOrNone = -1
     """Trainer: its newest commit."""
     manifest: WeightManifest | None = None
@@ -153,6 +155,8 @@ class Reserve(Message):
     wait_seconds: Seconds = 0.5
     lost: tuple[tuple[Count, Attempt], ...] = ()
     """(group_id, attempt) of reserved groups whose rows cannot be read; these groups are generated again."""
+    quarantined: tuple[GroupRef, ...] = ()
+    """All groups that the trainer has quarantined at this step: the hub decides them and reserves others."""
     with_rows: bool = False
     """Whether the rows in the hub's memory follow the answer, in the form of answers to `rows`."""
 
@@ -251,7 +255,8 @@ class LedgerSnapshot(BaseModel):
     low_water: dict[str, Count] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> lowest segment seq that may hold rows of an undecided group."""
     tokens: dict[str, Total] = Field(default_factory=dict)
-    """Live token ledger: generated, trained, masked_stale, dropped_stale, filtered, failed, superseded, ..."""
+    """Live token ledger: generated, trained, masked_stale, dropped_stale, filtered, failed, quarantined, superseded,
+    ..."""
     lengths: dict[str, LengthTotals] = Field(default_factory=dict)
     """Length-bias meter: the same classes, over the tokens whose rows have arrived."""
     waits: dict[str, Number] = Field(default_factory=dict)

@@ -40,6 +40,7 @@ class Fate(StrEnum):
     FILTERED = "filtered"  # all rewards equal
     DROPPED_STALE = "dropped_stale"
     FAILED = "failed"  # fewer than two rollouts could be scored
+    QUARANTINED = "quarantined"  # in a step whose loss or gradient was not finite
 
 
 class WeightSpan(NamedTuple):

@@ -72,7 +72,7 @@ app = typer.Typer(
     - `pipelinerl compare` measures which settings reach an accuracy sooner
 
     Results go to stdout (`--json`: one JSON document), logs to stderr. Exit codes: 0 success, 1 failure, 2 bad input,
-    4 the store does not answer.
+    4 the store does not answer, 5 training diverged.
     """,
 )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import typer
 
 from pipelinerl.flows.cli.console import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK
-from pipelinerl_core.errors import EXIT_STORE
+from pipelinerl_core.errors import EXIT_DIVERGED, EXIT_STORE
 
 
 def run_module(module: str, arguments: Mapping[str, str], flags: Sequence[str]) -> None:
@@ -21,5 +21,5 @@ def run_module(module: str, arguments: Mapping[str, str], flags: Sequence[str]) 
 
 
 def exit_with(code: int) -> typer.Exit:
-    """The typer.Exit for a child process that ended with this exit code; other codes than 0, 2 and 4 become 1."""
-    return typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT, EXIT_STORE) else EXIT_FAILURE)
+    """The typer.Exit for a child process that ended with this exit code; other codes than 0, 2, 4 and 5 become 1."""
+    return typer.Exit(code if code in (EXIT_OK, EXIT_BAD_INPUT, EXIT_STORE, EXIT_DIVERGED) else EXIT_FAILURE)

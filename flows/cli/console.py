@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipelinerl_core.errors import EXIT_CONFIG, EXIT_STORE, ConfigError, PipelineRLError, StoreUnavailable
+from pipelinerl_core.errors import (
+    EXIT_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_STORE,
+    ConfigError,
+    PipelineRLError,
+    StoreUnavailable,
+    TrainingDiverged,
+)
 
 EXIT_OK, EXIT_FAILURE, EXIT_BAD_INPUT = 0, 1, EXIT_CONFIG
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
@@ -37,4 +45,5 @@ def exit_codes() -> Iterator[None]:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except PipelineRLError as error:
         say(f"pipelinerl: {type(error).__name__}: {error}")
-        raise SystemExit(EXIT_STORE if isinstance(error, StoreUnavailable) else EXIT_FAILURE) from None
+        codes = ((StoreUnavailable, EXIT_STORE), (TrainingDiverged, EXIT_DIVERGED))
+        raise SystemExit(next((code for kind, code in codes if isinstance(error, kind)), EXIT_FAILURE)) from None

@@ -37,6 +37,14 @@ class _Loss(Section):
     ref_model: str = ""
     """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
     weights of the run."""
+    teacher: str = ""
+    """On-policy distillation: directory of a teacher model, which must have the vocabulary of the trained model;
+    empty: none. A token's advantage gets teacher_coefficient * (teacher log-probability - trainer log-probability).
+    """
+    teacher_coefficient: float = Field(1.0, gt=0)
+    """loss.teacher: weight of the teacher in the advantage of a token."""
+    reward_coefficient: float = Field(1.0, ge=0)
+    """loss.teacher: weight of the reward's advantage beside the teacher; 0: the teacher alone."""
     revision: Literal[1, 2] = 2
     """Formulas of the loss. 2: the formulas of docs/algorithms.md; 1: the formulas of runs that were recorded before
     this key. Do not set in a new run: a recorded run keeps its revision."""

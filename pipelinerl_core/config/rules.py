@@ -225,6 +225,12 @@ def _loss_problem(config: "RunConfig") -> str | None:
             f"loss.ref_model={config.loss.ref_model} is not used with loss.kl_coefficient=0. Set loss.kl_coefficient "
             "too, or remove loss.ref_model"
         )
+    for name in ("teacher_coefficient", "reward_coefficient"):
+        if not config.loss.teacher and getattr(config.loss, name) != 1:
+            return (
+                f"loss.{name}={getattr(config.loss, name):g} is not used without a teacher. Set loss.teacher, or "
+                f"remove loss.{name}"
+            )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
     if config.loss.advantage != "value" and not is_default:
         return (

@@ -566,6 +566,8 @@ class RunConfig(Section):
         loss = self.loss
         if loss.advantage == "value":
             return "loss.advantage=value"
+        if loss.teacher:
+            return f"loss.teacher={loss.teacher}"
         if loss.kl_coefficient:
             return f"loss.kl_coefficient={loss.kl_coefficient:g}"
         # Revision 1 computed the entropy bonus only of rollouts whose advantage is not 0.

@@ -44,7 +44,10 @@ SCHEMA = pa.schema(
         *ROLLOUT_SCHEMA,
         *(BATCH_SCHEMA.field(name).with_nullable(name != "step") for name in _TRAINED_ONLY),
         pa.field(
-            "fate", pa.string(), nullable=False, metadata={"description": "trained, filtered or dropped_stale."}
+            "fate",
+            pa.string(),
+            nullable=False,
+            metadata={"description": "trained, filtered, dropped_stale, failed or quarantined."},
         ),
     ],
     metadata=BATCH_SCHEMA.metadata,

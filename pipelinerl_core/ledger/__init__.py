@@ -3,7 +3,7 @@
     never leased --grant--> leased --rows arrive--> ready --reserve--> reserved --commit--> trained
                               |  ^                    |
                       expiry  v  | attempt + 1        +--> filtered, failed (at once), dropped_stale (at a reserve)
-                            queued
+                            queued           reserved +--> quarantined (when the trainer reserves others instead)
 
 Every group below the prompt frontier is in exactly one of these states.
 """

@@ -225,32 +225,59 @@ class Ledger(LedgerView):
         if epoch < self._trainer_epoch:
             raise Fenced(f"trainer epoch {epoch} was replaced by epoch {self._trainer_epoch}; this process must end")
 
-    def register_trainer(self, epoch: int, step: int | None = None, refs: Sequence[GroupRef] = ()) -> None:
+    def register_trainer(
+        self,
+        epoch: int,
+        step: int | None = None,
+        refs: Sequence[GroupRef] = (),
+        quarantined: Sequence[GroupRef] = (),
+    ) -> None:
         """Register a trainer with the reservation it holds, if any. A newer epoch frees all earlier reservations.
+
+        quarantined: the groups that the trainer has quarantined at the same step.
 
         After a restart of the hub the groups of the reservation leave their current state and are reserved again,
         because the trainer may commit them. Actors deliver unsealed groups again, which restores missing rows.
         """
         self._adopt_trainer_epoch(epoch)
-        if step is None or not refs or step <= self.committed_step or step in self._pool.reservations:
+        if step is None or not (refs or quarantined) or step <= self.committed_step:
+            return
+        if step in self._pool.reservations:
+            return
+        num_fates = len(self._pool.fates)
+        self._pool.quarantine(quarantined)
+        if not refs:
             return
         summaries = {ref.group_id: self._pool.take_reserved(ref) for ref in refs}
         found = {group_id: summary for group_id, summary in summaries.items() if summary is not None}
         self._reserve(step, list(refs), found, is_answered=False)
+        # The trainer commits these fates. If it dies first, they return to the pool with the reservation.
+        reservation = self._pool.reservations[step]
+        fates, self._pool.fates = self._pool.fates[num_fates:], self._pool.fates[:num_fates]
+        reservation.answer = reservation.answer.model_copy(update={"fates": tuple(fates)})
 
-    def reserve(self, step: int, epoch: int, lost: Iterable[tuple[int, int]] = ()) -> Reserved:
+    def reserve(
+        self,
+        step: int,
+        epoch: int,
+        lost: Iterable[tuple[int, int]] = (),
+        quarantined: Sequence[GroupRef] = (),
+    ) -> Reserved:
         """Reserve the groups of a step, or answer is_ready=False. Idempotent: a repeat has the same answer.
 
-        lost: reserved groups whose rows cannot be read; they are queued and the step is reserved anew. Raises Fenced.
+        lost: reserved groups whose rows cannot be read; they are queued and the step is reserved anew.
+        quarantined: all groups that were quarantined at this step; they are decided, and the step is reserved anew.
+        Raises Fenced.
         """
         self._adopt_trainer_epoch(epoch)
         if step <= self.committed_step:
             raise Fenced(f"step {step} is committed already (the newest is {self.committed_step})")
         reservation = self._pool.reservations.get(step)
+        has_quarantined = self._pool.quarantine(quarantined)
         if reservation is not None:
             refs = reservation.refs
             gone = [group_id for group_id, attempt in lost if group_id in refs and refs[group_id].attempt == attempt]
-            if not gone:
+            if not gone and not has_quarantined:
                 return reservation.answer
             self._pool.requeue_lost(self._pool.reservations.pop(step), gone)
             self._undo(reservation)

@@ -3,7 +3,7 @@
 The meter counts the same events as the token ledger, for tokens whose rows have arrived at the hub, and has the same
 invariant:
 
-arrived = trained + masked_stale + dropped_stale + filtered + failed + superseded + ready
+arrived = trained + masked_stale + dropped_stale + filtered + failed + quarantined + superseded + ready
 
 Tokens of unfinished groups are in no class: their completion lengths are not known yet.
 """

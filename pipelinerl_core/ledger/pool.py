@@ -246,12 +246,37 @@ class GroupPool:
 
     def decide(self, summary: GroupSummary, fate: Fate) -> None:
         """Give an untrained fate to a group whose tokens have arrived."""
-        ref = summary.ref
-        self.ready.pop(ref.group_id)
+        self.ready.pop(summary.ref.group_id)
+        self._decide(summary.ref, summary, fate)
+
+    def _decide(self, ref: GroupRef, summary: GroupSummary | None, fate: Fate) -> None:
+        """`summary`: None if the rows of the group are absent."""
         self._note_decided(ref.group_id, ref.attempt)
-        self.tokens.decide_group(summary, fate.value)
+        if summary is None:
+            self.tokens.decide_ref(ref, {fate.value: ref.num_tokens})
+        else:
+            self.tokens.decide_group(summary, fate.value)
         record = {"group_id": ref.group_id, "attempt": ref.attempt, "fate": fate.value, "num_tokens": ref.num_tokens}
         self.fates.append(FateRecord.model_validate(record))
+
+    def quarantine(self, refs: Iterable[GroupRef]) -> bool:
+        """Give groups that a trainer has reserved the fate `quarantined`; False if all of them are decided already.
+
+        The rows of a group may be absent after a restart of the hub.
+        """
+        has_decided = False
+        for ref in refs:
+            reservation = self.reservation_of(ref.group_id)
+            if reservation is not None:
+                del reservation.refs[ref.group_id]
+                summary = reservation.summaries.pop(ref.group_id, None)
+            elif ref.group_id < self.next_group_id and not self.is_open(ref.group_id):
+                continue
+            else:
+                summary = self.take_reserved(ref)
+            self._decide(ref, summary, Fate.QUARANTINED)
+            has_decided = True
+        return has_decided
 
     def train(self, reservation: Reservation, group_id: int, tokens: TokenLedger) -> None:
         """Count the tokens of a reserved group as trained in `tokens`, the token ledger or a copy of it."""

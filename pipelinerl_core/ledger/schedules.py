@@ -9,8 +9,8 @@
 |              |                                            |                            | have the new weights     |
 
 A group is outstanding while it is leased, ready, or reserved for a step that is not committed. Every fate (trained,
-filtered, dropped, failed) ends that state and frees the group's slot in the window: no count is cumulative.
-docs/scheduling.md derives the bounds.
+filtered, dropped, failed, quarantined) ends that state and frees the group's slot in the window: no count is
+cumulative. docs/scheduling.md derives the bounds.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The token ledger, with an invariant that holds at all times:
 
-generated = trained + masked_stale + dropped_stale + filtered + failed + superseded + in_flight + ready
+generated = trained + masked_stale + dropped_stale + filtered + failed + quarantined + superseded + in_flight + ready
 
 Generated tokens of an actor epoch: the reported tokens, or the arrived tokens if more have arrived. Tokens that
 have not arrived are in flight while the actor is live, and superseded after the actor has left. `ready` includes
@@ -18,7 +18,7 @@ from pipelinerl_core.ledger.order import split_lengths, split_trained
 from pipelinerl_core.run.records import ActorSample
 from pipelinerl_core.types import GroupRef, LengthTotals
 
-DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "superseded")
+DECIDED = ("trained", "masked_stale", "dropped_stale", "filtered", "failed", "quarantined", "superseded")
 """The classes of decided tokens."""
 DECIDED_COUNTER = "settled_tokens"
 """Counter of an ActorSample: decided tokens of this actor epoch."""

@@ -37,6 +37,7 @@ _WORTH = 0.05
 _BIASED = 0.9
 # Share of the tokens of trained groups that the lag rule masks from which the advice names the settings.
 _MASKED = 0.1
+_NAMED_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,20 @@ def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any
     kind = bottleneck(evidence, takes_turns=run.takes_turns)
     sentences = [_ADVICE[kind](evidence, run), _length_advice(lengths, run), _masked_advice(lengths, run)]
     return {"bottleneck": kind, "advice": " ".join(filter(None, sentences))}
+
+
+def quarantine_advice(commits: Sequence[Commit]) -> str:
+    """What was quarantined and where to look; empty if nothing was."""
+    num_tokens = commits[-1].tokens.get("quarantined", 0) if commits else 0
+    if not num_tokens:
+        return ""
+    steps = [commit.step for commit in commits if commit.metrics.get("train/quarantined_groups")]
+    where = f" at step {', '.join(map(str, steps[:_NAMED_STEPS]))}{', ...' if len(steps) > _NAMED_STEPS else ''}"
+    return (
+        f"Loss or gradient was not finite{where if steps else ''}: {num_tokens:,} tokens were quarantined and other "
+        "groups were trained. Their rows are in quarantined/. In the next run, set learner.lr or learner.clip_norm "
+        "lower."
+    )
 
 
 def bottleneck(evidence: Evidence, *, takes_turns: bool) -> Bottleneck:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
+from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
@@ -62,6 +62,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         )
     lengths = commits[-1].lengths if commits else {}
     found = advice(evidence, lengths, facts.run.config)
+    found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
     reward = equal_reward(commits)
     warning = None
     if reward is not None:  # before any advice on speed

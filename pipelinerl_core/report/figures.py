@@ -27,6 +27,7 @@ LEDGER_CSS = {
     "dropped_stale": "held",
     "filtered": "other",
     "failed": "bad",
+    "quarantined": "bad",
     "superseded": "again",
     "in_flight": "generate",
     "ready": "wait",

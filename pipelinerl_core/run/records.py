@@ -11,6 +11,7 @@
   partials/<actor>/<epoch>/<seq>.arrow   growth of the rollouts of open groups
   retired/<actor>/<epoch>                an actor life that never returns; all its groups are decided. Empty object
   batches/<step>.<k>/<rank>.arrow        the rows as trained
+  quarantined/<step>.<k>/<try>.arrow     the rows of a step whose loss or gradient was not finite
   weights/<version>.<k>/                 data first (WEIGHTS_FILE or ADAPTERS_FILE), manifest.json last
   broadcasts/<number>.json               receivers and rendezvous of a broadcast from the trainer's memory
   checkpoints/<step>.<k>/                model, optimizer, RNG; manifest.json last
@@ -47,6 +48,7 @@ COMMITS_PREFIX = "commits"
 COMPACTED_COMMITS_PREFIX = "compacted/commits"
 COMPACTED_ROLLOUTS_PREFIX = "compacted/rollouts"
 RENDEZVOUS_PREFIX = "meetings"
+QUARANTINED_PREFIX = "quarantined"
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a version, under the names of the model."""
 ADAPTERS_FILE = "adapters.safetensors"
@@ -99,6 +101,11 @@ def partial_key(actor: str, epoch: int, seq: int) -> str:
 def batch_key(step: int, epoch: int, rank: int) -> str:
     """The rows that one rank trained in a step."""
     return f"batches/{step:08d}.{epoch}/{rank:04d}.arrow"
+
+
+def quarantined_key(step: int, epoch: int, number: int) -> str:
+    """Rows of a step that was not taken; `number` counts the tries of the step, from 1."""
+    return f"{QUARANTINED_PREFIX}/{step:08d}.{epoch}/{number:04d}.arrow"
 
 
 def weights_prefix(version: int, epoch: int) -> str:

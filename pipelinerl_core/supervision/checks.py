@@ -147,24 +147,43 @@ def check_model(config: RunConfig) -> None:
         )
     else:
         check_context(config, directory)
-    check_reference(config)
+    check_references(config)
 
 
-def check_reference(config: RunConfig) -> None:
-    """The reference model exists and has the vocabulary of the trained model."""
-    reference = config.loss.ref_model
-    if not reference:
-        return
-    sizes = [_vocabulary(path) for path in (Path(reference), resolve_model_path(config.model.path))]
+def check_references(config: RunConfig) -> None:
+    """Reference model and teacher exist and have the vocabulary of the trained model."""
+    for name, found in (("ref_model", config.loss.ref_model), ("teacher", config.loss.teacher)):
+        if found:
+            _check_reference(f"loss.{name}={found}", Path(found), resolve_model_path(config.model.path))
+
+
+def _check_reference(setting: str, directory: Path, own: Path | None) -> None:
+    sizes = [_vocabulary(path) for path in (directory, own)]
     if sizes[0] is None:
         raise ConfigError(
-            f"loss.ref_model={reference}: no Hugging Face model there. Set the directory of a downloaded model"
+            f"{setting}: no Hugging Face model there. Set the directory of a downloaded or exported model"
         )
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"loss.ref_model={reference}: its vocabulary has {sizes[0]} tokens, the vocabulary of model.path has "
-            f"{sizes[1]}. Set a reference model with the same tokenizer"
+            f"{setting}: its vocabulary has {sizes[0]} tokens, the vocabulary of model.path has {sizes[1]}. Set a "
+            "model with the same tokenizer"
         )
+    tokens, own_tokens = (_tokens(path) for path in (directory, own))
+    if tokens and own_tokens and tokens != own_tokens:
+        raise ConfigError(
+            f"{setting}: its vocabulary has other tokens than the vocabulary of model.path (tokenizer.json). Set a "
+            "model with the same tokenizer"
+        )
+
+
+def _tokens(directory: Path | None) -> list[object]:
+    """The tokens of tokenizer.json with their ids; empty without a readable file."""
+    try:
+        found = {} if directory is None else json.loads((directory / "tokenizer.json").read_text())
+        added = [(token["id"], token["content"]) for token in found.get("added_tokens", ())]
+        return [found["model"]["vocab"], added]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _vocabulary(directory: Path | None) -> int | None:

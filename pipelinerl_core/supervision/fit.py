@@ -211,6 +211,7 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], floa
     by_stage = [ranks if learner.zero_stage >= stage else 1 for stage in (3, 2, 1)]
     weights = width * shape.num_parameters / by_stage[0]
     reference = weights if config.loss.kl_coefficient and not learner.lora_rank else 0.0
+    teacher = width * _teacher_shape(config, shape).num_parameters if config.loss.teacher else 0.0
     # torch: gradients of a pack and their float32 sum; DeepSpeed: one sum.
     gradients = (4 + width if learner.kind == "torch" else 4) * trained / by_stage[1]
     masters = 4 if width < 4 or learner.kind == "deepspeed" else 0
@@ -220,8 +221,15 @@ def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], floa
         offloaded, optimizer = optimizer, 0.0
     if learner.offload == "parameters":
         offloaded, weights = offloaded + weights, 0.0
-    parts = {"weights": weights, "reference": reference, "gradients": gradients, "optimizer": optimizer}
+    parts = {"weights": weights, "reference": reference, "teacher": teacher, "gradients": gradients,
+             "optimizer": optimizer}  # fmt: skip
     return tuple(Part(name=name, num_bytes=size) for name, size in parts.items()), offloaded
+
+
+def _teacher_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The shape of loss.teacher; the shape of the trained model if the teacher's config.json cannot be read."""
+    entries = model_config_of(config.loss.teacher)
+    return (shape_of(entries) if entries is not None else None) or shape
 
 
 def _trained(config: RunConfig, shape: ModelShape) -> float:

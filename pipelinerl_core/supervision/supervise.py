@@ -16,12 +16,14 @@ from threading import Event
 
 from pipelinerl_core.errors import (
     EXIT_CONFIG,
+    EXIT_DIVERGED,
     EXIT_FENCED,
     EXIT_STORE,
     ConfigError,
     Fenced,
     PipelineRLError,
     StoreUnavailable,
+    TrainingDiverged,
 )
 from pipelinerl_core.restart_budget import RestartBudget
 from pipelinerl_core.run.context import RESTARTS_VARIABLE
@@ -88,7 +90,8 @@ def supervise_role(
     Exit code 0: if `is_done()`, the supervision ends, else the role restarts (another process sent it SIGTERM).
     Exit code 3 (fenced): if `is_replaced()`, the supervision ends, else the role restarts; without `is_replaced` the
     supervision raises Fenced.
-    Raises ConfigError (exit code 2, with the role's own error line) or Fenced. After more than `max_restarts`
+    Raises ConfigError (exit code 2, with the role's own error line), TrainingDiverged (exit code 5, the same) or
+    Fenced. After more than `max_restarts`
     failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
     process ended because the store did not answer (exit code 4), StoreUnavailable with these lines.
     """
@@ -201,6 +204,9 @@ def _raise_if_final(
     lines = process.log.last_lines(_TAIL_LINES)
     if process.exit_code == EXIT_CONFIG:
         raise ConfigError(lines[-1] if lines else f"{name}: refused its configuration, see {process.log.path}")
+    if process.exit_code == EXIT_DIVERGED:  # the same weights would fail again on the next groups
+        line = lines[-1] if lines else f"{name}: see {process.log.path}"
+        raise TrainingDiverged(line.removeprefix(f"{TrainingDiverged.__name__}: "))
     if process.exit_code == EXIT_FENCED and not may_return:
         raise Fenced(f"{name}: another process has taken over this run ({lines[-1] if lines else 'no message'})")
     if not budget.take():

@@ -10,6 +10,7 @@ Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit code 1 if a 
 | tokens   | the ledger of every commit adds up; trained and masked tokens equal the tokens in earlier batches |
 | versions | no token is newer than the weights that were trained, no trained token is older than max_lag |
 | objects  | batch files and the newest durable weights are intact |
+| quarantined | the rows of every quarantined group are in quarantined/ |
 
 Damaged older weights, checkpoints and segments are reported, but do not fail the audit: a replay of the batches
 computes the weights again, and groups in unreadable segments are generated again.
@@ -34,9 +35,9 @@ from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_commits
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import CheckpointManifest, Commit, checkpoint_prefix
+from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, checkpoint_prefix
 from pipelinerl_core.run.versions import retained, stored_versions
-from pipelinerl_core.types import FileEntry, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
 from pipelinerl_core.weights.files import verify
 
 _SHOWN_PROBLEMS = 50
@@ -51,6 +52,9 @@ class Audit:
         self.problems: list[str] = []
         self.damaged: list[str] = []
         """Damaged objects that the audit does not need."""
+        self.quarantined: list[str] = []
+        """Objects with the rows of steps whose loss or gradient was not finite."""
+        self._quarantined_groups: set[GroupKey] = set()
         self._durable_weights: dict[int, str] = {}
         """Version -> error, "" for intact weights; in the order of the commits."""
         self.num_commits = 0
@@ -84,6 +88,7 @@ class Audit:
         if last is not None:
             self._check_groups(last)
         self._check_newest_weights()
+        self._check_quarantined()
         self._check_segments()
         return self
 
@@ -102,6 +107,7 @@ class Audit:
             "bytes": self.num_bytes,
             "problems": self.problems,
             "damaged": self.damaged,
+            "quarantined": self.quarantined,
         }
 
     # ---- commits, groups and rows ----------------------------------------------------------------------------
@@ -180,6 +186,8 @@ class Audit:
                 if record.fate == "trained" and before == "trained":
                     self.trained_twice.append(record.group_id)
             self._fates[record.group_id] = record.fate
+            if record.fate == "quarantined":
+                self._quarantined_groups.add((record.group_id, record.attempt))
             if record.fate != "trained":
                 continue
             self._trained_tokens += record.num_tokens
@@ -282,6 +290,23 @@ class Audit:
             _, wrong = self._file(f"{prefix}/{entry.name}", entry)
             self.damaged += filter(None, [wrong])
 
+    def _check_quarantined(self) -> None:
+        """A damaged object is no problem: the rows are in the segments or compacted rollouts, too."""
+        missing, num_damaged = set(self._quarantined_groups), len(self.damaged)
+        self.quarantined = sorted(self._store.list(QUARANTINED_PREFIX))
+        for key in self.quarantined:
+            try:
+                data = self._store.get(key)
+                rows = [row for batch in from_segment(data, key) for row in decode_batch(batch)]
+            except (StoreError, SchemaMismatch) as error:
+                self.damaged.append(str(error))
+                continue
+            self.num_files += 1
+            self.num_bytes += len(data)
+            missing -= {(row.rollout.group_id, row.rollout.attempt) for row in rows}
+        if missing and len(self.damaged) == num_damaged:
+            self._problem(f"groups {sorted(missing)[:8]} are quarantined, but quarantined/ lacks their rows")
+
     def _check_segments(self) -> None:
         for key in self._store.list("rollouts"):
             try:
@@ -323,6 +348,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
         f"trained tokens of groups that another actor continued: {document['taken_over_tokens']:,}",
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
+        *(f"rows of a step that was not taken: {key}" for key in document["quarantined"][:_SHOWN_PROBLEMS]),
         *(f"damaged, but no longer needed: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
         "the run closes" if document["closes"] else "the run does not close",
     ]

@@ -23,7 +23,7 @@ _MAX_TURNS = 4
 _EVAL_PROMPTS = 8
 _HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
-_FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "eval.sets")
+_FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets")
 """Overrides that decide what is made small; all others win over the small values."""
 
 
@@ -79,6 +79,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         "trainer.ranks": min(2, trainer.ranks),
         "trainer.groups_per_step": groups,
         "loss.ref_model": config.loss.ref_model and str(model_directory(recipe)),
+        "loss.teacher": config.loss.teacher and str(model_directory(recipe)),
         "weights.broadcast_host": "",
         # The evaluations of vLLM start two more engines, half a minute each.
         "eval.num_prompts": 0 if engine.kind == "vllm" else min(_EVAL_PROMPTS, config.eval.num_prompts),

@@ -10,6 +10,7 @@ both learners can load them. State is gathered parameter by parameter.
 Shapes: N = sampled tokens of a pack, C = completion tokens of a rollout.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch import Tensor
 from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.learner import Batcher, score_rollouts
 from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.optimizer import (
@@ -35,7 +36,7 @@ from pipelinerl_core.training.optimizer import (
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import Ranks
-from pipelinerl_core.training.step_sums import StepSums, check_finite
+from pipelinerl_core.training.step_sums import StepSums, check_finite, is_finite, restored_generator_after_refusal
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 # Weights are gathered in batches of about this many elements: few collectives, little memory.
@@ -56,6 +57,7 @@ class DeepSpeedLearner:
         ranks: Ranks,
         version: int = 0,
         reference: Any = None,
+        teacher: Any = None,
         note: AdapterNote | None = None,
     ) -> None:
         """Arguments as for TorchLearner. torch's default process group must exist, also with one rank.
@@ -73,6 +75,7 @@ class DeepSpeedLearner:
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._parameters = self._policy.trained()
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
+        self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)
         self._deepspeed = load_deepspeed(self._device, ranks)
         self._stage = config.learner.zero_stage
         if self._stage == 3:  # the policy's forward uses the head's weight without a call of the head
@@ -95,11 +98,14 @@ class DeepSpeedLearner:
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step. Every rank passes the same number of packs, at least one; packs may be without rows.
 
-        Raises TrainingDiverged if loss, gradient or ratios are not finite. The weights of this process may be invalid
-        then; the step is not committed.
+        Raises TrainingDiverged on all ranks if loss, gradient or ratios are not finite; the state is as before the
+        step then.
         """
         what = f"step {self.version + 1}"
-        with explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch:
+        with (
+            explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch,
+            restored_generator_after_refusal(),
+        ):
             metrics = self._step_packs(watch(packs))
         self._has_stepped = True
         return metrics
@@ -108,34 +114,56 @@ class DeepSpeedLearner:
         started = time.perf_counter()
         step = self.version + 1
         sums = StepSums(self.version, self._config.trainer.pack_tokens)
+        metrics: dict[str, float] = {}
         following = next(packs, None)
         while (batch := following) is not None:
             following = next(packs, None)
-            self._engine.set_gradient_accumulation_boundary(following is None)
-            self._backward(batch.to(self._device), sums)
-        metrics = sums.over_ranks(self._ranks, self._device)
-        check_finite(step, metrics)
+            is_last = following is None
+            self._engine.set_gradient_accumulation_boundary(is_last)
+            loss = self._forward(batch.to(self._device), sums)
+            if is_last:
+                metrics = sums.over_ranks(self._ranks, self._device)
+                if not is_finite(metrics):
+                    # DeepSpeed refuses a step and removes its gradients if their norm is not finite. A loss or ratio
+                    # that is not finite must have the same effect.
+                    loss = loss * math.nan
+            self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
         lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
         metrics["train/grad_norm"] = self._apply(lr)
         check_finite(step, metrics)
         self.version = step
         return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
 
-    def _backward(self, batch: PackedBatch, sums: StepSums) -> None:
+    def _forward(self, batch: PackedBatch, sums: StepSums) -> Tensor:
         output = self._engine(batch)
-        loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
+        loss_sums = pack_loss(
+            batch, output, self._config.loss,
+            version=self.version, reference=self._reference, teacher=self._teacher,
+        )  # fmt: skip
         sums.add(batch, loss_sums, output.trainer_logprobs_N, output.entropy_N)
-        self._engine.backward(loss_sums.loss * self._ranks.size, scale_wrt_gas=False)
+        return loss_sums.loss
 
     def _apply(self, lr: float) -> float:
-        """Clip and step; returns the global norm before clipping."""
+        """Clip and step; returns the global norm before clipping. If the norm is not finite, nothing is changed.
+
+        The optimizers of ZeRO 1 to 3 leave out such a step. Raises PipelineRLError if one has not.
+        """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm = None
         if self._stage == 0:  # gradients are whole on every rank, and DeepSpeed does not report their norm
-            norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm)
+            norm = float(torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._config.learner.clip_norm))
+            if not math.isfinite(norm):  # the plain optimizer would take the step
+                self._engine.zero_grad()
+                return norm
         self._engine.step()
-        return float(self._engine.get_global_grad_norm() if norm is None else norm)
+        found = float(self._engine.get_global_grad_norm() if norm is None else norm)
+        if not math.isfinite(found) and self._engine.was_step_applied():
+            raise PipelineRLError(
+                f"step {self.version + 1}: DeepSpeed took a step with a gradient that is not finite; the weights of "
+                "this process are lost. The next start loads the checkpoint"
+            )
+        return found
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""

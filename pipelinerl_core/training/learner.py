@@ -28,7 +28,7 @@ from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
-from pipelinerl_core.training.step_sums import StepSums, check_finite
+from pipelinerl_core.training.step_sums import StepSums, check_finite, restored_generator_after_refusal
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 
@@ -69,12 +69,14 @@ class TorchLearner:
         version: int = 0,
         threads: int = 1,
         reference: Any = None,
+        teacher: Any = None,
         ranks: Ranks = ALONE,
         note: AdapterNote | None = None,
     ) -> None:
         """`model` comes from `load_model`; `version` is the number of optimizer steps inside its weights.
 
         reference: a model of `load_reference` for loss.kl_coefficient, which needs as much memory as the weights.
+        teacher: the same for loss.teacher.
         threads: packs computed at once, each on one core; with 1 torch's number of threads does not change.
         note: publish only the adapters, with this note; None: publish all weights, adapters merged.
         """
@@ -84,6 +86,7 @@ class TorchLearner:
         value_seed = config.seed if config.loss.advantage == "value" else None
         self._policy = Policy(model, temperature=config.rollouts.temperature, value_seed=value_seed)
         self._reference = None if reference is None else Policy(reference, temperature=config.rollouts.temperature)
+        self._teacher = None if teacher is None else Policy(teacher, temperature=config.rollouts.temperature)
         self._batcher = batcher
         self._ranks = ranks
         self._note = note
@@ -95,14 +98,17 @@ class TorchLearner:
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on these rows; version grows by one. Returns its metrics by name (see `StepSums`).
 
-        Raises TrainingDiverged, with the weights untouched, when loss, gradient or ratios are not finite.
+        Raises TrainingDiverged if loss, gradient or ratios are not finite; the state is as before the step then.
         """
         return self.step_packs(self._batcher.rows(rows))
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """`step` on packs of rows; with several ranks, all ranks call the method, each with its own packs."""
         what = f"step {self.version + 1}"
-        with explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch:
+        with (
+            explain_out_of_memory(self._config, what, is_first=not self._has_stepped) as watch,
+            restored_generator_after_refusal(),
+        ):
             metrics = self._step_packs(watch(packs))
         self._has_stepped = True
         return metrics
@@ -130,7 +136,10 @@ class TorchLearner:
     def _backward(self, batch: PackedBatch) -> _PackResult:
         with torch.set_grad_enabled(batch.needs_backward):
             output = self._policy(batch)
-            loss_sums = pack_loss(batch, output, self._config.loss, version=self.version, reference=self._reference)
+            loss_sums = pack_loss(
+                batch, output, self._config.loss,
+                version=self.version, reference=self._reference, teacher=self._teacher,
+            )  # fmt: skip
         gradients: tuple[Tensor | None, ...] = ()
         if batch.needs_backward:
             gradients = torch.autograd.grad(loss_sums.loss, self._optimizer.parameters, allow_unused=True)

@@ -59,8 +59,10 @@ def load_model(
     return prepare_model(model.to(device), attention)
 
 
-def load_reference(path: Path | str, model: Any, attention: AttentionKind = "auto") -> Any:
-    """The frozen reference model in a directory, with the type and on the device of `model`.
+def load_reference(
+    path: Path | str, model: Any, attention: AttentionKind = "auto", *, key: str = "loss.ref_model"
+) -> Any:
+    """The frozen model in the directory that `key` names, with the type and on the device of `model`.
 
     Raises ConfigError if the directory has no model, or if the vocabulary sizes differ.
     """
@@ -69,8 +71,8 @@ def load_reference(path: Path | str, model: Any, attention: AttentionKind = "aut
     sizes = reference.config.vocab_size, model.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"loss.ref_model={path}: {sizes[0]} tokens in the vocabulary, {sizes[1]} in the trained model's. "
-            "Take a reference with the same tokenizer"
+            f"{key}={path}: {sizes[0]} tokens in the vocabulary, {sizes[1]} in the trained model's. "
+            "Take a model with the same tokenizer"
         )
     return reference
 

@@ -84,14 +84,26 @@ def pack_loss(
     *,
     version: int,
     reference: Policy | None = None,
+    teacher: Policy | None = None,
 ) -> LossSums:
     """The loss of one pack from the output of the policy (weights `version`) and, if given, of a reference policy.
+
+    With a teacher the advantage A of each token becomes
+
+        reward_coefficient * A + teacher_coefficient * (teacher_logprob - trainer_logprob)
+
+    without a gradient: the last term is the gradient of the KL divergence of the policy from the teacher, by token.
 
     With a value head the rows contain rewards R instead of advantages. The advantage is R - V without a gradient, and
     value_coefficient / 2 * sum(loss_weight * (V - R)^2) is added to the loss with a gradient.
     """
     values_N = output.values_N
     advantages_N = batch.advantages_N if values_N is None else batch.advantages_N - values_N.detach()
+    kl_teacher = None
+    if teacher is not None:
+        gaps_N = output.trainer_logprobs_N.detach() - _logprobs(teacher, batch)
+        advantages_N = config.reward_coefficient * advantages_N - config.teacher_coefficient * gaps_N
+        kl_teacher = gaps_N.index_select(0, batch.trained_M).sum()
     tokens = select(
         output.trainer_logprobs_N,
         batch.rollout_logprobs_N,
@@ -104,7 +116,7 @@ def pack_loss(
         lags_N=version - batch.versions_N,
         ref_logprobs_N=None if reference is None else _logprobs(reference, batch),
     )
-    sums = compute_loss(tokens, config)
+    sums = replace(compute_loss(tokens, config), kl_teacher=kl_teacher)
     if values_N is None:
         return sums
     if config.sequence_ratio_max and config.revision > 1:

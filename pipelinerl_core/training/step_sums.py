@@ -4,7 +4,8 @@ Shapes: N = sampled tokens of a pack.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -20,8 +21,16 @@ from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 
 # Sums per pack that are on the device, and counts that are known on the host.
-_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy")
-_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", "num_with_reference", "num_with_values")
+_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy", "kl_teacher")
+_KNOWN = (
+    "num_sampled",
+    "num_tokens",
+    "budget_tokens",
+    "num_packs",
+    "num_with_reference",
+    "num_with_values",
+    "num_with_teacher",
+)
 _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
 
 
@@ -53,6 +62,7 @@ class StepSums:
         self.known["num_packs"] += 1
         self.known["num_with_reference"] += sums.kl_ref is not None
         self.known["num_with_values"] += sums.value_error is not None
+        self.known["num_with_teacher"] += sums.kl_teacher is not None
         nothing = torch.zeros_like(sums.kl)
         kl_ref = nothing if sums.kl_ref is None else sums.kl_ref
         value_error = nothing if sums.value_error is None else sums.value_error
@@ -65,6 +75,7 @@ class StepSums:
             kl_ref,
             value_error,
             entropy_N.sum(),
+            nothing if sums.kl_teacher is None else sums.kl_teacher,
         ]
         self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
         # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
@@ -99,7 +110,8 @@ class StepSums:
         num_trained, num_sampled = max(1.0, total["num_trained"]), max(1.0, total["num_sampled"])
         metrics = {
             "train/loss": total["loss"],
-            "train/grad_norm": norms[ranks.rank][0],
+            # The norms are equal. If one is not finite, every rank must find this, so that all ranks refuse the step.
+            "train/grad_norm": max((norm for (norm,) in norms), key=lambda norm: (not math.isfinite(norm), norm)),
             "importance/kl": total["kl"] / num_trained,
             "importance/ess": total_ess([EssTerms(*terms) for terms in token_terms]),
             "importance/ess_sequence": total_ess([EssTerms(*terms) for terms in sequence_terms]),
@@ -114,14 +126,21 @@ class StepSums:
         }
         if total["num_with_reference"]:
             metrics["policy/kl_ref"] = total["kl_ref"] / num_trained
+        if total["num_with_teacher"]:
+            metrics["policy/kl_teacher"] = total["kl_teacher"] / num_trained
         if total["num_with_values"]:
             metrics["policy/value_error"] = total["value_error"] / num_trained
         return metrics
 
 
+def is_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether a step with these metrics may be taken."""
+    return all(math.isfinite(metrics[name]) for name in _FINITE)
+
+
 def check_finite(step: int, metrics: Mapping[str, float]) -> None:
     """Raises TrainingDiverged, which names all figures, if one figure is not finite."""
-    if all(math.isfinite(metrics[name]) for name in _FINITE):
+    if is_finite(metrics):
         return
     found = ", ".join(f"{name}={metrics[name]:g}" for name in _FINITE)
     raise TrainingDiverged(
@@ -129,6 +148,17 @@ def check_finite(step: int, metrics: Mapping[str, float]) -> None:
         "learner.lr or learner.clip_norm, or lengthen learner.warmup_steps; if only kl or ess is not finite, an "
         "engine recorded bad log-probabilities"
     )
+
+
+@contextmanager
+def restored_generator_after_refusal() -> Iterator[None]:
+    """If the step inside raises TrainingDiverged, set torch's generator back to its state before the step."""
+    state = torch.get_rng_state()
+    try:
+        yield
+    except TrainingDiverged:
+        torch.set_rng_state(state)
+        raise
 
 
 def _zeros(num: int) -> Tensor:

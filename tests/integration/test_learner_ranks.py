@@ -56,6 +56,18 @@ TWO_RANKS = [
     case("lora_zero3_after_torch", *deepspeed(3, *LORA), steps=(2,), load="lora_torch"),
     case("adapters_zero3_after_torch", *deepspeed(3, *LORA, ALONE), steps=(2,), load="lora_torch"),
 ]
+REFUSING = {
+    "torch": (),
+    **{f"zero{stage}": deepspeed(stage) for stage in STAGES},
+    **{f"bf16_zero{stage}": ("model.dtype=bfloat16", *deepspeed(stage)) for stage in BF16_STAGES},
+    "offloaded2": deepspeed(2, "learner.offload=optimizer"),
+    "offloaded3": deepspeed(3, "learner.offload=parameters"),
+}
+REFUSALS = [
+    case(f"{name}_{kind}", *overrides, steps=steps)
+    for name, overrides in REFUSING.items()
+    for kind, steps in (("refused", (-1, 1, -2, -3, 2)), ("undisturbed", (1, 2)))
+]
 ONE_RANK = [
     case("zero3_alone", *deepspeed(3)),
     case("zero1_alone_after_two", *deepspeed(1), steps=(2,), load="zero3"),
@@ -103,7 +115,7 @@ def run_cases(ranks, cases, common, out):
 def found(common, tmp_path_factory):
     """What every case ended with."""
     out = tmp_path_factory.mktemp("ranks")
-    return run_cases(2, TWO_RANKS, common, out) | run_cases(1, ONE_RANK, common, out)
+    return run_cases(2, TWO_RANKS + REFUSALS, common, out) | run_cases(1, ONE_RANK, common, out)
 
 
 # Python imports a module of this name at its start. Rank 1 has no memory for its packs.
@@ -178,6 +190,23 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     for name in ("train/loss", *importance, "policy/entropy", "train/trained_tokens", "train/tokens"):
         assert last[name] == pytest.approx(stats[name], rel=1e-5, abs=1e-6), name
     assert told["values"] == {"version": step}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_a_refused_step_changes_no_bit(name, found):
+    """On two ranks, each refusal is by both ranks; the steps before and after are as without the refusals."""
+    state, told = found[f"{name}_refused"]
+    wanted, told_wanted = found[f"{name}_undisturbed"]
+    assert state.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.equal(state[key], tensor), key
+    before, first, masked, after, second = told["steps"]
+    assert before.startswith("step 1: train/loss=nan")
+    assert "importance/ess=nan" in masked
+    assert after.startswith("step 2: train/loss=nan")
+    for found_step, wanted_step in zip((first, second), told_wanted["steps"], strict=True):
+        assert {**found_step, "time/compute_seconds": 0} == {**wanted_step, "time/compute_seconds": 0}
+    assert told["values"] == told_wanted["values"] == {"version": 2}
 
 
 def test_every_rank_adds_its_share(found):

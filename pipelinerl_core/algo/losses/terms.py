@@ -33,6 +33,8 @@ class LossSums:
     """Sum of rollout_logprob - trainer_logprob."""
     kl_ref: Tensor | None = None
     """Sum of the estimates of the divergence from the reference model, if there is one."""
+    kl_teacher: Tensor | None = None
+    """Sum of trainer_logprob - teacher_logprob, if there is a teacher."""
     value_error: Tensor | None = None
     """Sum of the value head's squared errors, if there is one."""
 

@@ -60,11 +60,11 @@ class TrainerRequests:
         """Register a trainer, after reading commits from the store that the ledger does not contain yet."""
         with self._changed:
             self._ledger.check_trainer(request.epoch)
-            self._state.check_groups(ref.group_id for ref in request.reservation)
+            self._state.check_groups(ref.group_id for ref in (*request.reservation, *request.quarantined))
         self._read_missed_commits(request.committed_step)
         with self._changed:
             self.has_registered = True
-            self._ledger.register_trainer(request.epoch, request.step, request.reservation)
+            self._ledger.register_trainer(request.epoch, request.step, request.reservation, request.quarantined)
             self._ledger.announce(request.manifest)
             self._changed.notify_all()
 
@@ -94,8 +94,9 @@ class TrainerRequests:
         """
         deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
         with self._changed:
+            self._state.check_groups(ref.group_id for ref in request.quarantined)
             while True:
-                answer = self._ledger.reserve(request.step, request.epoch, request.lost)
+                answer = self._ledger.reserve(request.step, request.epoch, request.lost, request.quarantined)
                 remaining = deadline - time.monotonic()
                 if answer.is_ready or remaining <= 0 or self._state.is_stopping:
                     break

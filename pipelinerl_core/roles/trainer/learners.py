@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -172,33 +173,52 @@ def build_rank(config: RunConfig, ranks: Ranks) -> tuple[RankLearner, PackBatche
 
 
 def _build_deepspeed(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[DeepSpeedLearner, PackBatcher]:
-    model, reference, note = _load(config, device, ranks)
+    loaded = _load(config, device, ranks)
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing)
-    return DeepSpeedLearner(model, config, batcher=batcher, ranks=ranks, reference=reference, note=note), batcher
+    learner = DeepSpeedLearner(
+        loaded.model, config, batcher=batcher, ranks=ranks, reference=loaded.reference, teacher=loaded.teacher,
+        note=loaded.note,
+    )  # fmt: skip
+    return learner, batcher
 
 
 def _build_torch(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[TorchLearner, PackBatcher]:
-    model, reference, note = _load(config, device, ranks)
+    loaded = _load(config, device, ranks)
     threads = min(config.trainer_threads, os.cpu_count() or 1)  # the number of threads does not change the result
     threads = threads if device.type == "cpu" else 1
     batcher = PackBatcher(config.trainer.pack_tokens, config.trainer.packing, skips_backward=config.skips_backward)
     learner = TorchLearner(
-        model, config, batcher=batcher, threads=threads, reference=reference, ranks=ranks, note=note
-    )
+        loaded.model, config, batcher=batcher, threads=threads, reference=loaded.reference, teacher=loaded.teacher,
+        ranks=ranks, note=loaded.note,
+    )  # fmt: skip
     return learner, batcher
 
 
-def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> tuple[object, object, AdapterNote | None]:
-    """The model, the reference model (None without KL term), and with weights.content=adapters their note."""
+class _Loaded(NamedTuple):
+    """The models of a learner."""
+
+    model: object
+    reference: object
+    """None without KL term."""
+    teacher: object
+    """None without loss.teacher."""
+    note: AdapterNote | None
+    """None without weights.content=adapters."""
+
+
+def _load(config: RunConfig, device: torch.device, ranks: Ranks) -> _Loaded:
     path = require_model(config.model.path)
     model = load_model(Path(path), config.dtype, device, config.learner.attention)
     reference = _reference(config, path, model) if config.loss.kl_coefficient else None
+    teacher = None
+    if config.loss.teacher:
+        teacher = load_reference(config.loss.teacher, model, config.learner.attention, key="loss.teacher")
     if config.learner.lora_rank:
         add_adapters(model, config.learner, config.seed)
     if config.checkpoints_activations(device.type):
         checkpoint_activations(model)
     note = _adapter_note(config, Path(path), model, ranks) if config.weights.content == "adapters" else None
-    return model, reference, note
+    return _Loaded(model, reference, teacher, note)
 
 
 def _adapter_note(config: RunConfig, path: Path, model: object, ranks: Ranks) -> AdapterNote:

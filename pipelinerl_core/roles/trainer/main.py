@@ -1,7 +1,8 @@
 """The trainer: reserves the groups of a step, trains them, and passes the new weights to the committer.
 
     hub --reserve, rows--> assemble --> learner.step --> Committer (publish, checkpoint, commit, announce)
-              |                |
+              |                |             |
+              |                |             +-- not finite: quarantined/<step>, then other groups are reserved
               |                +--> batches/<step> (encoded and uploaded while the learner computes)
               +-- waits only here: time/reserve_wait_seconds
 
@@ -35,6 +36,7 @@ from pipelinerl_core.errors import (
     RunOver,
     SchemaMismatch,
     StreamError,
+    TrainingDiverged,
 )
 from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
@@ -49,9 +51,9 @@ from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
-from pipelinerl_core.run.records import EpochRecord, batch_key
+from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
 from pipelinerl_core.telemetry.metrics import step_metrics
-from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
+from pipelinerl_core.types import FileEntry, GroupKey, GroupRef, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ logger = logging.getLogger(__name__)
 ROWS_DEADLINE_SECONDS = 30.0
 # Reservations of one step; rows were lost in each reservation but the last.
 _RESERVATIONS = 20
+# Tries of one step. A step that fails on so many groups in a row fails because of the weights or settings.
+_TRIES = 3
 # Largest share of the run time for copying and writing checkpoints, unless a checkpoint takes less than a second.
 _CHECKPOINT_SHARE = 0.05
 _CHEAP_SECONDS = 1.0
@@ -71,10 +75,15 @@ _PARITY_ROLLOUTS = 200
 
 
 class _Reservation(NamedTuple):
-    """The newest reservation; one object, so that a thread that registers at a new hub reads a consistent pair."""
+    """The newest reservation; one object, so that a thread that registers at a new hub reads a consistent state."""
 
     step: int
-    answer: Reserved
+    answer: Reserved | None
+    """None between a quarantine and the next reservation."""
+    quarantined: tuple[GroupRef, ...] = ()
+    """The groups that were quarantined at this step."""
+    tries: int = 0
+    """Tries of this step whose groups were quarantined."""
 
 
 class Trainer:
@@ -168,7 +177,8 @@ class Trainer:
             name="trainer",
             epoch=self._epoch.epoch,
             step=reserved.step if reserved else None,
-            reservation=reserved.answer.groups if reserved else (),
+            reservation=reserved.answer.groups if reserved and reserved.answer else (),
+            quarantined=reserved.quarantined if reserved else (),
             committed_step=newest.step if newest else -1,
             manifest=newest.manifest if newest else None,
         )
@@ -176,10 +186,15 @@ class Trainer:
     # ---- one step --------------------------------------------------------------------------------------------
 
     def _step(self, step: int, stop: threading.Event) -> None:
+        while not stop.is_set() and not self._try_step(step, stop):
+            pass
+
+    def _try_step(self, step: int, stop: threading.Event) -> bool:
+        """Train and submit a step; False if its loss or gradient is not finite. Its groups are quarantined then."""
         waited_from = time.time()
         found = self._reserve_rows(step, stop)
         if found is None:
-            return
+            return True
         reserved, groups = found
         reserved_at, began = time.time(), time.perf_counter()
         self._watch.computing(step)
@@ -187,7 +202,11 @@ class Trainer:
         rows = assembled.rows
         upload = self._uploads.submit(self._upload, step, rows)
         self._pass_parity_gate(rows)
-        learned = self._learner.step(rows)
+        try:
+            learned = self._learner.step(rows)
+        except TrainingDiverged as error:
+            self._quarantine(step, reserved, rows, error)
+            return False
         computed_at, worked_seconds = time.time(), time.perf_counter() - began
         self._samples += len(rows)
         self._tokens += sum(row.rollout.num_tokens for row in rows)
@@ -204,6 +223,7 @@ class Trainer:
         )
         metrics["time/prepare_seconds"] = worked_seconds - metrics["time/compute_seconds"]
         metrics["time/cpu_seconds"] = time.process_time()
+        metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
         self._committer.submit(
@@ -218,6 +238,33 @@ class Trainer:
                 computed_at=computed_at,
             )
         )
+        return True
+
+    def _quarantine(self, step: int, reserved: Reserved, rows: list[TrainingRow], error: TrainingDiverged) -> None:
+        """Store the rows of a step that was not taken, and note its groups for the next reservation.
+
+        The rows are stored first: a group with the fate `quarantined` has its rows in the store. Raises
+        TrainingDiverged after the last try of the step.
+        """
+        held = self._held(step)
+        number = held.tries + 1
+        key = quarantined_key(step, self._epoch.epoch, number)
+        self._store.put(key, to_segment([encode_batch(self._context.run_id, step, rows)]))
+        if number == _TRIES:
+            raise TrainingDiverged(
+                f"{error}. {_TRIES} tries in a row failed, each on other groups; their rows are in "
+                f"{self._store.url}/{key.rpartition('/')[0]}/. `pipelinerl resume` continues after step {step - 1}; "
+                "with other settings, start a new run from the weights of `pipelinerl export`"
+            )
+        self._reserved = _Reservation(step, None, (*held.quarantined, *reserved.groups), number)
+        self._watch.quarantined(len(reserved.groups))
+        logger.error("%s. Its %d groups are quarantined, their rows are in %s; other groups are reserved",
+                     error, len(reserved.groups), key)  # fmt: skip
+
+    def _held(self, step: int) -> _Reservation:
+        """The newest reservation of a step, with what was quarantined at this step; empty before the first."""
+        found = self._reserved
+        return found if found is not None and found.step == step else _Reservation(step, None)
 
     def _reserve_rows(self, step: int, stop: threading.Event) -> tuple[Reserved, list[list[Rollout]]] | None:
         """The groups of a step with their rollouts; None if `stop` is set while waiting.
@@ -258,11 +305,14 @@ class Trainer:
         reason, most_ready = "", 0
         while not stop.is_set():
             self._watch.waiting(step)
-            answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
+            held = self._held(step)
+            answer, received = self._link.reserve(
+                Reserve(step=step, epoch=self._epoch.epoch, lost=lost, quarantined=held.quarantined)
+            )
             if isinstance(answer, Refused):
                 raise error_of(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
-                self._reserved = _Reservation(step, answer)
+                self._reserved = held._replace(answer=answer)
                 return answer, {(header.group_id, header.attempt): batch for header, batch in received}
             if isinstance(answer, Reserved):
                 reason = answer.reason

@@ -6,6 +6,7 @@ committed then.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from pipelinerl_core.data.codec import (
     to_message,
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
+from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
@@ -136,7 +138,8 @@ def _execute(
     match command:
         case "step":
             rows = decode_batch(from_message(data, BATCH_SCHEMA)) if data else []
-            learner.step_packs(batcher.planned(rows, values["packs"]))
+            with suppress(TrainingDiverged):  # raised on all ranks; rank 0 decides what follows
+                learner.step_packs(batcher.planned(rows, values["packs"]))
         case "score":
             learner.logprobs_of(decode_rollouts(from_message(data, ROLLOUT_SCHEMA)))
         case "weights":

@@ -59,6 +59,10 @@ class TrainerWatch:
             oldest = min((span.version for span in row.rollout.weight_spans), default=step - 1)
             exported.observe("trainer_lag_steps", step - 1 - oldest)
 
+    def quarantined(self, num_groups: int) -> None:
+        """A step was not taken, and its groups are quarantined."""
+        self._monitor.metrics.add("trainer_quarantined_groups_total", num_groups)
+
     def committed(self, commit: Commit) -> None:
         """A step is committed and announced."""
         self._monitor.metrics.observe("trainer_commit_seconds", commit.metrics.get("time/commit_seconds", 0.0))

@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from pipelinerl.flows.cli import launch, training
 from pipelinerl.flows.cli.console import exit_codes
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ConfigError, StoreError
+from pipelinerl_core.errors import ConfigError, StoreError, TrainingDiverged
 from pipelinerl_core.run.jobs import new_job
 from pipelinerl_core.run.locate import remember_latest
 
@@ -36,6 +36,13 @@ def test_a_run_that_an_outage_of_the_store_has_ended_is_one_line_and_an_exit_cod
         launch._run(crash, load_config("quickstart"), "/runs", lambda: pytest.fail("the message says how"))
     assert ended.value.code == 4
     assert capsys.readouterr().err.startswith("pipelinerl: StoreUnavailable: the store s3://bucket/runs/r-1 does not")
+
+
+def test_a_run_that_diverged_has_an_exit_code_of_its_own(capsys):
+    with pytest.raises(SystemExit) as ended, exit_codes():
+        raise TrainingDiverged("step 3: nan")
+    assert ended.value.code == 5
+    assert capsys.readouterr().err == "pipelinerl: TrainingDiverged: step 3: nan\n"
 
 
 def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newest_one(monkeypatch, capsys, tmp_path):

@@ -156,6 +156,21 @@ class LedgerMachine(RuleBasedStateMachine):
             self.reserved[step] = answer
 
     @precondition(lambda self: self.reserved)
+    @rule()
+    def quarantine(self) -> None:
+        step = max(self.reserved)
+        refs = self.reserved.pop(step).groups
+        answer = self.ledger.reserve(step, self.epoch, quarantined=refs)
+        assert self.ledger.reserve(step, self.epoch, quarantined=refs) == answer
+        for ref in refs:
+            self.decide(ref.group_id, "quarantined")
+        if answer.is_ready:
+            assert not {ref.group_id for ref in refs} & {ref.group_id for ref in answer.groups}
+            fates = {fate.group_id: fate.fate for fate in answer.fates}
+            assert all(fates[ref.group_id] == "quarantined" for ref in refs)
+            self.reserved[step] = answer
+
+    @precondition(lambda self: self.reserved)
     @rule(repeat=st.booleans())
     def commit(self, repeat: bool) -> None:
         step = min(self.reserved)

@@ -8,7 +8,7 @@ from pipelinerl_core.algo.advantages import per_turn
 from pipelinerl_core.errors import Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
-from pipelinerl_core.messages import LeaseRef, Reserved
+from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved
 from pipelinerl_core.types import GroupRef, Origin, PreviousHolder, WeightManifest
 from tests.builders import ManualClock, commit_record, small_config, sync_message, trained_by, weight_manifest
 
@@ -716,3 +716,91 @@ def test_tokens_that_were_taken_over_stay_their_samplers_and_only_the_lost_ones_
     tokens = ledger.tokens()
     check_closes(tokens)
     assert (tokens["generated"], tokens["trained"], tokens["superseded"]) == (140, 120, 20)
+
+
+def test_quarantined_groups_leave_and_the_step_gets_others():
+    ledger, grants = leased(4)
+    deliver_all(ledger, grants)
+    first = ledger.reserve(1, epoch=2)
+    assert ids(first) == [0, 1]
+    second = ledger.reserve(1, epoch=2, quarantined=first.groups)
+    assert ids(second) == [2, 3]
+    assert [(fate.group_id, fate.fate, fate.num_tokens) for fate in second.fates] == [
+        (0, "quarantined", 10), (1, "quarantined", 10),
+    ]  # fmt: skip
+    assert ledger.reserve(1, epoch=2, quarantined=first.groups) == second  # the answer was lost
+    assert second.tokens["quarantined"] == 20
+    assert not ledger.is_open(0)
+    commit(ledger, 1, second)
+    assert ledger.tokens()["trained"] == 20
+    assert len(lease(ledger, B, want=9, version=1)) == 4  # the window is free again
+    check_closes(ledger.tokens())
+
+
+def test_a_second_try_that_fails_waits_for_groups_and_keeps_every_fate():
+    ledger, grants = leased(4)
+    deliver_all(ledger, grants)
+    first = ledger.reserve(1, epoch=2)
+    second = ledger.reserve(1, epoch=2, quarantined=first.groups)
+    both = (*first.groups, *second.groups)
+    assert not ledger.reserve(1, epoch=2, quarantined=both).is_ready
+    more = lease(ledger, B, want=2)
+    deliver_all(ledger, more, actor=B)
+    third = ledger.reserve(1, epoch=2, quarantined=both)
+    assert [fate.fate for fate in third.fates] == ["quarantined"] * 4
+    assert not {ref.group_id for ref in both} & set(ids(third))
+    check_closes(ledger.tokens())
+
+
+def test_a_new_trainer_commits_the_fates_of_a_quarantine_that_the_old_one_began():
+    ledger, grants = leased(4)
+    deliver_all(ledger, grants)
+    first = ledger.reserve(1, epoch=2)
+    ledger.reserve(1, epoch=2, quarantined=first.groups)
+    ledger.register_trainer(3)
+    answer = ledger.reserve(1, epoch=3)
+    assert ids(answer) == [2, 3]
+    assert [fate.fate for fate in answer.fates] == ["quarantined"] * 2
+    check_closes(answer.tokens)
+
+
+@pytest.mark.parametrize("present", [(2, 3, 4, 5), (2, 4, 5), (4, 5), ()])
+@pytest.mark.parametrize("has_others", [True, False])
+def test_a_restarted_hub_hears_of_a_quarantine_from_the_trainer(clock, present, has_others):
+    """Rows of none, some or all groups are in segments; the trainer holds the next reservation, or is yet to ask."""
+    ledger, _ = restarted(clock, *((group_id, {0: 10}) for group_id in present))
+    refused = [summary(group_id, {0: 10}).ref for group_id in (2, 3)]
+    others = [summary(group_id, {0: 10}).ref for group_id in (4, 5)] if has_others else []
+    ledger.register_trainer(2, step=2, refs=others, quarantined=refused)
+    ledger.register_trainer(2, step=2, refs=others, quarantined=refused)  # its connection broke
+    assert not any(ledger.is_open(ref.group_id) for ref in refused)
+    assert ledger.tokens()["quarantined"] == 20
+    answer = ledger.reserve(2, epoch=2, quarantined=refused)
+    fates = [FateRecord(group_id=ref.group_id, attempt=0, fate="quarantined", num_tokens=10) for ref in refused]
+    if has_others:  # the trainer has the answer of the earlier hub, and commits it
+        ledger.committed(2, [(4, 0), (5, 0)], fates, manifest(2))
+        clock.now += 10  # after the grace period
+        deliver_ready(ledger)
+        later = ledger.reserve(3, epoch=2)
+        assert later.is_ready
+        assert not any(fate.fate == "quarantined" for fate in later.fates)  # recorded once
+    elif answer.is_ready:
+        assert list(answer.fates) == fates
+    check_closes(ledger.tokens())
+
+
+def test_the_fates_of_a_registered_quarantine_survive_its_trainer(clock):
+    ledger, _ = restarted(clock, *((group_id, {0: 10}) for group_id in (2, 3, 4, 5)))
+    refs = [summary(group_id, {0: 10}).ref for group_id in range(2, 6)]
+    ledger.register_trainer(2, step=2, refs=refs[2:], quarantined=refs[:2])
+    ledger.register_trainer(3)
+    answer = ledger.reserve(2, epoch=3)
+    assert ids(answer) == [4, 5]
+    assert [fate.fate for fate in answer.fates] == ["quarantined"] * 2
+
+
+def deliver_ready(ledger):
+    actor = ActorKey("actor-9", 1)
+    ledger.register_actor(actor)
+    for grant in sync(ledger, actor, 2, version=ledger.newest_version).leases:
+        deliver(ledger, grant, {ledger.newest_version: 10}, actor=actor)

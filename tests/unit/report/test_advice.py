@@ -3,10 +3,11 @@
 import pytest
 
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.advice import Evidence, advice, bottleneck
+from pipelinerl_core.report.advice import Evidence, advice, bottleneck, quarantine_advice
 from pipelinerl_core.report.document import build_report
 from pipelinerl_core.testing.synthetic_run import Shape, make_commit, write_run
 from pipelinerl_core.types import LengthTotals
+from tests.builders import commit_record
 
 
 def config(**schedule) -> dict:
@@ -128,6 +129,15 @@ def test_a_length_bias_is_named_with_the_class_that_takes_the_long_completions(l
     assert "shorter completions than generated ones (mean 10.0 against 16.0 tokens, 0.62)" in text
     assert f"20% of the tokens ended as {lost}, from completions of 40.0." in text
     assert cure in text
+
+
+def test_a_quarantine_is_named_with_its_steps():
+    commits = [
+        commit_record(step, 1, metrics={"train/quarantined_groups": number}, tokens={"quarantined": 120 * (step > 1)})
+        for step, number in enumerate((0, 0, 4, 0, 8))
+    ]
+    assert "not finite at step 2, 4: 120 tokens were quarantined" in quarantine_advice(commits)
+    assert quarantine_advice(commits[:2]) == quarantine_advice([]) == ""
 
 
 def test_masked_tokens_are_named_although_the_lengths_show_no_bias():

@@ -141,6 +141,31 @@ def test_a_reference_that_is_missing_unread_or_of_another_vocabulary_is_one_line
         config(f"loss.ref_model={model}")
 
 
+def test_a_teacher_has_the_vocabulary_of_the_student(tmp_path):
+    for name, size, tokens in (
+        ("model", 17, {"a": 0}),
+        ("same", 17, {"a": 0}),
+        ("more", 18, {"a": 0}),
+        ("other", 17, {"b": 0}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
+    given = f"model.path={tmp_path}/model"
+    checks.check_model(config(given, f"loss.teacher={tmp_path}/same"))
+    with pytest.raises(ConfigError, match=r"^loss\.teacher=.*: its vocabulary has 18 tokens, .* model\.path has 17"):
+        checks.check_model(config(given, f"loss.teacher={tmp_path}/more"))
+    with pytest.raises(ConfigError, match=r"^loss\.teacher=.*: its vocabulary has other tokens .*tokenizer\.json"):
+        checks.check_model(config(given, f"loss.teacher={tmp_path}/other"))
+    with pytest.raises(ConfigError, match=r"^loss\.teacher=.*: no Hugging Face model there"):
+        checks.check_model(config(given, f"loss.teacher={tmp_path}"))
+    for setting in ("loss.reward_coefficient=0", "loss.teacher_coefficient=0.5"):
+        with pytest.raises(ConfigError, match="is not used without a teacher"):
+            config(given, setting)
+    with pytest.raises(ConfigError, match=r"filter_zero_variance=true discards .* loss\.teacher="):
+        config(given, f"loss.teacher={tmp_path}/same", "rollouts.filter_zero_variance=true")
+
+
 def test_an_mlflow_server_that_does_not_answer_is_refused_without_its_password():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -37,6 +37,16 @@ def test_a_full_learner_of_one_rank_needs_twenty_bytes_per_parameter():
     assert float32["weights"] + float32["gradients"] + float32["optimizer"] == 20 * NUM_7B
 
 
+def test_a_teacher_counts_with_its_own_size(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN_MODELS["Qwen/Qwen2.5-7B"]))
+    student = ("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=H100")
+    taught = parts(fit_of(config(*student, f"loss.teacher={tmp_path}")), "trainer")
+    assert taught.pop("teacher") == 2 * NUM_7B
+    alone = parts(fit_of(config(*student)), "trainer")
+    assert alone.pop("teacher") == 0
+    assert taught == alone
+
+
 def test_the_measured_learner_of_1_5_b_parameters_is_predicted():
     """77 to 80 of 84 GB were in use at 16,384 tokens per pack."""
     found = fit_of(config("model.path=Qwen/Qwen2.5-1.5B", "placement.gpu=84", "trainer.pack_tokens=16384"))

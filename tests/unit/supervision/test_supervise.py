@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, Fenced, StoreUnavailable, TrainingDiverged
 from pipelinerl_core.supervision import process_groups, run_roles, supervise
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import RoleFailed, RoleReport, describe_exit, supervise_role
@@ -245,6 +245,13 @@ def test_a_role_that_the_store_has_ended_to_its_last_restart_is_an_outage_and_no
         run(tmp_path, COUNT + "sys.exit(4)", max_restarts=1)
     with pytest.raises(RoleFailed, match="exited with code 1, after 3 restarts"):
         run(tmp_path, COUNT + "sys.exit(1)", max_restarts=3)
+
+
+def test_a_trainer_that_diverged_is_not_restarted(tmp_path):
+    program = COUNT + "print('TrainingDiverged: step 3: nan', file=sys.stderr); sys.exit(5)"
+    with pytest.raises(TrainingDiverged, match=r"^step 3: nan$"):
+        run(tmp_path, program, max_restarts=3)
+    assert (tmp_path / "starts").read_text() == "x"
 
 
 def test_exit_codes_in_words():

@@ -247,6 +247,33 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_change():
     assert learner.version == 1
 
 
+@pytest.mark.parametrize("advantage", ["leave_one_out", "value"])
+def test_a_refused_step_leaves_weights_moments_and_random_state(advantage):
+    run_config = config(loss=ReinforceLoss(advantage=advantage))
+
+    def packs(rows):
+        for batch in PackBatcher(40).rows(rows):
+            torch.rand(1)  # a model may draw random numbers
+            yield batch
+
+    def after(*seeds):
+        torch.manual_seed(1)
+        learner = learner_of(tiny_model(), run_config)
+        for seed in seeds:
+            rows = rows_of(run_config, seed=abs(seed))
+            if seed > 0:
+                learner.step_packs(packs(rows))
+                continue
+            with pytest.raises(TrainingDiverged):
+                learner.step_packs(packs([*rows[:2], replace(rows[2], advantage=np.inf), *rows[3:]]))
+        return learner.state()
+
+    (tensors, values), (wanted, values_wanted) = after(-1, 1, -3, -4, 2), after(1, 2)
+    assert values == values_wanted == {"version": 2}
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in tensors.items())
+
+
 def test_logprobs_of_keeps_the_order_of_rollouts_and_takes_every_token():
     learner = learner_of(tiny_model(), config(24))
     rollouts = [row.rollout for row in rows_of(config())]

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from pipelinerl_core.errors import ConfigError, Fenced, ParityError, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, Fenced, ParityError, StoreError, StoreUnavailable, TrainingDiverged
 from pipelinerl_core.roles.runtime.process import RUN, exit_codes, run_main
 
 
@@ -98,6 +98,7 @@ def test_a_thread_with_its_own_descriptors_writes_while_connections_have_used_up
         (Fenced("epoch 4 was taken over"), 3, "Fenced: epoch 4 was taken over\n"),
         (StoreError("disk"), 1, "StoreError: disk\n"),
         (StoreUnavailable("503"), 4, "StoreUnavailable: 503\n"),
+        (TrainingDiverged("step 3: nan"), 5, "TrainingDiverged: step 3: nan\n"),
         (ExceptionGroup("", [StoreUnavailable("503"), Fenced("gone")]), 3, "StoreUnavailable: 503\nFenced: gone\n"),
         (StoreError("\x1b[2J of a\npeer"), 1, "StoreError: \\x1b[2J of a\\npeer\n"),
         (ExceptionGroup("", [StoreError("disk"), ExceptionGroup("", [Fenced("gone")])]), 3,
