@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_VERSIONS = 2
+DEFAULT_VERSIONS = 2
+"""With trainer.rescore_bytes=0, this many earlier versions are kept."""
+# A version makes room for a newer one as soon as at most this share of a step's rollouts began with it or before it.
+_LATE_SHARE = 0.25
+# Rollouts that could not be compared are made up for in later steps, at most this many times the share of a step.
+_MAX_DUE_STEPS = 5.0
 # Actors whose newest compared token is older than this many steps are forgotten: they have ended.
 _SILENT_STEPS = 20
 
 
 class KeptVersions:
-    """Versions in memory: the newest, and earlier ones within a byte budget until no row has older tokens.
+    """Versions in memory: the newest, and earlier ones within a byte budget.
 
-    A version is kept while rows with its tokens arrive, instead of always the newest ones: tokens that are trained
+    A version is kept while rollouts that began with it arrive, instead of always the newest ones: tokens that are trained
     with a lag of k steps were sampled by a version that has been replaced k times.
     """
 
@@ -54,7 +59,7 @@ class KeptVersions:
             return
         version, weights = self._newest
         size = sum(weight.nbytes for weight in weights.values())
-        budget = self._max_bytes or _DEFAULT_VERSIONS * size
+        budget = self._max_bytes or DEFAULT_VERSIONS * size
         if (len(self._kept) + 1) * size <= budget:
             self._kept[version] = weights
 
@@ -132,7 +137,8 @@ class Rescoring:
         rollouts = [row.rollout for row in rows if row.rollout.num_tokens]
         if self._rescorer is None or not self._current or not rollouts:
             return Rescored({}, {})
-        self._kept.keep(min(rollout.min_version for rollout in rollouts))
+        firsts = sorted(rollout.min_version for rollout in rollouts)
+        self._kept.keep(firsts[int(_LATE_SHARE * len(firsts))])
         chosen = self._choose(version, rollouts)
         found: dict[str, _Differences] = {}
         if chosen:
@@ -144,8 +150,9 @@ class Rescoring:
 
     def _choose(self, version: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The due share, of rollouts whose first version is available; actors that were compared long ago first."""
-        self._due += self._config.trainer.rescore_share * len(rollouts)
-        num, self._due = int(self._due), self._due % 1.0
+        share = self._config.trainer.rescore_share * len(rollouts)
+        self._due = min(self._due + share, max(1.0, _MAX_DUE_STEPS * share))
+        num = int(self._due)
         if not num:
             return []
         order = np.random.default_rng((self._config.seed, version)).permutation(len(rollouts))
@@ -158,6 +165,7 @@ class Rescoring:
         chosen: list[Rollout] = []
         while len(chosen) < min(num, len(usable)):
             chosen += [own.pop() for own in turns.values() if own][: num - len(chosen)]
+        self._due -= len(chosen)
         self._chosen_at |= dict.fromkeys((rollout.actor for rollout in chosen), version)
         return chosen
 
