@@ -155,6 +155,8 @@ class Reserve(Message):
     """(group_id, attempt) of reserved groups whose rows cannot be read; these groups are generated again."""
     with_rows: bool = False
     """Whether the rows in the hub's memory follow the answer, in the form of answers to `rows`."""
+    expelled: tuple[tuple[Name, Count], ...] = ()
+    """(actor, epoch) of all actors that must end, because they sample from other weights than their tokens name."""
 
 
 class Rows(Message):
@@ -304,7 +306,7 @@ class RowsBundle(Message):
 class Refused(Message):
     """The request broke a rule.
 
-    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, not_reserved, missing_rows, internal.
+    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, expelled, not_reserved, missing_rows, internal.
     """
 
     kind: Literal["refused"] = "refused"

@@ -16,6 +16,7 @@ from threading import Event
 
 from pipelinerl_core.errors import (
     EXIT_CONFIG,
+    EXIT_EXPELLED,
     EXIT_FENCED,
     EXIT_STORE,
     ConfigError,
@@ -88,6 +89,7 @@ def supervise_role(
     Exit code 0: if `is_done()`, the supervision ends, else the role restarts (another process sent it SIGTERM).
     Exit code 3 (fenced): if `is_replaced()`, the supervision ends, else the role restarts; without `is_replaced` the
     supervision raises Fenced.
+    Exit code 5 (expelled): the supervision ends, with an error in the log.
     Raises ConfigError (exit code 2, with the role's own error line) or Fenced. After more than `max_restarts`
     failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
     process ended because the store did not answer (exit code 4), StoreUnavailable with these lines.
@@ -107,6 +109,10 @@ def supervise_role(
             finally:
                 process.end(stop_seconds)
         if stop.is_set() or (failure is None and process.exit_code == 0 and is_done()):
+            break
+        if process.exit_code == EXIT_EXPELLED:
+            lines = log.last_lines(1)
+            logger.error("%s: ended for good: %s", name, lines[-1] if lines else f"see {log.path}")
             break
         reason = failure or describe_exit(process.exit_code)
         if is_replaced is not None and process.exit_code == EXIT_FENCED:

@@ -269,7 +269,7 @@ class Trainer:
         reason, most_ready = "", 0
         while not stop.is_set():
             self._watch.waiting(step)
-            answer, received = self._link.reserve(Reserve(step=step, epoch=self._epoch.epoch, lost=lost))
+            answer, received = self._link.reserve(self._reserve_message(step, lost))
             if isinstance(answer, Refused):
                 raise error_of(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
@@ -328,9 +328,13 @@ class Trainer:
         self._state_seconds = time.monotonic() - now
         return state
 
+    def _reserve_message(self, step: int, lost: tuple[GroupKey, ...]) -> Reserve:
+        expelled = tuple(sorted(self._rescoring.expelled))
+        return Reserve(step=step, epoch=self._epoch.epoch, lost=lost, expelled=expelled)
+
     def _rescore(self, rows: list[TrainingRow], reserved: Reserved) -> Rescored:
         epochs = {(ref.group_id, ref.attempt): ref.actor_epoch for ref in reserved.groups}
-        return self._rescoring.rescore(self._learner.version, rows, epochs)
+        return self._rescoring.rescore(self._learner.version, rows, epochs, reserved.actors)
 
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
         """Once per start, compare engine and trainer on tokens of the trainer's current version without older context."""

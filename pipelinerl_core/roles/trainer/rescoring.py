@@ -10,13 +10,15 @@ before the step, in place and bit for bit.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipelinerl_core.algo.rescoring import Float64Array, MismatchWindow, alarm, num_fresh_tokens, owners
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.errors import ParityError
 from pipelinerl_core.interfaces import Rescorer
+from pipelinerl_core.ledger.groups import ActorKey
 from pipelinerl_core.run.records import RescoredActor
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
@@ -112,6 +114,8 @@ class Rescoring:
         self._windows: dict[str, MismatchWindow] = {}  # by "<actor>/<epoch>", like the next two
         self._scored_at: dict[str, int] = {}
         self._alarmed: dict[str, str] = {}
+        self.expelled: set[ActorKey] = set()
+        """Actors that the hub must not serve any more."""
         if rescorer is None and config.trainer.rescore_share:
             logger.warning(
                 "learner.kind=%s divides the weights among the ranks, so no rollout is scored again: nothing "
@@ -126,13 +130,22 @@ class Rescoring:
             if self._config.publishes(version):
                 self._kept.add(version, self._current)
 
-    def rescore(self, version: int, rows: Sequence[TrainingRow], epochs: Mapping[tuple[int, int], int]) -> Rescored:
+    def rescore(
+        self,
+        version: int,
+        rows: Sequence[TrainingRow],
+        epochs: Mapping[tuple[int, int], int],
+        actors: Mapping[str, Mapping[str, Any]],
+    ) -> Rescored:
         """Compare a share of the rollouts before they are trained.
 
         Args:
             version: of the learner's weights.
             rows: of the step.
             epochs: (group_id, attempt) -> epoch of the actor that finished the group.
+            actors: "<actor>/<epoch>" -> ActorSample, from the reservation.
+
+        Raises ParityError if every live actor is to be expelled.
         """
         rollouts = [row.rollout for row in rows if row.rollout.num_tokens]
         if self._rescorer is None or not self._current or not rollouts:
@@ -144,7 +157,10 @@ class Rescoring:
         if chosen:
             for rollout, scores in zip(chosen, self._score(version, chosen), strict=True):
                 self._compare(rollout, version, scores, epochs.get((rollout.group_id, rollout.attempt), 0), found)
-        return Rescored(self._judge(version, found), self._metrics(version, rollouts, found))
+        judged = self._judge(version, found)
+        if self._config.trainer.rescore_alarm == "expel":
+            self._expel(actors)
+        return Rescored(judged, self._metrics(version, rollouts, found))
 
     # ---- which rollouts --------------------------------------------------------------------------------------
 
@@ -241,6 +257,20 @@ class Rescoring:
             actor: _record(found.get(actor, _Differences()), alarms.get(actor, ""))
             for actor in sorted({*found, *alarms})
         }
+
+    def _expel(self, actors: Mapping[str, Mapping[str, Any]]) -> None:
+        new = {ActorKey.parse(actor) for actor in self._alarmed} - self.expelled
+        if not new:
+            return
+        self.expelled |= new
+        newest = max((sample["at"] for sample in actors.values()), default=0.0)
+        silent_seconds = self._config.placement.lease_seconds
+        live = {ActorKey.parse(actor) for actor, sample in actors.items() if sample["at"] >= newest - silent_seconds}
+        if live <= self.expelled:
+            raise ParityError(
+                "every actor is expelled (trainer.rescore_alarm=expel): no engine samples from the versions that its "
+                f"tokens name: {'; '.join(f'{actor}: {text}' for actor, text in sorted(self._alarmed.items()))}"
+            )
 
     def _log(self, alarms: Mapping[str, str]) -> None:
         for actor in alarms.keys() - self._alarmed.keys():
