@@ -1,4 +1,4 @@
-"""An actor with a fault: its engine keeps the weights that it started with, and stamps tokens with every new version."""
+"""An actor with a fault: its engine keeps its first weights, and stamps its tokens with every new version."""
 
 import sys
 

@@ -295,8 +295,8 @@ class Rescoring:
             name: _joined([part for one in found.values() for part in getattr(one, name)])
             for name in ("mismatch", "stale_kv", "staleness")
         }
-        means = {f"rescored/{name}": mean for name, values in kinds.items() if (mean := _mean_abs(values)) is not None}
-        return means | {
+        means = {f"rescored/{name}": _mean_abs(values) for name, values in kinds.items()}
+        return {name: mean for name, mean in means.items() if mean is not None} | {
             "rescored/tokens": float(len(kinds["mismatch"]) + len(kinds["stale_kv"])),
             "rescored/gone_tokens": float(gone),
             "rescored/kept_bytes": float(self._kept.num_bytes),
