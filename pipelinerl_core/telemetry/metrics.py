@@ -181,6 +181,8 @@ _DECLARED = (
     Metric("time/prepare_seconds", "seconds", "value",
            "From the rows of the step to its first forward pass: advantages, packs, rows to other ranks. GPUs idle."),
     Metric("time/cpu_seconds", "seconds", "running total", "CPU time of the trainer's process."),
+    Metric("time/rescore_cpu_seconds", "seconds", "value",
+           "CPU time of the trainer's main thread for scoring rollouts again (trainer.rescore_share)."),
     Metric("time/commit_seconds", "seconds", "value",
            "From the end of compute to the commit: uploads and publication."),
     Metric("rollouts/multi_version_fraction", "share", "mean over rollouts",

@@ -8,6 +8,7 @@ before the step, in place and bit for bit.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,7 @@ class Rescoring:
         rollouts = [row.rollout for row in rows if row.rollout.num_tokens]
         if self._rescorer is None or not self._current or not rollouts:
             return Rescored({}, {})
+        began = time.thread_time()
         firsts = sorted(rollout.min_version for rollout in rollouts)
         self._kept.keep(firsts[int(_LATE_SHARE * len(firsts))])
         chosen = self._choose(version, rollouts)
@@ -160,7 +162,8 @@ class Rescoring:
         judged = self._judge(version, found)
         if self._config.trainer.rescore_alarm == "expel":
             self._expel(actors)
-        return Rescored(judged, self._metrics(version, rollouts, found))
+        metrics = self._metrics(version, rollouts, found)
+        return Rescored(judged, metrics | {"time/rescore_cpu_seconds": time.thread_time() - began})
 
     # ---- which rollouts --------------------------------------------------------------------------------------
 
