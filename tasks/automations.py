@@ -146,8 +146,8 @@ def _alarm(notify_block: UUID | None) -> Automation:
     body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
     return Automation(
         name="pipelinerl-alarm",
-        description="Sends a notification if a run's reward has collapsed, it makes no progress, or an actor's tokens are not "
-        "of the versions that they name.",
+        description="Sends a notification if a run's reward has collapsed, if it makes no progress, or if an actor's "
+        "tokens are not of the versions that they name.",
         trigger=EventTrigger(
             expect={ACTOR_MISMATCH, REWARD_COLLAPSED, RUN_STALLED},
             match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),

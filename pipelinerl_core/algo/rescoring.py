@@ -82,9 +82,7 @@ class MismatchWindow:
         return np.concatenate(self._steps) if self._steps else np.zeros(0)
 
 
-def alarm(
-    own_M: Float64Array, others: Sequence[Float64Array], dtype: Literal["float32", "bfloat16"]
-) -> str:
+def alarm(own_M: Float64Array, others: Sequence[Float64Array], dtype: Literal["float32", "bfloat16"]) -> str:
     """What is wrong with an actor, as text; empty if its tokens look as they should, or are too few.
 
     The bounds are those of the parity gate (`PARITY_BOUNDS`) on mean and signed mean. The bounds on the largest

@@ -6,7 +6,7 @@ from pipelinerl_core.run.records import Commit
 
 
 def alarm_lines(commits: Iterable[Commit]) -> dict[str, str]:
-    """"<actor>/<epoch>" -> one line about its first alarm in these commits, by step."""
+    """ "<actor>/<epoch>" -> one line about its first alarm in these commits, by step."""
     found: dict[str, str] = {}
     for commit in commits:
         for actor, one in commit.rescored.items():

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
-from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
 from pipelinerl_core.report.actor_alarms import alarm_text
+from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord

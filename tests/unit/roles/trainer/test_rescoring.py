@@ -134,7 +134,7 @@ def test_all_stale_actors_are_named_and_by_default_only_told():
 
 
 def test_the_last_actor_is_not_expelled_but_ends_the_run():
-    with pytest.raises(ParityError, match="every actor is expelled.*actor-0/0"):
+    with pytest.raises(ParityError, match=r"every actor is expelled.*actor-0/0"):
         stale_run({"rescore_alarm": "expel"}, {"actor-0": True})
 
 
