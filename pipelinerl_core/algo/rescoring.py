@@ -1,10 +1,10 @@
 """Does each engine sample from the version that its tokens name? Statistics of re-scored tokens, and the alarm.
 
-The trainer scores a few rollouts again under the versions that sampled their tokens. Three differences are told apart:
+The trainer scores a few rollouts again under the versions that sampled their tokens. It tells apart:
 
     mismatch     engine - trainer, both under the version of the token, on the tokens of the first version in their
                  rollout: their context has no keys and values of older weights
-    stale_kv     the same on the tokens after these: with engine.kv=keep, older weights computed a part of their context
+    stale_kv     the same on the tokens after these: with engine.kv=keep, older weights computed part of their context
     staleness    current policy - version of the token, both by the trainer: how far the policy has moved since
 
 Only mismatch raises an alarm: the other two are expected in an asynchronous run.

@@ -151,7 +151,8 @@ def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
     """Turn a main function's PipelineRLErrors into lines on stderr and an exit code.
 
     2: ConfigError. 3: Fenced, another process has replaced this one. 4: StoreUnavailable, another start may find the
-    store. 5: Expelled, this actor must not start again. 1: any other PipelineRLError. Other exceptions pass with their traceback.
+    store. 5: Expelled, this actor must not start again. 1: any other PipelineRLError. Other exceptions pass with
+    their traceback.
     """
 
     @functools.wraps(main)

@@ -337,7 +337,7 @@ class Trainer:
         return self._rescoring.rescore(self._learner.version, rows, epochs, reserved.actors)
 
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
-        """Once per start, compare engine and trainer on tokens of the trainer's current version without older context."""
+        """Once per start, compare engine and trainer on tokens of the current version without older context."""
         if self._parity_checked:
             return
         rollouts = [row.rollout for row in rows if row.rollout.num_tokens]

@@ -41,8 +41,8 @@ _SILENT_STEPS = 20
 class KeptVersions:
     """Versions in memory: the newest, and earlier ones within a byte budget.
 
-    A version is kept while rollouts that began with it arrive, instead of always the newest ones: tokens that are trained
-    with a lag of k steps were sampled by a version that has been replaced k times.
+    A version is kept while rollouts that began with it arrive, instead of always the newest ones: tokens that are
+    trained with a lag of k steps were sampled by a version that has been replaced k times.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -278,8 +278,8 @@ class Rescoring:
     def _log(self, alarms: Mapping[str, str]) -> None:
         for actor in alarms.keys() - self._alarmed.keys():
             logger.error(
-                "%s does not sample from the versions that its tokens name: %s. Restart the actor; docs/off-policy.md "
-                "tells more", actor, alarms[actor],
+                "%s does not sample from the versions that its tokens name: %s. Restart the actor "
+                "(docs/off-policy.md)", actor, alarms[actor],
             )  # fmt: skip
         for actor in self._alarmed.keys() - alarms.keys():
             logger.info("%s agrees with the trainer again", actor)
