@@ -215,8 +215,8 @@ class Ledger(LedgerView):
         if actor in self._expelled:
             raise Expelled(
                 f"actor {actor.name}: the trainer has found that its engine does not sample from the versions that "
-                "its tokens name (trainer.rescore_alarm=expel). Its groups go to other actors; the trainer's log has the "
-                "figures. Repair the engine before the actor is started again"
+                "its tokens name (trainer.rescore_alarm=expel). Its groups go to other actors; the trainer's log has "
+                "the figures. Repair the engine before the actor is started again"
             )
         if actor in self._retirement.lives:
             raise Fenced(
