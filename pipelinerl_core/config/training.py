@@ -32,7 +32,8 @@ class TrainerConfig(Section):
     every rollout in the same way."""
     rescore_share: float = Field(0.005, ge=0, le=1)
     """Share of a step's rollouts that the trainer scores again under the versions that sampled their tokens, to check
-    that the engines sample from these versions (docs/off-policy.md); 0: none. Raise for more certain figures."""
+    that the engines sample from these versions (docs/off-policy.md); 0: none. Raise for more certain figures and an
+    earlier alarm."""
     rescore_bytes: int = Field(0, ge=0)
     """Bytes of earlier versions that the trainer keeps in host memory for that; 0: two versions. Raise if many tokens
     are of versions that are gone (rescored/gone_tokens)."""

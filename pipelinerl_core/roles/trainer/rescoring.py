@@ -32,6 +32,8 @@ DEFAULT_VERSIONS = 2
 """With trainer.rescore_bytes=0, this many earlier versions are kept."""
 # A version makes room for a newer one as soon as at most this share of a step's rollouts began with it or before it.
 _LATE_SHARE = 0.25
+# A step compares when this many rollouts are due: one forward pass of one rollout costs nearly as much as of four.
+_LEAST_ROLLOUTS = 4
 # Rollouts that could not be compared are made up for in later steps, at most this many times the share of a step.
 _MAX_DUE_STEPS = 5.0
 # Actors whose newest compared token is older than this many steps are forgotten: they have ended.
@@ -170,9 +172,9 @@ class Rescoring:
     def _choose(self, version: int, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The due share, of rollouts whose first version is available; actors that were compared long ago first."""
         share = self._config.trainer.rescore_share * len(rollouts)
-        self._due = min(self._due + share, max(1.0, _MAX_DUE_STEPS * share))
+        self._due = min(self._due + share, max(float(_LEAST_ROLLOUTS), _MAX_DUE_STEPS * share))
         num = int(self._due)
-        if not num:
+        if num < min(_LEAST_ROLLOUTS, len(rollouts)):
             return []
         order = np.random.default_rng((self._config.seed, version)).permutation(len(rollouts))
         usable = [rollouts[index] for index in order if self._is_available(rollouts[index].min_version, version)]

@@ -168,9 +168,9 @@ def test_tokens_after_a_swap_are_not_in_the_mismatch():
     assert not found.alarms
 
 
-def test_a_share_below_one_rollout_compares_in_every_kth_step():
+def test_a_share_of_two_rollouts_compares_four_in_every_second_step():
     learner, config = LEARNERS["all weights"]()
-    share = 0.51 / len(rows_of(config, 1))
+    share = 2.05 / len(rows_of(config, 1))
     _, found = trained(learner, with_keys(config, rescore_share=share), steps=6)
     assert [bool(one.metrics["rescored/tokens"]) for one in found] == [False, True] * 3
 
