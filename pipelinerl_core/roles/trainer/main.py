@@ -21,7 +21,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipelinerl_core.algo.parity import ParityReport, logprob_parity
-from pipelinerl_core.algo.rescoring import num_fresh_tokens
 from pipelinerl_core.batching.assemble import assemble_rows
 from pipelinerl_core.channel.refusals import error_of
 from pipelinerl_core.config import RunConfig
@@ -46,7 +45,7 @@ from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
-from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring, prefix
+from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
@@ -338,15 +337,10 @@ class Trainer:
 
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
         """Once per start, compare engine and trainer on tokens of the current version without older context."""
-        if self._parity_checked:
-            return
-        rollouts = [row.rollout for row in rows if row.rollout.num_tokens]
-        fresh = [
-            prefix(rollout, num_fresh_tokens(rollout))
-            for rollout in rollouts
-            if rollout.min_version == self._learner.version
-        ]
-        if fresh:
+        version = self._learner.version
+        # No token is newer than the trainer's version, so a rollout without older context has this version only.
+        fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
+        if fresh and not self._parity_checked:
             check_parity(self._learner, fresh[:_PARITY_ROLLOUTS], self._config)
             self._parity_checked = True
 
