@@ -20,6 +20,7 @@ PipelineRLError
  +-- OutOfMemory            a GPU had no memory left after steps that succeeded; a restart may help
  +-- TrainingDiverged       a loss, gradient or ratio of an optimizer step is not finite; the step is not taken
  +-- RankLost               a rank of the trainer has ended; the step was not committed
+ +-- Expelled               the trainer has found that this actor samples from other weights than its tokens name
  +-- Fenced                 a newer epoch of this role has started
  +-- DeadlineExceeded       a named wait reached its deadline
 """
@@ -32,6 +33,8 @@ EXIT_STORE = 4
 """Exit code of a process that ends with StoreUnavailable."""
 EXIT_DIVERGED = 5
 """Exit code of a process that ends with TrainingDiverged."""
+EXIT_EXPELLED = 6
+"""Exit code of an actor that ends with Expelled; its supervisor does not start the actor again."""
 
 
 class PipelineRLError(Exception):
@@ -124,6 +127,10 @@ class TrainingDiverged(PipelineRLError):
 
 class RankLost(PipelineRLError):
     """A rank of the trainer has ended or does not answer; the current step was not committed."""
+
+
+class Expelled(PipelineRLError):
+    """The engine of this actor does not sample from the versions that its tokens name; the actor must end."""
 
 
 class Fenced(PipelineRLError):

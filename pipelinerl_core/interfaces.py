@@ -168,11 +168,31 @@ class StepClock(Protocol):
         """Called after a swap that took `seconds`, which are not part of a decode step."""
 
 
+class Rescorer(Protocol):
+    """A learner's process that scores rollouts under other weights, without the other ranks."""
+
+    def trained_weights(self, published: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+        """The weights that training changes, by name, for `set_trained_weights`; adapters alone if there are any.
+
+        published: the newest result of `Learner.weights`; tensors of the result may be shared with it.
+        """
+
+    def set_trained_weights(self, weights: "Mapping[str, torch.Tensor]") -> None:
+        """Replace the values of the trained weights in place; optimizer, gradients and version stay."""
+
+    def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
+        """See `Learner`."""
+
+
 class Learner(Protocol):
     """Owns the trained weights and the optimizer."""
 
     version: int
     """Optimizer steps inside the weights."""
+
+    @property
+    def rescorer(self) -> Rescorer | None:
+        """Scores rollouts under earlier weights; None if no process has all weights of the learner."""
 
     def step(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """One optimizer step on exactly these rows, in this order; increments `version`. Returns metrics by name.

@@ -159,6 +159,8 @@ class Reserve(Message):
     """All groups that the trainer has quarantined at this step: the hub decides them and reserves others."""
     with_rows: bool = False
     """Whether the rows in the hub's memory follow the answer, in the form of answers to `rows`."""
+    expelled: tuple[tuple[Name, Count], ...] = ()
+    """(actor, epoch) of all actors that must end, because they sample from other weights than their tokens name."""
 
 
 class Rows(Message):
@@ -309,7 +311,7 @@ class RowsBundle(Message):
 class Refused(Message):
     """The request broke a rule.
 
-    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, not_reserved, missing_rows, internal.
+    `code`: unknown_boot, stale_lease, schema, wrong_peer, fenced, expelled, not_reserved, missing_rows, internal.
     """
 
     kind: Literal["refused"] = "refused"

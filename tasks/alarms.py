@@ -1,4 +1,5 @@
-"""Prefect events for conditions that need a user: the reward of a run has collapsed, or a run makes no progress."""
+"""Prefect events for conditions that need a user: the reward of a run has collapsed, a run makes no progress, or an
+actor samples from other weights than its tokens name."""
 
 import logging
 import statistics
@@ -6,12 +7,14 @@ from collections.abc import Mapping
 
 from prefect.events import emit_event
 
+from pipelinerl_core.report.actor_alarms import alarm_lines
 from pipelinerl_core.run.records import Commit
 
 logger = logging.getLogger(__name__)
 
 REWARD_COLLAPSED = "pipelinerl.reward.collapsed"
 RUN_STALLED = "pipelinerl.run.stalled"
+ACTOR_MISMATCH = "pipelinerl.actor.mismatch"
 WINDOW_STEPS = 20
 """Window of the moving mean of the reward, in steps."""
 NOISE = 4.0
@@ -33,16 +36,18 @@ def reward_fall(rewards: list[float]) -> tuple[float, float] | None:
 
 
 class Alarms:
-    """Emits each event at most once for a run."""
+    """Emits each event at most once for a run; events about an actor, once for each actor."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._emitted: set[str] = set()
+        self._emitted: set[tuple[str, str]] = set()
+        self._actors_through = -1
         self._rewards: dict[int, float | None] = {}
 
     def check(self, commits: Mapping[int, Commit]) -> None:
-        """Emit an event if the reward has collapsed."""
-        if REWARD_COLLAPSED in self._emitted:
+        """Emit an event if the reward has collapsed, and for each actor under alarm."""
+        self._check_actors(commits)
+        if (REWARD_COLLAPSED, "") in self._emitted:
             return
         for step in commits:
             if step not in self._rewards:
@@ -54,11 +59,17 @@ class Alarms:
                 REWARD_COLLAPSED, f"mean reward of the last {WINDOW_STEPS} steps: {newest:.3f}; best mean: {best:.3f}"
             )
 
-    def emit(self, event: str, message: str) -> None:
-        """Emit an event and log a warning, unless the event was emitted before."""
-        if event in self._emitted:
+    def _check_actors(self, commits: Mapping[int, Commit]) -> None:
+        new = [step for step in commits if step > self._actors_through]
+        self._actors_through = max(new, default=self._actors_through)
+        for actor, line in alarm_lines(commits[step] for step in new).items():
+            self.emit(ACTOR_MISMATCH, line, about=actor)
+
+    def emit(self, event: str, message: str, about: str = "") -> None:
+        """Emit an event and log a warning, unless the event was emitted before about the same thing."""
+        if (event, about) in self._emitted:
             return
-        self._emitted.add(event)
+        self._emitted.add((event, about))
         logger.warning("%s: %s", event, message)
         emit_event(
             event=event,

@@ -4,6 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pipelinerl_core.errors import (
+    Expelled,
     Fenced,
     MissingObject,
     PipelineRLError,
@@ -41,6 +42,7 @@ REFUSALS = {
     "schema": Refusal(SchemaMismatch, Next.END),
     "wrong_peer": Refusal(WrongPeer, Next.END),
     "fenced": Refusal(Fenced, Next.END),
+    "expelled": Refusal(Expelled, Next.END),
     "not_reserved": Refusal(None, Next.ASK_AGAIN),
     "missing_rows": Refusal(MissingObject, Next.ASK_AGAIN),
     "internal": Refusal(None, Next.END),

@@ -23,6 +23,7 @@ RESUMABLE = (
     "trainer.threads",
     "trainer.pack_tokens",
     "trainer.collective_seconds",
+    "trainer.rescore_",
     "learner.kind",
     "learner.zero_stage",
     "learner.offload",

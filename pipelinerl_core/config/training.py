@@ -30,6 +30,17 @@ class TrainerConfig(Section):
     """Compute rollouts whose advantage is 0 without a backward pass: equal metrics, and equal gradients but for
     rounding, because such rollouts have none. learner.kind=torch, without a KL term or value head. Unset to compute
     every rollout in the same way."""
+    rescore_share: float = Field(0.005, ge=0, le=1)
+    """Share of a step's rollouts that the trainer scores again under the versions that sampled their tokens, to check
+    that the engines sample from these versions (docs/off-policy.md); 0: none. Raise for more certain figures and an
+    earlier alarm."""
+    rescore_bytes: int = Field(0, ge=0)
+    """Bytes of earlier versions that the trainer keeps in host memory for that; 0: two versions. Raise if many tokens
+    are of versions that are gone (rescored/gone_tokens)."""
+    rescore_alarm: Literal["tell", "expel"] = "tell"
+    """An actor whose engine does not sample from the version that it names. tell: log, event and report name the
+    actor; expel: the hub takes the actor's groups for other actors, and the actor ends for good. Set expel for runs
+    that nobody watches."""
     threads: int = Field(0, ge=0)
     """Packs computed at once on a CPU, one core each. 0: placement.threads, plus the engines' threads if the schedule
     stops the engines during a step. Set to limit the trainer's cores."""

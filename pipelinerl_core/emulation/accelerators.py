@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.interfaces import Learner
+from pipelinerl_core.interfaces import Learner, Rescorer
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
 if TYPE_CHECKING:
@@ -161,6 +161,10 @@ class EmulatedLearner:
 
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         return self._learner.logprobs_of(rollouts)
+
+    @property
+    def rescorer(self) -> Rescorer | None:
+        return self._learner.rescorer
 
     def weights(self) -> "dict[str, torch.Tensor]":
         return self._learner.weights()

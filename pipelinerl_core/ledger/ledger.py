@@ -8,7 +8,7 @@ from itertools import islice
 
 from pipelinerl_core.algo.staleness import deadline_step
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import Fenced
+from pipelinerl_core.errors import Expelled, Fenced
 from pipelinerl_core.ledger.actors import SWAP_COUNTER, ActorReports
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, Grant, GroupSummary, Reservation, SealedGroup, SyncResult
 from pipelinerl_core.ledger.pool import GroupPool
@@ -51,6 +51,7 @@ class Ledger(LedgerView):
             self._grace_until += min(config.placement.lease_seconds, GRACE_SECONDS)
         self._newest_epochs: dict[str, int] = {}
         self._last_seen: dict[ActorKey, float] = {}
+        self._expelled: set[ActorKey] = set()
         self._trainer_epoch = -1
         self._retirement = Retirement()
         self.actor_reports = ActorReports()
@@ -156,6 +157,15 @@ class Ledger(LedgerView):
         self._pool.leases.release(actor)
         self._pool.tokens.account(actor).is_gone = True
 
+    def expel(self, actors: Iterable[ActorKey]) -> None:
+        """Refuse these actor epochs from now on, and queue their groups for other actors. Idempotent.
+
+        Their finished groups stay. A later epoch of the same actor is admitted: its engine has loaded other weights.
+        """
+        for actor in set(actors) - self._expelled:
+            self._expelled.add(actor)
+            self.bye(actor)
+
     def expire(self) -> list[int]:
         """Expire actors without a recent sync, and leases; returns the groups whose lease expired."""
         now = self._clock()
@@ -201,6 +211,12 @@ class Ledger(LedgerView):
             newest = self._newest_epochs[actor.name]
             raise Fenced(
                 f"actor {actor.name}: epoch {actor.epoch} was replaced by epoch {newest}; this process must end"
+            )
+        if actor in self._expelled:
+            raise Expelled(
+                f"actor {actor.name}: the trainer has found that its engine does not sample from the versions that "
+                "its tokens name (trainer.rescore_alarm=expel). Its groups go to other actors; the trainer's log has "
+                "the figures. Repair the engine before the actor is started again"
             )
         if actor in self._retirement.lives:
             raise Fenced(

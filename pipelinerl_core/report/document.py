@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
+from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
@@ -69,6 +70,10 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         first = headline(reward, len(facts.steps), is_over=True)
         warning = f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {NEXT_STEP}"
         found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
+    alarm = alarm_text(commits)
+    if alarm is not None:  # before anything else: the run has trained on tokens of unknown versions
+        warning = " ".join(filter(None, (f"{alarm}.", warning)))
+        found = {**found, "advice": " ".join(filter(None, (f"{alarm}.", found["advice"])))}
     return {
         "run_id": facts.run.run_id,
         "schedule": _kind(facts, "schedule"),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.equal_rewards import WARN_STEPS, equal_reward, headline
 from pipelinerl_core.report.scrape_targets import live_roles, role_progress
 from pipelinerl_core.run.follow import RunFollower, commit_metrics, eval_metrics
@@ -127,7 +128,8 @@ def status_of(
     return {
         "run_id": follower.run.run_id,
         "state": "finished" if is_over else "running" if is_alive else "stopped",
-        "warning": headline(reward, step, is_over=is_over) if reward is not None else None,
+        "warning": alarm_text([last] if last else [])
+        or (headline(reward, step, is_over=is_over) if reward is not None else None),
         "step": step,
         "steps": steps,
         "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},

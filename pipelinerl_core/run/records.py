@@ -299,6 +299,27 @@ class ActorSample(Record):
     counters: dict[str, Number] = Field(default_factory=dict)
 
 
+class RescoredActor(Record):
+    """Rollouts of one actor epoch that a step scored again (algo/rescoring.py); means of |difference| in nats."""
+
+    tokens: Count
+    """Compared tokens without older context."""
+    mismatch: Number | None = None
+    """Over these: engine against trainer, both under the version that sampled the token."""
+    signed_mismatch: Number | None = None
+    """Mean of engine - trainer."""
+    stale_kv_tokens: Count = 0
+    """Compared tokens with older context."""
+    stale_kv: Number | None = None
+    """Over these: engine against trainer, as above."""
+    staleness_tokens: Count = 0
+    """Compared tokens of earlier versions."""
+    staleness: Number | None = None
+    """Over these: the policy before the step against the version that sampled the token, both by the trainer."""
+    alarm: str = ""
+    """What is wrong with the actor; empty without an alarm."""
+
+
 class CheckpointRef(Record):
     """Reference to the newest complete checkpoint when a step was committed."""
 
@@ -327,6 +348,8 @@ class Commit(LedgerSnapshot, Record):
     """Swaps that actors have reported to the hub since the previous commit."""
     actors: dict[str, ActorSample] = Field(default_factory=dict)
     """"<actor>/<epoch>" -> sample at the reservation of this step."""
+    rescored: dict[str, RescoredActor] = Field(default_factory=dict)
+    """"<actor>/<epoch>" -> what re-scoring found at this step; empty in steps that compared nothing."""
     reserved_at: Seconds
     computed_at: Seconds
     committed_at: Seconds

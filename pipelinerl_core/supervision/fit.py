@@ -37,6 +37,8 @@ _STAGED_MODELS = 2
 _ENGINE_SHARED_BYTES = 2.0 * _GIB
 """Of vLLM's workers and NCCL."""
 _KEPT_VERSIONS = 5
+_RESCORED_VERSIONS = 2
+"""trainer.rescore_bytes=0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,7 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
     version = weights if config.weights.content == "merged" else width * _trained(config, shape)
     limit = card_bytes - (_share(config) * card_bytes if config.placement.share_gpu else 0.0)
     # Rank 0 has a snapshot of the weights and its bytes, and three copies of the checkpoint while it is written.
-    snapshots = 2 * version + 3 * 12 * _trained(config, shape)
+    snapshots = 2 * version + 3 * 12 * _trained(config, shape) + _rescored(config, shape)
     on_cpu = 0.0 if gpus else sum(part.num_bytes for part in state) + activations
     return RoleFit(
         role="trainer",
@@ -202,6 +204,14 @@ def _trainer(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit
         host_bytes=snapshots + on_host * ranks + on_cpu + 2 * _GIB * ranks,
         shared_bytes=_KEPT_VERSIONS * version if config.weights.transport == "shm" else _ENGINE_SHARED_BYTES,
     )
+
+
+def _rescored(config: RunConfig, shape: ModelShape) -> float:
+    """Versions that rank 0 keeps to score rollouts again: the newest, and earlier ones within their budget."""
+    rules, version = config.trainer, _width(config) * _trained(config, shape)
+    if not rules.rescore_share or config.learner.kind != "torch":
+        return 0.0
+    return version + (rules.rescore_bytes or _RESCORED_VERSIONS * version)
 
 
 def _state(config: RunConfig, shape: ModelShape) -> tuple[tuple[Part, ...], float]:

@@ -17,6 +17,7 @@ from threading import Event
 from pipelinerl_core.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
+    EXIT_EXPELLED,
     EXIT_FENCED,
     EXIT_STORE,
     ConfigError,
@@ -90,6 +91,7 @@ def supervise_role(
     Exit code 0: if `is_done()`, the supervision ends, else the role restarts (another process sent it SIGTERM).
     Exit code 3 (fenced): if `is_replaced()`, the supervision ends, else the role restarts; without `is_replaced` the
     supervision raises Fenced.
+    Exit code 6 (expelled): the supervision ends, with an error in the log.
     Raises ConfigError (exit code 2, with the role's own error line), TrainingDiverged (exit code 5, the same) or
     Fenced. After more than `max_restarts`
     failures in a row, each within `stable_seconds`, raises RoleFailed with the last lines of the log; if the last
@@ -110,6 +112,10 @@ def supervise_role(
             finally:
                 process.end(stop_seconds)
         if stop.is_set() or (failure is None and process.exit_code == 0 and is_done()):
+            break
+        if process.exit_code == EXIT_EXPELLED:
+            lines = log.last_lines(1)
+            logger.error("%s: ended for good: %s", name, lines[-1] if lines else f"see {log.path}")
             break
         reason = failure or describe_exit(process.exit_code)
         if is_replaced is not None and process.exit_code == EXIT_FENCED:

@@ -169,6 +169,11 @@ class DeepSpeedLearner:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
         return score_rollouts(self._engine, self._batcher.rollouts(rollouts), len(rollouts), self._device)
 
+    @property
+    def rescorer(self) -> None:
+        """See `interfaces.Learner`: weights and their masters are divided among the ranks, or may be."""
+        return None
+
     def weights(self) -> dict[str, Tensor]:
         """As `TorchLearner.weights`; empty on all ranks except 0."""
         found: dict[str, Tensor] = {}

@@ -23,7 +23,7 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.training.lora import published_weights
+from pipelinerl_core.training.lora import published_weights, trained_parameters
 from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
@@ -148,6 +148,25 @@ class TorchLearner:
     def logprobs_of(self, rollouts: Sequence[Rollout]) -> list[Float32Array]:
         """[C] trainer_logprobs of every completion token of each rollout, under the current weights."""
         return score_rollouts(self._policy, self._batcher.rollouts(rollouts), len(rollouts), self._model.device)
+
+    @property
+    def rescorer(self) -> "TorchLearner":
+        """See `interfaces.Learner`: every rank has all weights."""
+        return self
+
+    def trained_weights(self, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `interfaces.Rescorer`; without a value head, which no log-probability depends on."""
+        return {
+            name: published[name] if name in published else parameter.detach().to("cpu", copy=True)
+            for name, parameter in trained_parameters(self._model).items()
+        }
+
+    @torch.no_grad()
+    def set_trained_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """See `interfaces.Rescorer`. Raises KeyError for a missing weight, before anything is replaced."""
+        pairs = [(parameter, weights[name]) for name, parameter in trained_parameters(self._model).items()]
+        for parameter, weight in pairs:
+            parameter.copy_(weight)
 
     def weights(self) -> dict[str, Tensor]:
         """Snapshot of the weights by parameter name, in the model's type; tied ones once, adapters merged.

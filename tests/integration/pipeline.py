@@ -31,6 +31,8 @@ SIX_STEPS = (
 BIT_FOR_BIT = ("engine.deterministic=true", "schedule.max_lag=0")
 """Overrides that make the rows of a run a function of its configuration."""
 TOKEN = "a-token-for-tests"
+STALE_ACTOR = "tests.integration.stale_actor"
+"""A role with a fault, for `start_role`."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +53,8 @@ def start_role(role: str, url: str, log: Path, *arguments: str) -> subprocess.Po
         "GOMP_SPINCOUNT": "0",
     }
     module = {"replay": "tools.replay", "trainer_node": "roles.trainer.node"}.get(role, f"roles.{role}.main")
-    command = [sys.executable, "-m", f"pipelinerl_core.{module}", "--run", url, *arguments]
+    module = STALE_ACTOR if role == STALE_ACTOR else f"pipelinerl_core.{module}"
+    command = [sys.executable, "-m", module, "--run", url, *arguments]
     if role != "replay":
         command += ["--parent-pid", str(os.getpid())]
     with log.open("ab") as stream:

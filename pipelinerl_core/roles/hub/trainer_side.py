@@ -14,6 +14,7 @@ from pipelinerl_core.data.codec import row_bytes
 from pipelinerl_core.data.segments import SegmentReader
 from pipelinerl_core.errors import MissingObject
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.ledger import ActorKey
 from pipelinerl_core.messages import (
     Ack,
     Answer,
@@ -95,6 +96,7 @@ class TrainerRequests:
         deadline = time.monotonic() + min(request.wait_seconds, _MAX_WAIT_SECONDS)
         with self._changed:
             self._state.check_groups(ref.group_id for ref in request.quarantined)
+            self._ledger.expel(ActorKey(*actor) for actor in request.expelled)
             while True:
                 answer = self._ledger.reserve(request.step, request.epoch, request.lost, request.quarantined)
                 remaining = deadline - time.monotonic()

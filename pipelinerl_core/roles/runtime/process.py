@@ -21,9 +21,11 @@ import pyarrow as pa
 from pipelinerl_core.errors import (
     EXIT_CONFIG,
     EXIT_DIVERGED,
+    EXIT_EXPELLED,
     EXIT_FENCED,
     EXIT_STORE,
     ConfigError,
+    Expelled,
     Fenced,
     ParityError,
     PipelineRLError,
@@ -43,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 RUN: Arguments = {"--run": {"required": True}}
 _EXIT_CODES = {
-    Fenced: EXIT_FENCED, ConfigError: EXIT_CONFIG, ParityError: EXIT_CONFIG, StoreUnavailable: EXIT_STORE,
-    TrainingDiverged: EXIT_DIVERGED,
+    Fenced: EXIT_FENCED, Expelled: EXIT_EXPELLED, ConfigError: EXIT_CONFIG, ParityError: EXIT_CONFIG,
+    StoreUnavailable: EXIT_STORE, TrainingDiverged: EXIT_DIVERGED,
 }  # fmt: skip
 """In the order in which one of several errors chooses the code."""
 # <linux/close_range.h>; beyond every descriptor: nothing is closed.
@@ -151,7 +153,8 @@ def exit_codes(main: Callable[P, int]) -> Callable[P, int]:
     """Turn a main function's PipelineRLErrors into lines on stderr and an exit code.
 
     2: ConfigError. 3: Fenced, another process has replaced this one. 4: StoreUnavailable, another start may find the
-    store. 5: TrainingDiverged. 1: any other PipelineRLError. Other exceptions pass with their traceback.
+    store. 5: TrainingDiverged. 6: Expelled, this actor must not start again. 1: any other PipelineRLError. Other
+    exceptions pass with their traceback.
     """
 
     @functools.wraps(main)

@@ -30,6 +30,7 @@ from pipelinerl_core.run.records import (
     CheckpointRef,
     Commit,
     EpochRecord,
+    RescoredActor,
     SwapRecord,
 )
 from pipelinerl_core.run.versions import remove_weights, weights_to_remove
@@ -62,6 +63,7 @@ class ComputedStep:
     """The upload of the batch file."""
     reserved: Reserved | None
     metrics: dict[str, float] = field(default_factory=dict)
+    rescored: dict[str, RescoredActor] = field(default_factory=dict)
     reserved_at: float
     computed_at: float
 
@@ -287,6 +289,7 @@ class Committer:
             fates=_fates(reserved),
             swaps=tuple(SwapRecord.model_validate(swap) for swap in reserved.swaps),
             actors={name: ActorSample.model_validate(sample) for name, sample in reserved.actors.items()},
+            rescored=computed.rescored,
             **{name: getattr(reserved, name) for name in LedgerSnapshot.model_fields},
             reserved_at=computed.reserved_at,
             computed_at=computed.computed_at,

@@ -47,6 +47,7 @@ from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
 from pipelinerl_core.roles.trainer.learners import Spread, open_learners
+from pipelinerl_core.roles.trainer.rescoring import Rescored, Rescoring
 from pipelinerl_core.roles.trainer.watch import TrainerWatch
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.drain import stop_when_drained
@@ -117,6 +118,7 @@ class Trainer:
         self._samples = 0
         self._tokens = 0
         self._parity_checked = False
+        self._rescoring = Rescoring(getattr(learner, "rescorer", None), context.config)
 
     def run(self, commits: dict[int, str], stop: threading.Event) -> None:
         """Train from the last commit to the last step, or until `stop` is set."""
@@ -141,7 +143,9 @@ class Trainer:
     def _adopt(self, commits: dict[int, str]) -> None:
         commit = adopt(self._store, self._learner, commits, self._config, self._watch.replayed)
         self._committer.adopt(commit)
-        self._committer.republish(commit, self._learner.weights())
+        weights = self._learner.weights()
+        self._rescoring.published(commit.step, weights)
+        self._committer.republish(commit, weights)
         self._samples = int(commit.metrics.get("progress/samples", 0))
         self._tokens = int(commit.metrics.get("progress/tokens", 0))
         first = read_commit(self._store, commits[min(commits)])
@@ -149,11 +153,12 @@ class Trainer:
 
     def _commit_initial(self) -> None:
         """Commit 0: the weights every run starts from, durable, with a checkpoint."""
-        now = time.time()
+        now, weights = time.time(), self._learner.weights()
+        self._rescoring.published(0, weights)
         self._committer.submit(
             ComputedStep(
                 step=0,
-                weights=self._learner.weights(),
+                weights=weights,
                 state=self._learner.state(),
                 batch=None,
                 reserved=None,
@@ -202,6 +207,7 @@ class Trainer:
         rows = assembled.rows
         upload = self._uploads.submit(self._upload, step, rows)
         self._pass_parity_gate(rows)
+        rescored = self._rescore(rows, reserved)
         try:
             learned = self._learner.step(rows)
         except TrainingDiverged as error:
@@ -221,19 +227,23 @@ class Trainer:
             tokens=self._tokens,
             seconds=computed_at - self._started_at,
         )
+        metrics |= rescored.metrics
         metrics["time/prepare_seconds"] = worked_seconds - metrics["time/compute_seconds"]
         metrics["time/cpu_seconds"] = time.process_time()
         metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
+        weights = self._learner.weights()
+        self._rescoring.published(step, weights)
         self._committer.submit(
             ComputedStep(
                 step=step,
-                weights=self._learner.weights(),
+                weights=weights,
                 state=self._state_if_due(step),
                 batch=upload,
                 reserved=reserved,
                 metrics=metrics,
+                rescored=rescored.actors,
                 reserved_at=reserved_at,
                 computed_at=computed_at,
             )
@@ -306,9 +316,7 @@ class Trainer:
         while not stop.is_set():
             self._watch.waiting(step)
             held = self._held(step)
-            answer, received = self._link.reserve(
-                Reserve(step=step, epoch=self._epoch.epoch, lost=lost, quarantined=held.quarantined)
-            )
+            answer, received = self._link.reserve(self._reserve_message(step, lost, held.quarantined))
             if isinstance(answer, Refused):
                 raise error_of(answer)
             if isinstance(answer, Reserved) and answer.is_ready:
@@ -367,9 +375,18 @@ class Trainer:
         self._state_seconds = time.monotonic() - now
         return state
 
+    def _reserve_message(self, step: int, lost: tuple[GroupKey, ...], quarantined: tuple[GroupRef, ...]) -> Reserve:
+        expelled = tuple(sorted(self._rescoring.expelled))
+        return Reserve(step=step, epoch=self._epoch.epoch, lost=lost, quarantined=quarantined, expelled=expelled)
+
+    def _rescore(self, rows: list[TrainingRow], reserved: Reserved) -> Rescored:
+        epochs = {(ref.group_id, ref.attempt): ref.actor_epoch for ref in reserved.groups}
+        return self._rescoring.rescore(self._learner.version, rows, epochs, reserved.actors)
+
     def _pass_parity_gate(self, rows: list[TrainingRow]) -> None:
-        """Once per start, compare engine and trainer on tokens that the trainer's current version sampled."""
+        """Once per start, compare engine and trainer on tokens of the current version without older context."""
         version = self._learner.version
+        # No token is newer than the trainer's version, so a rollout without older context has this version only.
         fresh = [row.rollout for row in rows if [span.version for span in row.rollout.weight_spans] == [version]]
         if fresh and not self._parity_checked:
             check_parity(self._learner, fresh[:_PARITY_ROLLOUTS], self._config)

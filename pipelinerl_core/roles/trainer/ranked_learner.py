@@ -25,6 +25,7 @@ from pipelinerl_core.data.codec import (
 )
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA
 from pipelinerl_core.errors import TrainingDiverged
+from pipelinerl_core.interfaces import Rescorer
 from pipelinerl_core.roles.trainer.rank_channel import NO_BYTES, Payload, RankChannel, translate_rank_errors
 from pipelinerl_core.types import Float32Array, Rollout, TrainingRow
 
@@ -40,6 +41,10 @@ class RankLearner(Protocol):
     @property
     def is_sharded(self) -> bool:
         """Whether `weights` and `state` are collective."""
+
+    @property
+    def rescorer(self) -> Rescorer | None:
+        """See `interfaces.Learner`; its methods are not collective."""
 
     def step_packs(self, packs: Iterable[PackedBatch]) -> dict[str, float]:
         """One optimizer step, collective."""
@@ -86,6 +91,10 @@ class RankedLearner:
                 data = to_message(encode_rollouts("", rollouts))
                 self._channel.send("score", payloads=[({}, data)] * (self._channel.size - 1))
             return self._local.logprobs_of(rollouts)
+
+    @property
+    def rescorer(self) -> Rescorer | None:
+        return self._local.rescorer
 
     def weights(self) -> dict[str, Tensor]:
         return self._gathered("weights", self._local.weights)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from pipelinerl_core.algo.advantages import per_turn
-from pipelinerl_core.errors import Fenced, StaleLease
+from pipelinerl_core.errors import Expelled, Fenced, StaleLease
 from pipelinerl_core.ledger import ActorKey, Arrival, Grant, GroupSummary, Ledger, SealedGroup, SyncResult
 from pipelinerl_core.ledger.order import deadline, split_trained
 from pipelinerl_core.messages import FateRecord, LeaseRef, Reserved
@@ -218,6 +218,19 @@ def test_a_newer_epoch_of_an_actor_frees_the_leases_of_the_older_and_fences_it()
     assert [grant.attempt for grant in lease(ledger, ActorKey("actor-0", 2), want=2)] == [1, 1]
     with pytest.raises(Fenced, match="epoch 2"):
         sync(ledger, A, want=1)
+
+
+def test_the_groups_of_an_expelled_actor_go_to_others_and_its_next_epoch_is_admitted():
+    ledger = new_ledger()
+    lease(ledger, A, want=2)
+    for _ in range(2):  # each reservation repeats the names
+        ledger.expel([A])
+    with pytest.raises(Expelled, match="does not sample from the versions"):
+        sync(ledger, A, want=1)
+    with pytest.raises(Expelled):
+        ledger.register_actor(A)
+    assert [(grant.group_id, grant.attempt) for grant in lease(ledger, B, want=2)] == [(0, 1), (1, 1)]
+    assert lease(ledger, ActorKey("actor-0", 2), want=1)
 
 
 def test_nothing_is_leased_once_the_last_step_is_committed():

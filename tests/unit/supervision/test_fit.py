@@ -186,3 +186,12 @@ def test_the_fit_is_text_and_a_document():
     assert document["roles"][0]["exceeds"] is True
     on_cpu = load_config("quickstart", [SEVEN, "model.dtype=bfloat16"])
     assert "no GPU  host" in fit_of(on_cpu).lines()[1]
+
+
+def test_versions_that_are_kept_for_rescoring_are_in_the_memory_of_the_host():
+    def host_bytes(*overrides):
+        return fit_of(config(SEVEN, *overrides)).roles[0].host_bytes
+
+    without = host_bytes("trainer.rescore_share=0")
+    assert host_bytes() - without == 3 * 2 * NUM_7B
+    assert host_bytes("trainer.rescore_bytes=1000") - without == 2 * NUM_7B + 1000

@@ -11,8 +11,8 @@ RISE = [0.2 + 0.002 * step for step in range(150)]  # from 0.2 to 0.5
 
 
 def commits(rewards):
-    return {0: SimpleNamespace(metrics={})} | {
-        step: SimpleNamespace(metrics={"reward/mean": reward}) for step, reward in enumerate(rewards, 1)
+    return {0: SimpleNamespace(metrics={}, rescored={})} | {
+        step: SimpleNamespace(metrics={"reward/mean": reward}, rescored={}) for step, reward in enumerate(rewards, 1)
     }
 
 
@@ -56,3 +56,15 @@ def test_each_alarm_is_emitted_once_and_names_the_run(events):
     assert [event["event"] for event in events] == ["pipelinerl.reward.collapsed", "pipelinerl.run.stalled"]
     assert {event["resource"]["prefect.resource.id"] for event in events} == {"pipelinerl.run.quickstart-12345678"}
     assert events[0]["payload"]["message"] == "mean reward of the last 20 steps: 0.000; best mean: 0.479"
+
+
+def test_each_actor_under_alarm_is_named_once(events):
+    one = Alarms("quickstart-12345678")
+    found = commits([0.5] * 4)
+    for step, actors in {1: {"a/1": ""}, 2: {"a/1": "mean 0.2"}, 3: {"a/1": "mean 0.3", "b/1": "mean 0.4"}}.items():
+        found[step].rescored = {name: SimpleNamespace(alarm=alarm) for name, alarm in actors.items()}
+        one.check({number: found[number] for number in range(step + 1)})
+    one.check(found)
+    assert [event["event"] for event in events] == ["pipelinerl.actor.mismatch"] * 2
+    assert [event["payload"]["message"].split()[0] for event in events] == ["a/1", "b/1"]
+    assert events[0]["payload"]["message"].endswith("mean 0.2")

@@ -1,7 +1,7 @@
 """What the trainer tells a hub when it registers, at whatever moment that is, and what it writes about a step."""
 
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +14,7 @@ from pipelinerl_core.roles.trainer.main import Trainer
 from pipelinerl_core.run.history import counted_commit_keys, read_commit
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.rollout_rows import build_group, group_ref
+from pipelinerl_core.types import WeightSpan
 from tests.builders import epoch_record, group_named, put_epoch
 
 
@@ -102,3 +103,31 @@ def test_the_batch_files_have_the_rows_that_were_trained():
         (batch,) = from_segment(store.get(commit.batches[0].name))
         np.testing.assert_equal([asdict(row) for row in decode_batch(batch)], [asdict(row) for row in rows])
         assert commit.metrics["time/prepare_seconds"] > 0
+
+
+def test_the_parity_gate_takes_no_rollout_with_older_context():
+    """As after a restart beside live actors: most rollouts began with versions before the trainer's."""
+    made = build_group(0, group_id=1, size=3)
+    scored = []
+
+    class Scorer(Learner):
+        def logprobs_of(self, rollouts):
+            scored.append(len(rollouts))
+            return super().logprobs_of(rollouts)
+
+    learner = Scorer()
+    learner.version = 5
+    context = SimpleNamespace(store=MemoryStore(), config=load_config("quickstart"), run_id="run", token="")
+    trainer = Trainer(context, learner, epoch_record(1), link=lambda registration: Hub())
+    ages = {"old": ((3, 12),), "mixed": ((4, 2), (5, 12)), "fresh": ((5, 12),)}
+    rows = {}
+    for (name, spans), rollout in zip(ages.items(), made, strict=True):
+        starts = [0, *(end for _, end in spans)]
+        found = tuple(WeightSpan(version, start, end) for (version, end), start in zip(spans, starts, strict=False))
+        rows[name] = SimpleNamespace(rollout=replace(rollout, weight_spans=found))
+    trainer._pass_parity_gate([rows["old"], rows["mixed"]])
+    assert scored == []
+    trainer._pass_parity_gate(list(rows.values()))
+    trainer._pass_parity_gate(list(rows.values()))
+    trainer._committer.close()
+    assert scored == [1]

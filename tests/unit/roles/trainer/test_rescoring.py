@@ -1,0 +1,202 @@
+"""Re-scoring in the trainer: the right weights for each token, and a training that does not depend on re-scoring."""
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.errors import ParityError
+from pipelinerl_core.ledger.groups import ActorKey
+from pipelinerl_core.roles.trainer.rescoring import KeptVersions, Rescoring, prefix
+from pipelinerl_core.types import Origin, WeightSpan
+from tests.unit.training.learner_case import config as learner_config
+from tests.unit.training.learner_case import learner_of, rows_of, tiny_model
+from tests.unit.training.test_lora import adapted_learner, lora_config
+
+
+def with_keys(config, **keys):
+    return build_config({**config.model_dump(), "trainer": {**config.trainer.model_dump(), **keys}})
+
+
+def stamped(learner, rows, version, *, actor="actor-0"):
+    """The rows as if `learner` had sampled them now, and named `version`."""
+    rollouts = [row.rollout for row in rows]
+    scores = learner.logprobs_of(rollouts)
+    return [
+        replace(
+            row,
+            rollout=replace(
+                rollout,
+                rollout_logprobs=score,
+                weight_spans=(WeightSpan(version, 0, rollout.num_tokens),),
+                actor=actor,
+            ),
+        )
+        for row, rollout, score in zip(rows, rollouts, scores, strict=True)
+    ]
+
+
+def trained(learner, config, *, steps=3):
+    """Train with re-scoring; the state after the steps, and what was found."""
+    rescoring, found = Rescoring(learner.rescorer, config), []
+    rescoring.published(0, learner.weights())
+    sampled = stamped(learner, rows_of(config, 1), 0)
+    for step in range(1, steps + 1):
+        rows = [replace(row, rollout=one.rollout) for row, one in zip(rows_of(config, 1), sampled, strict=True)]
+        found.append(rescoring.rescore(learner.version, rows, {}, {}))
+        learner.step(rows)
+        rescoring.published(step, learner.weights())
+    return learner.state()[0], found
+
+
+FAST = learner_config(lr=1e-2, warmup_steps=0)
+LEARNERS = {
+    "all weights": lambda: (learner_of(tiny_model(), FAST), FAST),
+    "adapters": lambda: (adapted_learner(lora_config()), lora_config()),
+    "bfloat16 adapters": lambda: (adapted_learner(lora_config(), dtype=torch.bfloat16), lora_config()),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_training_has_the_same_bits_with_and_without_rescoring(kind):
+    states = []
+    for share in (0.0, 1.0):
+        learner, config = LEARNERS[kind]()
+        torch.manual_seed(0)
+        state, found = trained(learner, with_keys(config, rescore_share=share))
+        states.append(state)
+        assert [bool(one.actors) for one in found] == [share > 0] * 3
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+@pytest.mark.parametrize("kind", ["all weights", "adapters"])
+def test_old_tokens_agree_with_their_own_version_and_not_with_the_current_one(kind):
+    learner, config = LEARNERS[kind]()
+    _, found = trained(learner, with_keys(config, rescore_share=1.0))
+    for number, one in enumerate(found):
+        (actor,) = one.actors.values()
+        assert actor.tokens > 32
+        assert actor.mismatch < 1e-5
+        assert (actor.staleness or 0.0) > (1e-4 if number else -1)
+        assert actor.alarm == ""
+        assert one.metrics["rescored/gone_tokens"] == 0
+
+
+def test_tokens_of_a_gone_version_are_counted():
+    learner, config = LEARNERS["all weights"]()
+    _, found = trained(learner, with_keys(config, rescore_share=1.0, rescore_bytes=1))
+    assert found[0].metrics["rescored/gone_tokens"] == 0
+    assert found[1].metrics["rescored/gone_tokens"] > 0
+    assert found[1].metrics["rescored/tokens"] == 0
+
+
+def stale_run(keys, actors, *, steps=5):
+    """Actors named True sample from version 0 under every stamp."""
+    learner, config = LEARNERS["all weights"]()
+    config = with_keys(config, rescore_share=1.0, **keys)
+    first, _ = LEARNERS["all weights"]()
+    rescoring = Rescoring(learner.rescorer, config)
+    rescoring.published(0, learner.weights())
+    samples = {f"{name}/0": {"at": 1.0} for name in actors}
+    found = []
+    for step in range(1, steps + 1):
+        rows = rows_of(config, 1)
+        parts = np.array_split(np.arange(len(rows)), len(actors))
+        sampled = [
+            row
+            for (name, is_stale), part in zip(actors.items(), parts, strict=True)
+            for row in stamped(first if is_stale else learner, [rows[i] for i in part], learner.version, actor=name)
+        ]
+        found.append(rescoring.rescore(learner.version, sampled, {}, samples))
+        learner.step(sampled)
+        rescoring.published(step, learner.weights())
+    return rescoring, found
+
+
+def test_a_stale_actor_is_named_and_expelled(caplog):
+    rescoring, found = stale_run({"rescore_alarm": "expel"}, {"actor-0": False, "actor-1": True})
+    assert found[-1].alarms.keys() == {"actor-1/0"}
+    assert rescoring.expelled == {ActorKey("actor-1", 0)}
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(lines) == 1
+    assert lines[0].startswith("actor-1/0 does not sample from the versions that its tokens name: ")
+
+
+def test_all_stale_actors_are_named_and_by_default_only_told():
+    rescoring, found = stale_run({}, {"actor-0": True, "actor-1": True})
+    assert found[-1].alarms.keys() == {"actor-0/0", "actor-1/0"}
+    assert found[-1].metrics["rescored/alarms"] == 2
+    assert rescoring.expelled == set()
+
+
+def test_the_last_actor_is_not_expelled_but_ends_the_run():
+    with pytest.raises(ParityError, match=r"every actor is expelled.*actor-0/0"):
+        stale_run({"rescore_alarm": "expel"}, {"actor-0": True})
+
+
+def test_tokens_after_a_swap_are_not_in_the_mismatch():
+    learner, config = LEARNERS["all weights"]()
+    rescoring = Rescoring(learner.rescorer, with_keys(config, rescore_share=1.0))
+    rescoring.published(0, learner.weights())
+    rows = stamped(learner, rows_of(config, 1), 0)
+    rescoring.rescore(0, rows, {}, {})
+    learner.step(rows)
+    rescoring.published(1, learner.weights())
+    mixed = [
+        replace(
+            row,
+            rollout=replace(
+                row.rollout,
+                rollout_logprobs=row.rollout.rollout_logprobs - np.where(np.arange(row.rollout.num_tokens) < 2, 0, 9),
+                weight_spans=(WeightSpan(0, 0, 2), WeightSpan(1, 2, row.rollout.num_tokens)),
+                origins=(Origin("actor-9", 4, 1),),
+            ),
+        )
+        for row in rows
+        if row.rollout.num_tokens > 2
+    ]
+    found = rescoring.rescore(1, mixed, {(row.rollout.group_id, row.rollout.attempt): 7 for row in mixed}, {})
+    assert found.actors.keys() == {"actor-0/7", "actor-9/4"}
+    assert found.actors["actor-0/7"].mismatch < 1e-5
+    assert found.actors["actor-0/7"].stale_kv > 5
+    assert found.actors["actor-9/4"].stale_kv_tokens == 0
+    assert not found.alarms
+
+
+def test_a_share_of_two_rollouts_compares_four_in_every_second_step():
+    learner, config = LEARNERS["all weights"]()
+    share = 2.05 / len(rows_of(config, 1))
+    _, found = trained(learner, with_keys(config, rescore_share=share), steps=6)
+    assert [bool(one.metrics["rescored/tokens"]) for one in found] == [False, True] * 3
+
+
+def test_a_sharded_learner_says_so_in_one_line(caplog):
+    rescoring = Rescoring(None, learner_config())
+    assert rescoring.rescore(0, rows_of(learner_config()), {}, {}).metrics == {}
+    assert len(caplog.records) == 1
+    assert "no rollout is scored again" in caplog.records[0].getMessage()
+
+
+def test_versions_are_kept_within_bytes_until_rollouts_have_moved_on():
+    weights = {"w": torch.zeros(10)}
+    kept = KeptVersions(100)
+    for version in range(4):
+        kept.add(version, weights)
+        kept.keep(0)
+    assert [version in kept for version in range(4)] == [True, True, False, False]
+    assert kept.num_bytes == 80
+    kept.keep(1)
+    assert [version in kept for version in range(4)] == [False, True, False, True]
+
+
+def test_a_prefix_has_the_first_tokens():
+    row = next(row.rollout for row in rows_of(learner_config()) if row.rollout.num_tokens > 1)
+    rollout = replace(row, weight_spans=(WeightSpan(0, 0, 1), WeightSpan(1, 1, row.num_tokens)))
+    short = prefix(rollout, 1)
+    assert (short.num_tokens, short.weight_spans) == (1, (WeightSpan(0, 0, 1),))
+    assert prefix(rollout, rollout.num_tokens) is rollout
