@@ -33,12 +33,16 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "loss.entropy_bonus": 0.03,
         "loss.kl_coefficient": 0.2,
         "loss.sequence_ratio_max": 1.35,
+        "loss.negative_kl_max": 0.1,
+        "loss.kl_weighted": True,
+        "loss.overlong_filtering": True,
         "loss.dual_clip": 1.3,
         "loss.value_coefficient": 0.7,
         "reward.overlong_tokens": 3,
         "trainer.skip_zero_advantage": False,
         "schedule.kind": "april",
         "schedule.steps_per_phase": 2,
+        "learner.ess_scaling": True,
     }
 )
 """Key -> a value that is not the default."""
@@ -151,7 +155,8 @@ def _option_rows() -> Iterator[str]:
 def _base(key: str) -> dict[str, Any]:
     """The first setting of AXES with which the option is accepted; empty if the defaults accept the option."""
     alone = ({axis: value} for axis, values in AXES.items() for value in values)
-    return next(base for base in ({}, *alone) if not refusal({**base, key: OPTIONS[key]}))
+    others = ({other: value} for other, value in OPTIONS.items())
+    return next(base for base in ({}, *alone, *others) if not refusal({**base, key: OPTIONS[key]}))
 
 
 def _cell(accepted: Sequence[tuple[Any, ...]]) -> str:

@@ -170,6 +170,8 @@ def wanted(config):
                 "prompt": 1 / (len(groups) * sum(group_counts)),
                 "constant": 1 / (num_rollouts * MAX_TOKENS),
             }[config.loss.normalization]
+            if config.loss.overlong_filtering and rollout.finish_reason == "length":
+                continue
             key = (rollout.group_id, rollout.rollout_index)
             _add_rollout(rollout, advantages, weight, config, FIGURES[key], *gradients[key])
     return gradients
@@ -245,14 +247,19 @@ def _add_rollout(rollout, advantages, weight, config, figures, of_logits, of_val
     slopes = dict.fromkeys(trained, 0.0)  # d loss / d trainer_logprob, by token
     for t in trained:
         advantage = advantages[t] - (values[t] if loss.advantage == "value" else 0)
-        if loss.kind == "gspo":
+        is_masked = loss.negative_kl_max and -mean_log_ratio > loss.negative_kl_max and advantage < 0
+        if is_masked:
+            pass
+        elif loss.kind == "gspo":
             slope = -_bounded_slope(math.exp(mean_log_ratio), advantage, loss)
             for other in [t] if by_token else trained:  # GSPO-token, or the gradient of the mean
                 slopes[other] += slope / (1 if by_token else len(trained))
         else:
             slopes[t] += _slope(loss, logprobs[t], log_ratios[t], advantage, lags[t])
         if loss.kl_coefficient:
-            slopes[t] += loss.kl_coefficient * (1 - math.exp(ref_logprobs[t] - logprobs[t]))
+            plain = 1 - math.exp(ref_logprobs[t] - logprobs[t])
+            weighted = math.exp(log_ratios[t]) * (logprobs[t] - ref_logprobs[t])
+            slopes[t] += loss.kl_coefficient * (weighted if loss.kl_weighted else plain)
         if loss.advantage == "value":
             of_values[t] += weight * loss.value_coefficient * (values[t] - advantages[t])
     for t in trained:
