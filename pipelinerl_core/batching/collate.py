@@ -97,7 +97,7 @@ def empty_pack() -> PackedBatch:
 
 
 def _has_gradient(row: TrainingRow) -> bool:
-    return row.loss_weight != 0 and any(row.turn_advantages or (row.advantage,))
+    return bool(row.loss_weight) and any(row.turn_advantages or (row.advantage,))
 
 
 def _lengths(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:
