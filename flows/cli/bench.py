@@ -19,7 +19,7 @@ def bench(
             help="engine: tokens per second of the engines; vllm: overhead of the adapter over plain vLLM; "
             "gpu: engines on a GPU; learner: a step compared with a plain loop and TRL; adapters: versions of LoRA; "
             "stream: the channel and the hub; trainer: what ranks wait for between steps; demo: a step of the preset "
-            "smollm2; learning: schedules compared."
+            "smollm2; learning: schedules compared, or controls of the objective."
         ),
     ],
 ) -> None:

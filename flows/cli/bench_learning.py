@@ -1,4 +1,4 @@
-"""`pipelinerl bench learning`: the compare flow with the arms of config/arms/learning.toml."""
+"""`pipelinerl bench learning`: the compare flow with the arms of config/arms/learning.toml or controls.toml."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,10 +18,12 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.markdown import replace_section
 from pipelinerl_core.storage.object_store import open_store
 
-TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5}
+TARGETS = {"emulated": 0.45, "own-cores": 0.45, "shared": 0.5, "off-policy": 0.45}
 """Suite -> target accuracy, at which the learning curves of the suite are still steep."""
 SHORT = "short"
-SHORT_ARMS = ("pipeline", "conventional-1")
+CONTROLS = "off-policy"
+"""The suite that compares the controls of the objective; the others compare schedules."""
+SHORT_ARMS = ("pipeline", "conventional-1", "off", "ess-scaling")
 RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
@@ -47,7 +49,9 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="pipelinerl bench learning", description="Compare schedules by the time to the same held-out accuracy."
+        prog="pipelinerl bench learning",
+        description="Compare schedules by the time to the same held-out accuracy; with --suite off-policy, controls "
+        "of the objective on data that is far off-policy.",
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of all arms")
     parser.add_argument("--suite", choices=[*TARGETS], default="emulated", help="default: %(default)s")
@@ -85,10 +89,11 @@ def _wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Arm, ...]:
-    """The arms of --arms, in the order of config/arms/learning.toml."""
-    arms = shipped_arms("learning")
-    names = options.arms.split(",") if options.arms else SHORT_ARMS if options.short else [arm.name for arm in arms]
+    """The arms of --arms, in the order of the file of the suite's arms."""
+    arms = shipped_arms("controls" if options.suite == CONTROLS else "learning")
     known = [arm.name for arm in arms]
+    short = [name for name in known if name in SHORT_ARMS]
+    names = options.arms.split(",") if options.arms else short if options.short else known
     for name in names:
         if name not in known:
             raise ConfigError(f"--arms {name}: no such arm; there are {', '.join(known)}")

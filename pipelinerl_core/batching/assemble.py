@@ -10,7 +10,7 @@ from pipelinerl_core.algo.shaping import overlong_penalty
 from pipelinerl_core.algo.staleness import live_mask
 from pipelinerl_core.algo.weighting import loss_weights
 from pipelinerl_core.config.sections import RunConfig
-from pipelinerl_core.types import Outcome, Rollout, TrainingRow
+from pipelinerl_core.types import FinishReason, Outcome, Rollout, TrainingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,6 +27,8 @@ class AssembledStep:
     """Sampled tokens of the rows."""
     num_masked_stale: int
     """Sampled tokens of the rows that the lag rule masked; the other tokens are trained."""
+    overlong_fraction: float | None
+    """Share of the sampled tokens in truncated completions, which have weight 0; None without overlong_filtering."""
 
     @property
     def num_trained(self) -> int:
@@ -51,17 +53,19 @@ def assemble_rows(step: int, groups: Sequence[Sequence[Rollout]], config: RunCon
         max_tokens=config.rollouts.max_tokens,
     )
     rows = [
-        _row(rollout, advantages, weight, step=step, max_lag=config.schedule.max_lag)
+        _row(rollout, advantages, _filtered(rollout, weight, config), step=step, max_lag=config.schedule.max_lag)
         for group, group_weights in zip(scored, weights, strict=True)
         for rollout, advantages, weight in zip(group, _advantages(group, config), group_weights, strict=True)
     ]
     num_sampled = sum(_num_sampled(row.rollout) for row in rows)
+    num_overlong = sum(_num_sampled(row.rollout) for row in rows if row.loss_weight == 0)
     return AssembledStep(
         rows=rows,
         num_errors=len(errors),
         num_error_tokens=sum(_num_sampled(rollout) for rollout in errors),
         num_sampled=num_sampled,
         num_masked_stale=num_sampled - sum(int(np.count_nonzero(row.loss_mask)) for row in rows),
+        overlong_fraction=num_overlong / max(1, num_sampled) if config.loss.overlong_filtering else None,
     )
 
 
@@ -72,6 +76,15 @@ def _advantages(group: Sequence[Rollout], config: RunConfig) -> list[tuple[float
         turn_rewards = [rollout.turn_rewards for rollout in group]
         return per_turn(rewards, [rollout.num_turns for rollout in group], turn_rewards)
     return [(advantage,) for advantage in ADVANTAGES[config.loss.advantage](rewards)]
+
+
+def _filtered(rollout: Rollout, weight: float, config: RunConfig) -> float:
+    """The weight of a rollout's tokens; 0 for a truncated completion with loss.overlong_filtering.
+
+    The loss mask stays as the lag rule makes it, because the accounting of tokens follows the lag rule.
+    """
+    is_overlong = config.loss.overlong_filtering and rollout.finish_reason is FinishReason.LENGTH
+    return 0.0 if is_overlong else weight
 
 
 def _row(rollout: Rollout, advantages: tuple[float, ...], weight: float, *, step: int, max_lag: int) -> TrainingRow:

@@ -29,7 +29,8 @@ class PackBatcher:
     def __init__(self, pack_tokens: int, packing: Packing = "sorted", *, skips_backward: bool = False) -> None:
         """`pack_tokens` is the budget of one pack, in tokens of its forward pass; `packing` is a way of `pack`.
 
-        skips_backward: rows whose advantages are all 0 are in packs of their own, which need no backward pass.
+        skips_backward: rows whose advantages are all 0, or whose weight is 0, are in packs of their own, which need
+        no backward pass.
         """
         self._pack_tokens = pack_tokens
         self._packing: Packing = packing
@@ -96,7 +97,7 @@ def empty_pack() -> PackedBatch:
 
 
 def _has_gradient(row: TrainingRow) -> bool:
-    return any(row.turn_advantages or (row.advantage,))
+    return bool(row.loss_weight) and any(row.turn_advantages or (row.advantage,))
 
 
 def _lengths(rows: Sequence[TrainingRow], indices: Sequence[int]) -> list[int]:

@@ -31,9 +31,19 @@ class _Loss(Section):
     sequence_ratio_max: float = Field(0.0, ge=0)
     """Leave out rollouts whose importance ratio (geometric mean over the tokens) is above this value or below its
     inverse; 0: keep all rollouts. Set (slightly above 1) if the engine's and the trainer's probabilities differ."""
+    negative_kl_max: float = Field(0.0, ge=0)
+    """Leave out tokens with a negative advantage in rollouts whose log-probability has fallen by more than this value
+    per token since they were sampled (nats; DeepSeek-V3.2's off-policy sequence mask); 0: keep them. Set (about 0.1)
+    if a high lag makes the training unstable."""
+    overlong_filtering: bool = False
+    """Train no token of a truncated completion (finish reason length), whose reward says little about its tokens
+    (DAPO). The reward still counts in the baseline of the group. Set if many completions are truncated."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean KL divergence from a reference model, which is subtracted from the objective; 0: no
     reference model. Raise if the policy drifts too far from the starting model."""
+    kl_weighted: bool = False
+    """Multiply the KL term of each token by its importance ratio, which makes the gradient of the term unbiased on
+    stale rollouts (DeepSeek-V3.2). Set with a KL term and a high lag."""
     ref_model: str = ""
     """Directory of the reference model, which must have the vocabulary of the trained model; empty: the starting
     weights of the run."""

@@ -231,6 +231,11 @@ def _loss_problem(config: "RunConfig") -> str | None:
                 f"loss.{name}={getattr(config.loss, name):g} is not used without a teacher. Set loss.teacher, or "
                 f"remove loss.{name}"
             )
+    if config.loss.kl_weighted and not config.loss.kl_coefficient:
+        return (
+            "loss.kl_weighted=true is not used with loss.kl_coefficient=0. Set loss.kl_coefficient too, or "
+            "loss.kl_weighted=false"
+        )
     is_default = config.loss.value_coefficient == type(config.loss).model_fields["value_coefficient"].default
     if config.loss.advantage != "value" and not is_default:
         return (
@@ -328,6 +333,11 @@ def _learner_problem(config: "RunConfig") -> str | None:
         return (
             f"learner.attention={learner.attention} needs a GPU, but model.device={config.model.device} with "
             f"engine.kind={config.engine.kind} computes on the CPU. Set learner.attention=auto, or model.device=cuda"
+        )
+    if learner.ess_reference and not learner.ess_scaling:
+        return (
+            f"learner.ess_reference={learner.ess_reference:g} is not used with learner.ess_scaling=false. "
+            "Set learner.ess_scaling=true, or remove learner.ess_reference"
         )
     if not learner.lora_rank and (learner.lora_alpha or learner.lora_targets):
         return (

@@ -80,6 +80,12 @@ class LearnerConfig(Section):
     final_lr_share: float = Field(1.0, ge=0, le=1)
     """Learning rate of the last step as a share of the peak, reached by linear decay; 1: constant learning rate; 0:
     the last step changes nothing, so set at least 0.01 for a decay to about 0."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each step by min(1, sqrt(ess_sequence / reference)): smaller steps on data that
+    few rollouts dominate (VCPO). Set if a high lag makes the training unstable."""
+    ess_reference: float = Field(0.0, ge=0, le=1)
+    """ess_scaling: importance/ess_sequence of data on policy; 0: measured in step 1, which is always on
+    policy. Set to repeat the reference of another run."""
     beta2: float = Field(0.95, gt=0, lt=1)
     """Decay rate of AdamW's second moment. Lower to adapt faster to changing gradients."""
     weight_decay: float = Field(0.0, ge=0)

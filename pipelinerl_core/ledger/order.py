@@ -10,8 +10,18 @@ At step 9 version 3 is stale, and version 7 determines the deadline: 12.
 from typing import Literal
 
 from pipelinerl_core.algo.staleness import deadline_step, group_deadline
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.ledger.groups import GroupSummary
 from pipelinerl_core.types import LengthTotals
+
+
+def is_filtered(summary: GroupSummary, config: RunConfig) -> bool:
+    """Whether rollouts.filter_zero_variance replaces a group with two or more rewards: all rewards are equal.
+
+    With loss.advantage=turn, rewards of turns give advantages also where the sums are equal.
+    """
+    credits_turns = summary.has_turn_rewards and config.loss.advantage == "turn"
+    return config.rollouts.filter_zero_variance and len(set(summary.rewards)) == 1 and not credits_turns
 
 
 def deadline(summary: GroupSummary, step: int, *, max_lag: int, stale: Literal["mask", "drop", "wait"]) -> int | None:

@@ -6,7 +6,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import StaleLease
 from pipelinerl_core.ledger.groups import ActorKey, Arrival, GroupSummary, Reservation
 from pipelinerl_core.ledger.leases import Leases
-from pipelinerl_core.ledger.order import deadline
+from pipelinerl_core.ledger.order import deadline, is_filtered
 from pipelinerl_core.ledger.ready import ReadyGroups
 from pipelinerl_core.ledger.schedules import Schedule
 from pipelinerl_core.ledger.segments import SegmentIndex
@@ -135,10 +135,7 @@ class GroupPool:
         if len(summary.rewards) < 2:
             self.decide(summary, Fate.FAILED)
             return Arrival.FAILED
-        # With loss.advantage=turn, rewards of turns give advantages also where the sums are equal.
-        credits_turns = summary.has_turn_rewards and self._config.loss.advantage == "turn"
-        is_equal = len(set(summary.rewards)) == 1 and not credits_turns
-        if self._config.rollouts.filter_zero_variance and is_equal:
+        if is_filtered(summary, self._config):
             self.decide(summary, Fate.FILTERED)
             return Arrival.FILTERED
         self.ready.add(summary)

@@ -167,12 +167,21 @@ _DECLARED = (
     Metric("rescored/alarms", "actors", "count", "Actors whose engine does not sample from the versions it names."),
     Metric("policy/entropy", "nats", "mean over sampled tokens", "Entropy of the trainer's distribution."),
     Metric("policy/value_error", "1", "mean over trained tokens", "Squared error of the value head, if any."),
-    Metric("policy/kl_ref", "nats", "mean over trained tokens", "Divergence from loss.ref_model, if any (k3)."),
+    Metric("policy/kl_ref", "nats", "mean over trained tokens",
+           "Divergence from loss.ref_model, if any (k3; times the ratio with loss.kl_weighted)."),
     Metric("policy/kl_teacher", "nats", "mean over trained tokens",
            "Trainer minus teacher log-probability, with loss.teacher (k1): 0 for a student equal to the teacher."),
+    Metric("control/lr_factor", "factor", "value",
+           "Factor of the learning rate by learner.ess_scaling; below 1 the control acted."),
+    Metric("control/negative_masked_fraction", "share", "mean over trained tokens",
+           "Left out by loss.negative_kl_max."),
+    Metric("control/kl_corrected_fraction", "share", "mean over trained tokens",
+           "With a weight off 1 by more than 0.01 in the KL term, by loss.kl_weighted."),
+    Metric("control/overlong_fraction", "share", "mean over sampled tokens",
+           "In truncated completions, which loss.overlong_filtering leaves out."),
     Metric("train/loss", "loss", "sum of loss_weight * loss over tokens", "The objective of the step."),
     Metric("train/grad_norm", "norm", "global norm", "Before clipping."),
-    Metric("train/learning_rate", "rate", "value", "Learning rate of the step."),
+    Metric("train/learning_rate", "rate", "value", "Of the step, with the factor of learner.ess_scaling."),
     Metric("train/tokens", "tokens", "sum", "Tokens of the forward pass, prompts included."),
     Metric("train/trained_tokens", "tokens", "sum", "Completion tokens with a gradient."),
     Metric("train/masked_stale_tokens", "tokens", "sum", "Sampled tokens that the lag rule masked."),
@@ -319,12 +328,14 @@ def step_metrics(
     samples: int,
     tokens: int,
     seconds: float,
+    overlong_fraction: float | None = None,
 ) -> dict[str, float]:
     """The metrics of a step after its computation; the commit adds time/commit_seconds.
 
     `learned` are the metrics of the learner, by name, `rows` all rows of the step, `masked_stale` the sampled tokens
     that the lag rule masked in them, `num_errors` the rollouts of its groups without a reward. `samples` and `tokens`
-    are running totals with this step, `seconds` the time since the run began.
+    are running totals with this step, `seconds` the time since the run began. `overlong_fraction` is the share of
+    sampled tokens that loss.overlong_filtering leaves out; None: the filter is off.
     """
     scored = [row.rollout.reward for row in rows if row.rollout.outcome is Outcome.SCORED]
     rewards = np.array(scored, dtype=np.float64)
@@ -343,6 +354,7 @@ def step_metrics(
         "lag/p99": measures.quantile_of_counts(lags_L, 0.99),
         "lag/max": measures.max_of_counts(lags_L),
         "train/masked_stale_tokens": masked_stale,
+        "control/overlong_fraction": overlong_fraction,
         "time/reserve_wait_seconds": reserve_wait_seconds,
         "rollouts/multi_version_fraction": _mean(versions >= 2),
         "rollouts/max_versions": int(versions.max()) if len(versions) else None,

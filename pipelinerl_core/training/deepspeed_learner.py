@@ -25,11 +25,11 @@ from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.training.learner import Batcher, score_rollouts
+from pipelinerl_core.training.learning_rate import LearningRate
 from pipelinerl_core.training.lora import PublishedWeight, published_weights
 from pipelinerl_core.training.optimizer import (
     MOMENTS,
     check_state,
-    learning_rate,
     make_adam,
     snapshot,
 )
@@ -69,6 +69,7 @@ class DeepSpeedLearner:
         self._ranks = ranks
         self._note = note
         self._has_stepped = False
+        self._rate = LearningRate(config)
         self._batcher = batcher
         self._device: torch.device = model.device
         value_seed = config.seed if config.loss.advantage == "value" else None
@@ -128,11 +129,11 @@ class DeepSpeedLearner:
                     # that is not finite must have the same effect.
                     loss = loss * math.nan
             self._engine.backward(loss * self._ranks.size, scale_wrt_gas=False)
-        lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
-        metrics["train/grad_norm"] = self._apply(lr)
+        rate = self._rate.at(step, metrics)
+        metrics["train/grad_norm"] = self._apply(rate["train/learning_rate"])
         check_finite(step, metrics)
         self.version = step
-        return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
+        return metrics | rate | {"time/compute_seconds": time.perf_counter() - started}
 
     def _forward(self, batch: PackedBatch, sums: StepSums) -> Tensor:
         output = self._engine(batch)
@@ -196,7 +197,7 @@ class DeepSpeedLearner:
                     tensors[f"optimizer.{name}.{moment}"] = snapshot(value)
             if self._num_updates and self._ranks.rank == 0:
                 tensors[f"optimizer.{name}.step"] = torch.tensor(float(self._num_updates))
-        return (tensors if self._ranks.rank == 0 else {}), {"version": self.version}
+        return (tensors if self._ranks.rank == 0 else {}), {"version": self.version, **self._rate.state()}
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -216,6 +217,7 @@ class DeepSpeedLearner:
                 self._set_full(parameter, moment, tensors[f"optimizer.{name}.{moment}"].to(self._device))
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
+        self._rate.load_state(values)
 
     # ---- DeepSpeed's parameters and optimizer state ------------------------------------------------------------
 

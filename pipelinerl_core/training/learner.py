@@ -23,8 +23,9 @@ from pipelinerl_core.algo.adapters import AdapterNote, Adapters
 from pipelinerl_core.algo.losses import LossSums
 from pipelinerl_core.algo.packed import PackedBatch
 from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.training.learning_rate import LearningRate
 from pipelinerl_core.training.lora import published_weights, trained_parameters
-from pipelinerl_core.training.optimizer import MasterOptimizer, learning_rate
+from pipelinerl_core.training.optimizer import MasterOptimizer
 from pipelinerl_core.training.out_of_memory import explain_out_of_memory
 from pipelinerl_core.training.policy import Policy, pack_loss
 from pipelinerl_core.training.ranks import ALONE, Ranks
@@ -91,6 +92,7 @@ class TorchLearner:
         self._ranks = ranks
         self._note = note
         self._has_stepped = False
+        self._rate = LearningRate(config)
         self._optimizer = MasterOptimizer(self._policy.trained(), config.learner)
         # One core per pack: the matrix products of a small model are too small for several threads.
         self._workers = None if threads == 1 else ThreadPoolExecutor(threads, "pack", torch.set_num_threads, (1,))
@@ -128,10 +130,10 @@ class TorchLearner:
         grad_norm = self._optimizer.grad_norm()
         metrics = sums.over_ranks(self._ranks, self._model.device, grad_norm)  # the only wait for a GPU in a step
         check_finite(step, metrics)
-        lr = learning_rate(step, self._config.learner, self._config.trainer.steps)
-        self._optimizer.step(grad_norm, learning_rate=lr)
+        rate = self._rate.at(step, metrics)
+        self._optimizer.step(grad_norm, learning_rate=rate["train/learning_rate"])
         self.version = step
-        return metrics | {"train/learning_rate": lr, "time/compute_seconds": time.perf_counter() - started}
+        return metrics | rate | {"time/compute_seconds": time.perf_counter() - started}
 
     def _backward(self, batch: PackedBatch) -> _PackResult:
         with torch.set_grad_enabled(batch.needs_backward):
@@ -185,13 +187,14 @@ class TorchLearner:
         """
         tensors = self._optimizer.state()
         tensors["rng.torch"] = torch.get_rng_state()
-        return tensors, {"version": self.version}
+        return tensors, {"version": self.version, **self._rate.state()}
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """The inverse of `state`: the following steps give the same bits."""
         self._optimizer.load_state(tensors)
         torch.set_rng_state(tensors["rng.torch"])
         self.version = int(values["version"])
+        self._rate.load_state(values)
 
 
 @torch.no_grad()

@@ -21,16 +21,16 @@ from pipelinerl_core.errors import TrainingDiverged
 from pipelinerl_core.training.ranks import Ranks
 
 # Sums per pack that are on the device, and counts that are known on the host.
-_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "kl_ref", "value_error", "entropy", "kl_teacher")
-_KNOWN = (
-    "num_sampled",
-    "num_tokens",
-    "budget_tokens",
-    "num_packs",
-    "num_with_reference",
-    "num_with_values",
-    "num_with_teacher",
-)
+# Fields of LossSums that not every loss has -> metric, the mean over trained tokens.
+_OPTIONAL = {
+    "kl_ref": "policy/kl_ref",
+    "kl_teacher": "policy/kl_teacher",
+    "value_error": "policy/value_error",
+    "kl_corrected": "control/kl_corrected_fraction",
+    "negative_masked": "control/negative_masked_fraction",
+}
+_OF_PACK = ("loss", "num_trained", "ratio", "clipped", "kl", "entropy", *_OPTIONAL)
+_KNOWN = ("num_sampled", "num_tokens", "budget_tokens", "num_packs", *(f"with_{name}" for name in _OPTIONAL))
 _FINITE = ("train/loss", "train/grad_norm", "importance/kl", "importance/ess", "importance/ess_sequence")
 
 
@@ -60,23 +60,11 @@ class StepSums:
         self.known["num_tokens"] += batch.num_tokens
         self.known["budget_tokens"] += max(batch.num_tokens, self.pack_tokens)
         self.known["num_packs"] += 1
-        self.known["num_with_reference"] += sums.kl_ref is not None
-        self.known["num_with_values"] += sums.value_error is not None
-        self.known["num_with_teacher"] += sums.kl_teacher is not None
-        nothing = torch.zeros_like(sums.kl)
-        kl_ref = nothing if sums.kl_ref is None else sums.kl_ref
-        value_error = nothing if sums.value_error is None else sums.value_error
-        of_pack = [
-            sums.loss,
-            sums.num_tokens,
-            sums.ratio,
-            sums.clipped,
-            sums.kl,
-            kl_ref,
-            value_error,
-            entropy_N.sum(),
-            nothing if sums.kl_teacher is None else sums.kl_teacher,
-        ]
+        of_pack = [sums.loss, sums.num_tokens, sums.ratio, sums.clipped, sums.kl, entropy_N.sum()]
+        for name in _OPTIONAL:
+            found: Tensor | None = getattr(sums, name)
+            self.known[f"with_{name}"] += found is not None
+            of_pack.append(torch.zeros_like(sums.kl) if found is None else found)
         self.of_packs.append(torch.stack([one.detach().double() for one in of_pack]))
         # Neither truncated nor masked: ess measures the effect of the lag before truncation and masks reduce it.
         log_ratios_N = trainer_logprobs_N.detach() - batch.rollout_logprobs_N
@@ -124,12 +112,9 @@ class StepSums:
             "train/num_packs": total["num_packs"],
             "train/pack_fill": total["num_tokens"] / max(1.0, total["budget_tokens"]),
         }
-        if total["num_with_reference"]:
-            metrics["policy/kl_ref"] = total["kl_ref"] / num_trained
-        if total["num_with_teacher"]:
-            metrics["policy/kl_teacher"] = total["kl_teacher"] / num_trained
-        if total["num_with_values"]:
-            metrics["policy/value_error"] = total["value_error"] / num_trained
+        for name, metric in _OPTIONAL.items():
+            if total[f"with_{name}"]:
+                metrics[metric] = total[name] / num_trained
         return metrics
 
 

@@ -23,6 +23,7 @@ STAGES = (0, 1, 2, 3)
 # At the first steps the gradient of adapters is small, B being 0; it is to be clipped too.
 CLIP_NORM, LORA_CLIP_NORM = 0.005, 0.0002
 LORA = ("learner.lora_rank=3", "learner.lora_alpha=1.5", f"learner.clip_norm={LORA_CLIP_NORM}")
+ESS = ("learner.ess_scaling=true",)
 ALONE = "weights.content=adapters"
 BF16_STAGES = (1, 2, 3)
 
@@ -50,6 +51,10 @@ TWO_RANKS = [
     case("bf16_zero3_after_torch", "model.dtype=bfloat16", *deepspeed(3), steps=(2,), load="bf16_torch"),
     case("value_torch", "loss.advantage=value"),
     case("value_zero3", *deepspeed(3, "loss.advantage=value")),
+    case("ess_torch", *ESS),
+    case("ess_zero2", *deepspeed(2, *ESS)),
+    case("ess_zero2_after_torch", *deepspeed(2, *ESS), steps=(2,), load="ess_torch"),
+    case("ess_torch_after_zero2", *ESS, steps=(2,), load="ess_zero2"),
     case("lora_torch", *LORA),
     case("lora_zero0", *deepspeed(0, *LORA)),
     case("lora_zero2_after_torch", *deepspeed(2, *LORA), steps=(2,), load="lora_torch"),
@@ -146,6 +151,7 @@ def test_rank_0_reports_why_another_rank_cannot_go_on(common, tmp_path):
 KINDS = (
     ("float32", ()),
     ("value", ("loss.advantage=value",)),
+    ("ess", ESS),
     ("lora", LORA),
     ("adapters", (*LORA, ALONE)),
 )
@@ -189,7 +195,13 @@ def test_a_step_is_that_of_the_torch_learner(one, found, wanted):
     importance = (f"importance/{key}" for key in ("ess", "ess_sequence", "ratio_mean", "kl"))
     for name in ("train/loss", *importance, "policy/entropy", "train/trained_tokens", "train/tokens"):
         assert last[name] == pytest.approx(stats[name], rel=1e-5, abs=1e-6), name
+    reference = told["values"].pop("ess_reference")
     assert told["values"] == {"version": step}
+    if step == 1:
+        assert reference == last["importance/ess_sequence"]
+    if kind == "ess":
+        assert last["control/lr_factor"] == pytest.approx(stats["control/lr_factor"], rel=1e-5)
+        assert step == 1 or last["control/lr_factor"] < 0.95
 
 
 @pytest.mark.parametrize("name", REFUSING)

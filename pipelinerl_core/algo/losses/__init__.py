@@ -38,17 +38,26 @@ LOSSES: Mapping[str, Callable[[TrainedTokens, Any], LossSums]] = MappingProxyTyp
 )
 """loss.kind -> function of the trained tokens of a pack and of the section `loss` of that kind."""
 
+# A weight this close to 1 corrects nothing: engine and trainer round differently.
+_CORRECTED = 0.01
+
 
 def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
     """The loss of `config.kind`, plus the terms that every loss may have:
 
         - entropy_bonus * sum(loss_weight * entropy) + kl_coefficient * sum(loss_weight * divergence)
 
-    Raises ValueError if kl_coefficient is set and the reference's log-probabilities are missing.
+    negative_kl_max leaves tokens out of the loss of `config.kind` alone, sequence_ratio_max out of all terms. Raises
+    ValueError if kl_coefficient is set and the reference's log-probabilities are missing.
     """
     if config.sequence_ratio_max:
         tokens = tokens.without_far_sequences(config.sequence_ratio_max)
-    sums = LOSSES[config.kind](tokens, config)
+    if config.negative_kl_max:
+        kept = tokens.without_far_negatives(config.negative_kl_max)
+        masked = (kept.loss_weights_M != tokens.loss_weights_M).sum()
+        sums = replace(LOSSES[config.kind](kept, config), negative_masked=masked)
+    else:
+        sums = LOSSES[config.kind](tokens, config)
     if config.entropy_bonus:
         bonus = (tokens.loss_weights_M * tokens.entropy_M).sum()
         sums = replace(sums, loss=sums.loss - config.entropy_bonus * bonus)
@@ -56,6 +65,10 @@ def compute_loss(tokens: TrainedTokens, config: LossConfig) -> LossSums:
         if tokens.ref_logprobs_M is None:
             raise ValueError(f"kl_coefficient={config.kl_coefficient:g} needs the log-probabilities of a reference")
         kl_M = divergence(tokens.trainer_logprobs_M, tokens.ref_logprobs_M)
+        if config.kl_weighted:
+            ratio_M = tokens.log_ratio_M.exp()
+            kl_M = ratio_M * kl_M
+            sums = replace(sums, kl_corrected=((ratio_M.detach() - 1.0).abs() > _CORRECTED).sum())
         penalty = (tokens.loss_weights_M * kl_M).sum()
         sums = replace(sums, loss=sums.loss + config.kl_coefficient * penalty, kl_ref=kl_M.detach().sum())
     return sums

@@ -35,6 +35,10 @@ class LossSums:
     """Sum of the estimates of the divergence from the reference model, if there is one."""
     kl_teacher: Tensor | None = None
     """Sum of trainer_logprob - teacher_logprob, if there is a teacher."""
+    kl_corrected: Tensor | None = None
+    """Tokens whose weight in that divergence is off 1 by more than a hundredth, with loss.kl_weighted."""
+    negative_masked: Tensor | None = None
+    """Tokens that loss.negative_kl_max leaves out, if it is set."""
     value_error: Tensor | None = None
     """Sum of the value head's squared errors, if there is one."""
 
@@ -80,6 +84,19 @@ class TrainedTokens:
         """The same, without the sequences whose geometric mean ratio is outside of [1 / ratio_max, ratio_max]."""
         refused_M = self.sequence_means(self.log_ratio_M.detach()).abs() > math.log(ratio_max)
         return replace(self, refused_M=refused_M, loss_weights_M=self.loss_weights_M.masked_fill(refused_M, 0.0))
+
+    def without_far_negatives(self, kl_max: float) -> "TrainedTokens":
+        """The same, without the tokens of negative advantage in sequences whose log-probability has fallen by more
+        than kl_max nats per token since they were sampled: the off-policy sequence mask of DeepSeek-V3.2
+        (arXiv:2512.02556).
+
+        Such a sequence is one that the policy has left, so it tells little about the present policy; a negative
+        advantage would push its probability down further, without a bound.
+        """
+        is_far_M = -self.sequence_means(self.log_ratio_M.detach()) > kl_max
+        masked_M = is_far_M & (self.advantages_M < 0)
+        refused_M = masked_M if self.refused_M is None else self.refused_M | masked_M
+        return replace(self, refused_M=refused_M, loss_weights_M=self.loss_weights_M.masked_fill(masked_M, 0.0))
 
     def sums(self, terms_M: Tensor, clipped_M: Tensor) -> LossSums:
         """What a loss returns, from the loss of each token and whether its ratio was cut."""

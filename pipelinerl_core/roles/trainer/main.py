@@ -221,6 +221,7 @@ class Trainer:
             rows,
             step=step,
             masked_stale=assembled.num_masked_stale,
+            overlong_fraction=assembled.overlong_fraction,
             num_errors=assembled.num_errors,
             reserve_wait_seconds=reserved_at - waited_from,
             samples=self._samples,

@@ -54,7 +54,9 @@ def test_a_comparison_needs_two_arms_of_different_names():
 
 def test_every_shipped_arm_is_a_valid_configuration_with_every_suite():
     suites = {arm.name: arm.overrides for arm in shipped_arms("suites")}
-    assert suites.keys() == {"emulated", "own-cores", "shared", "short"}
+    assert suites.keys() == {"emulated", "own-cores", "shared", "off-policy", "short"}
     for arm in shipped_arms("learning"):
         for name in ("emulated", "own-cores", "shared"):
             assert load_config("quickstart", [*suites[name], *suites["short"], *arm.overrides]).schedule.max_lag == 8
+    for arm in shipped_arms("controls"):
+        assert load_config("quickstart", [*suites["off-policy"], *arm.overrides]).schedule.max_lag == 16

@@ -106,6 +106,8 @@ def test_compare_refuses_bad_input_with_one_line():
 
 def test_bench_learning_names_its_arms_when_one_is_unknown():
     assert "no such arm; there are pipeline" in refused("bench", "learning", "--arms", "pipelin")
+    chosen = ("--suite", "off-policy", "--arms", "pipeline")
+    assert "no such arm; there are off, ess-scaling" in refused("bench", "learning", *chosen)
 
 
 def test_simulate_paper_is_one_document_with_the_published_figures_beside_it():

@@ -37,6 +37,7 @@ def test_the_watch_sees_what_waits(waits):
 
 def learner_on(device, kind="reinforce", *, everything=True, **model):
     extras = {"advantage": "value", "kl_coefficient": 0.1, "sequence_ratio_max": 1.5, "entropy_bonus": 0.01}
+    extras |= {"kl_weighted": True, "negative_kl_max": 0.1}
     loss = {"kind": kind, **(extras if everything else {})}
     config = build_config({"loss": loss, "trainer": {"pack_tokens": 64}, "schedule": {"max_lag": 2}})
     policies = [tiny_model(seed=seed, **model) for seed in (0, 1)]
@@ -90,7 +91,7 @@ def test_a_step_asks_once():
         patch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tuple(tensor.shape)) or tolist(tensor))
         learner.step_packs(packs)
     # All figures and the gradient's norm at once. Vectors of 3 are made of the answer, on the host (total_ess).
-    assert [one for one in asked if one != (3,)] == [(1, 30)]
+    assert [one for one in asked if one != (3,)] == [(1, 34)]
 
 
 class Recorded:

@@ -1,0 +1,193 @@
+"""Which settings of the objective go together; `python -m pipelinerl_core.algo.combinations` prints
+docs/combinations.md.
+
+The page is computed: every combination is built as a configuration, and a refused combination has the message that
+`pipelinerl train` prints.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import combinations, product
+from types import MappingProxyType
+from typing import Any, get_args
+
+from pipelinerl_core.config.load import build_config, kinds_of, variants
+from pipelinerl_core.config.losses import AdvantageKind, Normalization
+from pipelinerl_core.config.sections import ScheduleConfig
+from pipelinerl_core.errors import ConfigError
+
+AXES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "loss.kind": tuple(variants("loss")),
+        "loss.advantage": get_args(AdvantageKind),
+        "loss.normalization": get_args(Normalization),
+        "schedule.stale": get_args(ScheduleConfig.model_fields["stale"].annotation),
+        "rollouts.filter_zero_variance": (False, True),
+    }
+)
+"""Key -> all values."""
+
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "loss.entropy_bonus": 0.03,
+        "loss.kl_coefficient": 0.2,
+        "loss.sequence_ratio_max": 1.35,
+        "loss.negative_kl_max": 0.1,
+        "loss.kl_weighted": True,
+        "loss.overlong_filtering": True,
+        "loss.dual_clip": 1.3,
+        "loss.value_coefficient": 0.7,
+        "reward.overlong_tokens": 3,
+        "trainer.skip_zero_advantage": False,
+        "schedule.kind": "april",
+        "schedule.steps_per_phase": 2,
+        "learner.ess_scaling": True,
+    }
+)
+"""Key -> a value that is not the default."""
+
+Settings = Mapping[str, Any]
+"""Dotted key -> value."""
+
+
+def values_of(settings: Settings) -> dict[str, Any]:
+    """The nested mapping for `build_config`, in float32 so that the data type is not looked up."""
+    values: dict[str, Any] = {"model": {"dtype": "float32"}}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    if "steps_per_phase" in values.get("schedule", {}):
+        values["schedule"].setdefault("kind", "conventional")
+    return values
+
+
+def refusal(settings: Settings) -> str:
+    """The message with which a configuration of these settings is refused; empty if it is accepted."""
+    try:
+        build_config(values_of(settings))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def accepts_key(settings: Settings, key: str) -> bool:
+    """Whether the kind of loss in the settings has the key."""
+    kinds = kinds_of(key)
+    return not kinds or settings.get("loss.kind", AXES["loss.kind"][0]) in kinds
+
+
+def all_combinations() -> Iterator[dict[str, Any]]:
+    """Every combination of the values of AXES."""
+    for chosen in product(*AXES.values()):
+        yield dict(zip(AXES, chosen, strict=True))
+
+
+def as_markdown() -> str:
+    """The page docs/combinations.md."""
+    num_all = num_refused = 0
+    accepted: dict[tuple[str, str], list[tuple[Any, ...]]] = {}
+    reasons: dict[str, int] = {}
+    for settings in all_combinations():
+        num_all += 1
+        kind, advantage, *others = settings.values()
+        cell = accepted.setdefault((kind, advantage), [])
+        if message := refusal(settings):
+            num_refused += 1
+            reasons[message] = reasons.get(message, 0) + 1
+        else:
+            cell.append(tuple(others))
+    advantages = AXES["loss.advantage"]
+    rows = [
+        [f"`{kind}`", *(_cell(accepted[kind, advantage]) for advantage in advantages)] for kind in AXES["loss.kind"]
+    ]
+    return "\n".join(
+        [
+            "# Which settings of the objective go together",
+            "",
+            "`python -m pipelinerl_core.algo.combinations > docs/combinations.md` writes this page.",
+            "",
+            f"Of {num_all} combinations of {_listed(AXES)}, {num_refused} are refused.",
+            "Every accepted combination has the gradient of the formulas in [algorithms](algorithms.md):",
+            "`tests/unit/algo/test_combinations.py` compares the gradient of each with an independent computation in",
+            "float64, to 1e-6 of its norm, also with the options below.",
+            "",
+            "## Loss and advantage",
+            "",
+            f"*any*: with every value of {_listed(list(AXES)[2:])}. Else the cell has the values that are accepted.",
+            "",
+            *_table(["loss.kind", *(f"`{advantage}`" for advantage in advantages)], rows),
+            "",
+            "| combinations | refused with |",
+            "|---|---|",
+            *(f"| {num} | {message} |" for message, num in reasons.items()),
+            "",
+            "## Options",
+            "",
+            "What is refused of each option with one value of the settings above, and of two options; all other",
+            "settings have their defaults. A key that a loss does not have is refused too",
+            "([algorithms](algorithms.md#loss-algolosses-one-file-per-function)).",
+            "",
+            "| option | with | refused with |",
+            "|---|---|---|",
+            *_option_rows(),
+            "",
+        ]
+    )
+
+
+def _option_rows() -> Iterator[str]:
+    for key, value in OPTIONS.items():
+        base = _base(key)
+        for axis, axis_values in AXES.items():
+            for other in axis_values:
+                settings = {**base, key: value, axis: other}
+                if accepts_key(settings, key) and (message := refusal(settings)):
+                    yield f"| `{_text(key, value)}` | `{_text(axis, other)}` | {message} |"
+    for (key, value), (other_key, other) in combinations(OPTIONS.items(), 2):
+        base = {**_base(key), **_base(other_key)}
+        is_alone = any(refusal({**base, one: OPTIONS[one]}) for one in (key, other_key))
+        if not is_alone and (message := refusal({**base, key: value, other_key: other})):
+            yield f"| `{_text(key, value)}` | `{_text(other_key, other)}` | {message} |"
+
+
+@cache
+def _base(key: str) -> dict[str, Any]:
+    """The first setting of AXES with which the option is accepted; empty if the defaults accept the option."""
+    alone = ({axis: value} for axis, values in AXES.items() for value in values)
+    others = ({other: value} for other, value in OPTIONS.items())
+    return next(base for base in ({}, *alone, *others) if not refusal({**base, key: OPTIONS[key]}))
+
+
+def _cell(accepted: Sequence[tuple[Any, ...]]) -> str:
+    axes = list(AXES.items())[2:]
+    kept = [[value for value in values if any(one[place] == value for one in accepted)]
+            for place, (_, values) in enumerate(axes)]  # fmt: skip
+    if not accepted:
+        return "refused"
+    assert len(accepted) == len(list(product(*kept))), "refusals that depend on two settings need another page"
+    limits = [
+        ", ".join(f"`{_text(key, value)}`" for value in chosen)
+        for (key, values), chosen in zip(axes, kept, strict=True)
+        if len(chosen) < len(values)
+    ]
+    return "; ".join(limits) or "any"
+
+
+def _text(key: str, value: Any) -> str:
+    return f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _listed(keys: Iterable[str]) -> str:
+    *others, last = (f"`{key}`" for key in keys)
+    return f"{', '.join(others)} and {last}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(as_markdown())
