@@ -55,7 +55,8 @@ class Limits:
 def main(files: list[int], readable: list[str], limits: dict[str, Any]) -> None:
     """Restrict this process, then run programs until the requests end.
 
-    files: descriptors of the files in memory for input, output and errors. readable: directories and files that programs may read. limits: fields of Limits.
+    files: descriptors of the files in memory for input, output and errors. readable: directories and files that
+    programs may read. limits: fields of Limits.
     """
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
     for copy, number in zip(copies, (INPUT, OUTPUT, ERRORS), strict=True):
@@ -141,9 +142,9 @@ def _run(limits: Limits) -> NoReturn:
     if has_calls:
         os.dup2(OUTPUT, _RESULTS)
     os.closerange(_RESULTS + has_calls, ERRORS + 1)
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", closefd=False)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        mode = "w" if descriptor else "r"
+        setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))
     isolation.limit_evaluation(limits.cpu_seconds, limits.memory_bytes, limits.output_bytes)
     code = 0
     try:

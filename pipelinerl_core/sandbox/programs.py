@@ -1,6 +1,6 @@
 """A sandbox that runs programs of a model: Python without network, processes and files, with limits.
 
-    with bubblewrap      new namespaces, a file system of Python's own files, no capabilities; inside, the restrictions below
+    with bubblewrap      new namespaces, a file system of Python's own files; inside, the restrictions below
     without bubblewrap   Landlock, seccomp, limits, no capabilities
 
 Seccomp is required in both cases: a program can neither start processes or threads nor open sockets or files for
@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,22 +87,26 @@ class ProgramSandbox:
             self._start_in_landlock()
 
     async def run(
-        self, program: str, *, stdin: str = "", function: str = "", calls: Sequence[Sequence[Any]] | None = None
-    ) -> Execution:
+        self, program: str, *, stdin: str = "", function: str = "", calls: Sequence[Sequence[Any]] | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Execution:  # fmt: skip
         """Run a program with an input; or with `calls`, define its functions and call `function` with each list of
-        arguments. Waits while another program runs. Raises SandboxEnded."""
+        arguments. Waits, inside of `waiting`, while another program runs. Raises SandboxEnded."""
         request: dict[str, Any] = {"program": program, "stdin": stdin}
         if calls is not None:
             request = {"program": program, "function": function, "calls": calls}
         data = json.dumps(request).encode()
         if len(data) > MAX_REQUEST_BYTES:
             raise ValueError(f"a program and its input have {len(data)} bytes; at most {MAX_REQUEST_BYTES}")
-        async with self._lock:
+        with waiting():
+            await self._lock.acquire()
+        try:
             await self._finish_cancelled()
             self._unsent, self._num_unread = LENGTH.pack(len(data)) + data, 1
             await self._send()
-            status = await self._status()
-            return self._execution(status)
+            return self._execution(await self._status())
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End the sandbox; returns when its process has ended."""
@@ -161,9 +166,8 @@ class ProgramSandbox:
             raise SandboxEnded("the sandbox does not answer") from None
 
     def _execution(self, status: dict[str, Any]) -> Execution:
-        output, errors = (
-            os.pread(descriptor, self._limits.output_bytes, 0).decode(errors="replace") for descriptor in self._files[1:3]
-        )
+        limit = self._limits.output_bytes
+        output, errors = (os.pread(file, limit, 0).decode(errors="replace") for file in self._files[1:3])
         return Execution(
             exit_code=status["exit_code"],
             is_killed=status["exit_code"] == -signal.SIGKILL,
