@@ -275,6 +275,17 @@ def _namespaces() -> list[str]:
     return [*arguments, "--"]
 
 
+def host_isolation() -> str:
+    """What isolates the programs of environment.kind=code on this host, as text; starts a sandbox."""
+    limits = Limits(cpu_seconds=1, wall_seconds=5, memory_bytes=512 << 20, output_bytes=1 << 16)
+    try:
+        sandbox = ProgramSandbox(limits)
+    except NoSandbox as error:
+        return f"none, environment.kind=code is refused: {error}"
+    sandbox.close()
+    return sandbox.isolation + (f", because {sandbox.reason}" if sandbox.reason else "")
+
+
 def _set(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)

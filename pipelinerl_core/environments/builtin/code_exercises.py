@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelinerl_core.environments.builtin.code import Code
 
+WORDS = "Write a Python function f(x) that returns {}."
 ARGUMENTS = (0, 3, 10, -7)
 """The function of each exercise is called with these."""
 _OPERATIONS: tuple[tuple[str, Callable[[int, int], int]], ...] = (
@@ -34,6 +35,6 @@ class CodeExercises(Code):
 def _exercise(draw: random.Random, number: int) -> dict[str, Any]:
     words, compute = draw.choice(_OPERATIONS)
     return {
-        "prompt": f"Write a Python function f(x) that returns {words.format(number=number)}. Answer with the code alone.",
+        "prompt": f"{WORDS.format(words.format(number=number))} Answer with the code alone.",
         "tests": [{"call": "f", "arguments": [x], "result": compute(x, number)} for x in ARGUMENTS],
     }
