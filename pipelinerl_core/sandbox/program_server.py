@@ -67,7 +67,9 @@ def main(files: list[int], readable: list[str], limits: dict[str, Any]) -> None:
     isolation.forbid_dumps()
     is_root = not _leave_root()
     isolation.drop_capabilities()
-    die_with_parent()  # after the change of the user, which resets the signal
+    # After the change of the user, which resets the signal. A bubblewrap that root has started may not signal nobody:
+    # the server then ends with its requests, at most wall_seconds later.
+    die_with_parent()
     if landlock.version() > 0:
         landlock.restrict(readable)
     seccomp.program(forks=False)  # cached here, so that the forks need not build the program

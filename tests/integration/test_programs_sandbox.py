@@ -1,7 +1,6 @@
 """Programs that attack their sandbox and their tests, in bubblewrap and with Landlock alone."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -167,18 +166,29 @@ def test_a_program_finds_nothing_of_earlier_programs(choice):
     mark = "MARK" + "OF-AN-EARLIER-PROGRAM"
     leaves = f"import sys\nprint({mark!r}, input())\nsys.stdout.flush()\nprint({mark!r}, file=sys.stderr)"
     searches = (
-        "import gc, os\nmark = 'MARK' + 'OF-AN-EARLIER'\n"
+        "import gc, os\nfirst, second = 'KRAM', 'REILRAE-NA-FO'\n"  # backwards: this text is in memory, too
         "texts = [str(one) for one in gc.get_objects() if isinstance(one, (bytes, str, list, tuple, dict))]\n"
-        "print(any(mark in text for text in texts), os.fstat(1).st_size, os.environ.get('HOME'))"
+        "print(any(first[::-1] + second[::-1] in text for text in texts), os.fstat(1).st_size, os.environ.get('HOME'))"
     )
-    _, found = executed(choice, leaves, searches, stdin=mark)
-    assert found.output == "False 0 None\n"
+
+    async def main():
+        sandbox = ProgramSandbox(LIMITS, choice)
+        try:
+            first = await sandbox.run(leaves, stdin=mark)
+            return first, await sandbox.run(searches)
+        finally:
+            sandbox.close()
+
+    first, found = asyncio.run(main())
+    assert first.output == f"{mark} {mark}\n"
+    assert found.output == "False 0 None\n", found.errors
 
 
 def test_a_program_is_not_root_in_bubblewrap_and_has_no_capabilities(choice):
     read = (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
-        "print([libc.prctl(23, number, 0, 0, 0) for number in (0, 7, 12, 21)], libc.prctl(39, 0, 0, 0, 0), os.getuid())"
+        "bounding = [libc.prctl(23, number, 0, 0, 0) for number in (0, 7, 12, 21)]\n"
+        "print(bounding, libc.prctl(39, 0, 0, 0, 0), os.getuid())"
     )
     (done,) = executed(choice, read)
     # prctl is refused; the user is nobody, or a user of the host that is not root, in bubblewrap.
@@ -205,7 +215,9 @@ def test_a_cancelled_execution_does_not_answer_the_next_one(choice):
 def test_an_ended_sandbox_is_an_error_and_a_missing_one_is_named(choice, monkeypatch):
     async def main():
         sandbox = ProgramSandbox(LIMITS, choice)
-        psutil.Process(sandbox._process.pid).kill()
+        main_process = psutil.Process(sandbox._process.pid)
+        for one in (*main_process.children(recursive=True), main_process):
+            one.kill()
         try:
             with pytest.raises(SandboxEnded):
                 await sandbox.run("print(1)")
@@ -227,7 +239,8 @@ def test_an_ended_sandbox_is_an_error_and_a_missing_one_is_named(choice, monkeyp
 def test_the_sandbox_ends_with_its_parent(choice):
     code = (
         "from tests.integration.test_programs_sandbox import LIMITS, ProgramSandbox\nimport os\n"
-        f"sandbox = ProgramSandbox(LIMITS, {choice!r})\nprint(sandbox._process.pid, flush=True)\nos.kill(os.getpid(), 9)"
+        f"import psutil\nsandbox = ProgramSandbox(LIMITS, {choice!r})\n"
+        "print(*(one.pid for one in psutil.Process().children(recursive=True)), flush=True)\nos.kill(os.getpid(), 9)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -239,10 +252,10 @@ def test_the_sandbox_ends_with_its_parent(choice):
         timeout=100,
         check=False,
     )
-    process = int(done.stdout)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.wait_procs([psutil.Process(process)], timeout=30)
-    assert not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    processes = [psutil.Process(pid) for pid in map(int, done.stdout.split()) if psutil.pid_exists(pid)]
+    assert done.stdout.split()
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert not left
 
 
 # ---- answers of a model, with the environment around them ---------------------------------------------------------
