@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -168,7 +169,8 @@ def test_a_program_finds_nothing_of_earlier_programs(choice):
     searches = (
         "import gc, os\nfirst, second = 'KRAM', 'REILRAE-NA-FO'\n"  # backwards: this text is in memory, too
         "texts = [str(one) for one in gc.get_objects() if isinstance(one, (bytes, str, list, tuple, dict))]\n"
-        "print(any(first[::-1] + second[::-1] in text for text in texts), os.fstat(1).st_size, os.environ.get('HOME'))"
+        "found = any(first[::-1] + second[::-1] in text for text in texts)\n"
+        "print(found, os.fstat(1).st_size, os.environ.get('HOME'))"
     )
 
     async def main():
@@ -323,3 +325,37 @@ def test_rows_without_tests_name_the_option():
         None, ScriptedHost("x"), task={"prompt": "a", "answer": "b"}, overrides=OVERRIDES, path="builtin:code"
     )
     assert "the row has no column 'tests'. Set environment.options.tests_column (columns: answer, prompt)" in error
+
+
+# ---- docs/code.md -------------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_page_makes_rows_and_its_reply_solves_the_first(tmp_path):
+    text = (ROOT / "docs" / "code.md").read_text()
+    (program,) = re.findall(r"```python\n(# make_rows\.py\n.*?)```", text, re.DOTALL)
+    (reply,) = re.findall(r"````\n(.*?)````", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+    rows = [json.loads(line) for line in (tmp_path / "programs.jsonl").read_text().splitlines()]
+    assert len(rows) == 40
+    found = played(
+        None, ScriptedHost(reply), ScriptedHost(reply), tasks=[rows[0], rows[-1]], overrides=OVERRIDES,
+        path="builtin:code",
+    )  # fmt: skip
+    assert [components(result)["solved"] for result in found] == [1.0, 0.0]
+
+
+def test_the_command_of_the_page_trains_a_small_model(tmp_path):
+    """`train --tiny` with the rows of the page; the check before the start names the isolation."""
+    text = (ROOT / "docs" / "code.md").read_text()
+    (program,) = re.findall(r"```python\n(# make_rows\.py\n.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)
+    (command,) = re.findall(r"^pipelinerl (train .*programs\.jsonl.*)$", text, re.MULTILINE)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelinerl.flows.cli", *command.split(), "--tiny", "--root", str(tmp_path / "runs")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "programs run with " in done.stdout + done.stderr
+    (report,) = (tmp_path / "runs").glob("*/report.json")
+    assert set(json.loads(report.read_text())["eval_components"]) == {"solved", "passed", "ran", "turns"}
