@@ -35,7 +35,8 @@ COMMON_MODULES = (
 """Modules that programs often import; loaded once, before the forks."""
 _EXIT_BROKEN = 70
 _HIGH = 128
-"""Descriptors of the start are below this number."""
+"""Copies of the given descriptors get at least this number, so that they do not overwrite each other."""
+_MAX_DESCRIPTORS = 1 << 16
 _RESULTS = 3
 """Descriptor of the results of calls in a fork; also a program's standard output is then in the errors."""
 
@@ -61,7 +62,7 @@ def main(files: list[int], readable: list[str], limits: dict[str, Any]) -> None:
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
     for copy, number in zip(copies, (INPUT, OUTPUT, ERRORS), strict=True):
         os.dup2(copy, number)
-    os.closerange(ERRORS + 1, 2 * _HIGH)
+    os.closerange(ERRORS + 1, _MAX_DESCRIPTORS)
     for name in COMMON_MODULES:
         import_module(name)
     isolation.forbid_dumps()

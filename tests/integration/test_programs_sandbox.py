@@ -17,7 +17,7 @@ from pipelinerl_core.sandbox.program_server import Limits
 from pipelinerl_core.sandbox.programs import NoSandbox, ProgramSandbox, SandboxEnded
 from tests.integration.pipeline import ROOT
 from tests.processes import debian_program
-from tests.unit.environments.episode_case import ScriptedHost, played
+from tests.unit.environments.episode_case import ScriptedHost, played, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -318,6 +318,22 @@ def test_a_failed_test_is_told_without_the_expected_output():
     ((message,), _) = host.asked[1]
     assert message["content"] == "A test failed.\nInput:\n1 2\nOutput:\n7\nWrite the whole program again."
     assert list(host.once) == ["program 1", "program 2"]  # what a crash does not run again
+
+
+def test_after_the_end_of_the_sandbox_the_episode_is_played_in_a_new_process():
+    """The host kills the server of the sandbox, as it does if its memory is used up."""
+    hosts = [ScriptedHost(f"```\n{RIGHT_ADD}\n```") for _ in range(2)]
+
+    async def work(pool):
+        first = await pool.play(ADD, 1, hosts[0])
+        (process,) = psutil.Process().children()
+        for one in process.children(recursive=True):
+            one.kill()
+        return first, await pool.play(ADD, 2, hosts[1])
+
+    first, second = run(None, work, *OVERRIDES, path="builtin:code")
+    assert (first.score.reward, second.score.reward) == (1.0, 1.0)
+    assert (hosts[0].restarts, hosts[1].restarts) == (0, 1)
 
 
 def test_rows_without_tests_name_the_option():
