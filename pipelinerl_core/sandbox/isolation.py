@@ -106,10 +106,11 @@ def _network_paths() -> list[str]:
     return [*_NETWORK_FILES, *chosen]
 
 
-def limit_evaluation(cpu_seconds: int, memory_bytes: int, file_bytes: int = 0) -> None:
+def limit_evaluation(cpu_seconds: int, memory_bytes: int, file_bytes: int = 0, *, has_filter: bool = False) -> None:
     """Limit this process, a fork that evaluates: CPU time, memory, files; no new processes or threads.
 
-    file_bytes: size up to which the process may write files that are open already.
+    file_bytes: size up to which the process may write files that are open already. has_filter: the parent has
+    installed the filter of a process that forks.
     """
     for name, limit in (
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -119,7 +120,10 @@ def limit_evaluation(cpu_seconds: int, memory_bytes: int, file_bytes: int = 0) -
         (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(name, (limit, limit))
-    seccomp.install(forks=False)
+    if has_filter:
+        seccomp.deny_forking()
+    else:
+        seccomp.install(forks=False)
 
 
 def address_space_bytes() -> int:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from pipelinerl_core.parent_death import die_with_parent
 from pipelinerl_core.sandbox import isolation, landlock, seccomp
+from pipelinerl_core.sandbox.child_process import write_all
 
 NOBODY = 65534
 LENGTH = struct.Struct("<I")
@@ -73,7 +74,7 @@ def main(files: list[int], readable: list[str], limits: dict[str, Any]) -> None:
     die_with_parent()
     if landlock.version() > 0:
         landlock.restrict(readable)
-    seccomp.program(forks=False)  # cached here, so that the forks need not build the program
+    seccomp.install(forks=True)
     gc.collect()
     gc.freeze()
     _tell({"ready": True, "is_root": is_root})
@@ -138,7 +139,8 @@ def _run(limits: Limits) -> NoReturn:
     (size,) = LENGTH.unpack(_read(LENGTH.size))
     request = json.loads(_read(size))
     has_calls = "calls" in request
-    os.pwrite(INPUT, request.get("stdin", "").encode(errors="surrogatepass"), 0)
+    write_all(INPUT, request.get("stdin", "").encode(errors="surrogatepass"))
+    os.lseek(INPUT, 0, os.SEEK_SET)
     os.dup2(INPUT, 0)
     os.dup2(ERRORS if has_calls else OUTPUT, 1)
     os.dup2(ERRORS, 2)
@@ -148,7 +150,7 @@ def _run(limits: Limits) -> NoReturn:
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         mode = "w" if descriptor else "r"
         setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))
-    isolation.limit_evaluation(limits.cpu_seconds, limits.memory_bytes, limits.output_bytes)
+    isolation.limit_evaluation(limits.cpu_seconds, limits.memory_bytes, limits.output_bytes, has_filter=True)
     code = 0
     try:
         _execute(request)

@@ -223,6 +223,7 @@ class ProgramSandbox:
             stderr=self._files[3],
             env={"PATH": os.defpath, "LANG": "C.UTF-8", **SINGLE_THREADED},
             pass_fds=self._files[:3],
+            start_new_session=True,  # the terminal sends Ctrl-C to all processes of its session
         )
         os.close(inside)
         os.close(outside)
