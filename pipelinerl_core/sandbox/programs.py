@@ -31,6 +31,8 @@ START_SECONDS = 30.0
 """Deadline of the start of a sandbox."""
 GRACE_SECONDS = 30.0
 """Time for the sandbox to report the end of a program after the program's deadline."""
+PROGRAM_PATH = "/bin:/usr/bin:/usr/local/bin"
+"""Directories in which bwrap is looked for: an environment process has no PATH."""
 MAX_REQUEST_BYTES = 8 << 20
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PROGRAM = (
@@ -180,7 +182,7 @@ class ProgramSandbox:
 
     def _start_in_bubblewrap(self) -> str:
         """Start with bubblewrap; returns why this is not possible, or nothing."""
-        if (bwrap := shutil.which("bwrap")) is None:
+        if (bwrap := shutil.which("bwrap", path=PROGRAM_PATH)) is None:
             return "bubblewrap (bwrap) is not installed"
         ready, error = self._started([bwrap, *_namespaces()])
         if ready is None:

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelinerl_core.environments.builtin.code import Code
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.program_server import Limits
-from pipelinerl_core.sandbox.programs import NoSandbox, ProgramSandbox, SandboxEnded
+from pipelinerl_core.sandbox.programs import NoSandbox, ProgramSandbox, SandboxEnded, host_isolation
 from tests.integration.pipeline import ROOT
 from tests.processes import debian_program
 from tests.unit.environments.episode_case import ScriptedHost, played, run
@@ -228,7 +229,7 @@ def test_an_ended_sandbox_is_an_error_and_a_missing_one_is_named(choice, monkeyp
             sandbox.close()
 
     asyncio.run(main())
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
     if choice == "bubblewrap":
         with pytest.raises(NoSandbox, match=r"bubblewrap \(bwrap\) is not installed"):
             ProgramSandbox(LIMITS, "bubblewrap")
@@ -237,6 +238,7 @@ def test_an_ended_sandbox_is_an_error_and_a_missing_one_is_named(choice, monkeyp
     assert sandbox.isolation.startswith("Landlock")
     assert "not installed" in sandbox.reason
     sandbox.close()
+    assert host_isolation().endswith(", because bubblewrap (bwrap) is not installed")
 
 
 def test_the_sandbox_ends_with_its_parent(choice):
@@ -335,6 +337,22 @@ def test_after_the_end_of_the_sandbox_the_episode_is_played_in_a_new_process():
     first, second = run(None, work, *OVERRIDES, path="builtin:code")
     assert [components(result)["solved"] for result in (first, second)] == [1.0, 1.0]
     assert (hosts[0].restarts, hosts[1].restarts) == (0, 1)
+
+
+def test_the_process_says_what_isolates_the_programs(monkeypatch, caplog):
+    """The fallback is never silent: the check before the start prints the note, and the actor logs it."""
+    caplog.set_level("INFO")
+
+    async def work(pool):
+        return await pool.check()
+
+    loaded = run(None, work, *OVERRIDES, "environment.options.sandbox=landlock", path="builtin:code")
+    assert loaded.note.startswith("programs run with Landlock")
+    assert loaded.note in caplog.text
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    environment = Code()
+    environment._sandbox.close()
+    assert re.match(r"programs run with Landlock.*, because bubblewrap \(bwrap\) is not installed", environment.note)
 
 
 def test_rows_without_tests_name_the_option():
