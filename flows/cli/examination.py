@@ -19,6 +19,7 @@ from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
+from pipelinerl_core.sandbox.programs import host_isolation
 from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_root
 from pipelinerl_core.supervision.fit import check_fit, fit_of
 from pipelinerl_core.supervision.gpus import check_gpus
@@ -71,6 +72,7 @@ def examine(root: str) -> Examination:
     _threads(found)
     _memory(found)
     _torch(found)
+    found.note("sandbox", host_isolation())
     _space(found, root_url(root))
     path = ModelConfig().path
     found.note("model", f"{path}: {resolve_model_path(path) or 'not built yet; the first `train` builds it'}")

@@ -296,6 +296,17 @@ def _environment_problem(config: "RunConfig") -> str | None:
         if config.prompts.kind == "environment":
             return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
+    if environment.path == "builtin:code" or environment.kind == "code":
+        if environment.path != "builtin:code":
+            return (
+                f"environment.kind=code and environment.path={environment.path} both choose the environment. Remove "
+                "one of them"
+            )
+        if environment.isolation == "none":
+            return (
+                "environment.isolation=none, but environment.kind=code runs programs of a model. Remove "
+                "environment.isolation"
+            )
     location, _, name = environment.path.rpartition(":")
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
         return (

@@ -166,6 +166,9 @@ class EnvironmentConfig(Section):
     """Episodes of several turns: a class of your own plays and scores them in processes of its own
     (docs/environments.md)."""
 
+    kind: Literal["class", "code"] = "class"
+    """class: the class that `path` names; code: the model writes Python programs, which run in a sandbox and are
+    scored by tests (docs/code.md)."""
     path: str = ""
     """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
     the file. Empty: rollouts of one turn, scored by `reward`."""
@@ -195,6 +198,13 @@ class EnvironmentConfig(Section):
     """auto: environment processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
     environment starts programs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_of_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "code" and not values.get("path"):
+            return {**values, "path": "builtin:code"}
+        return values
 
 
 class RolloutsConfig(Section):

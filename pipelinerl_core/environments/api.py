@@ -9,7 +9,8 @@ async def play(self, task, ask, seed):
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,8 @@ class Ask:
         self._is_waiting = False
         self._is_spent = False
         self._is_closed = False
+        self.in_queue = False
+        """The environment waits for other episodes; the time is not charged to this episode."""
         self.num_turns = 0
         """Turns of the model so far."""
         self.problem = ""
@@ -137,6 +140,16 @@ class Ask:
                     raise self._misused(str(error)) from None
                 self._recorded[key] = json.loads(text)
         return self._recorded[key]
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time inside counts neither for environment.call_seconds nor for environment.episode_seconds: a wait for
+        other episodes, which have deadlines of their own."""
+        self.in_queue = True
+        try:
+            yield
+        finally:
+            self.in_queue = False
 
     def close(self) -> None:
         """Refuse all further calls."""

@@ -25,6 +25,7 @@ class UserEnvironment:
         self._check_options(found, options)
         self._instance: Any = found(**options)
         self.weights = self._checked_weights(weights)
+        self.note = str(getattr(self._instance, "note", ""))[:500]
         self._play = self._method("play", "task", "ask", "seed")
         self.scores_groups = hasattr(found, "score_group")
         if self.scores_groups and hasattr(found, "score"):

@@ -24,6 +24,7 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
     {
         "guess": "pipelinerl_core.environments.builtin.guess:Guess",
         "calculator": "pipelinerl_core.environments.builtin.calculator:Calculator",
+        "code": "pipelinerl_core.environments.builtin.code:Code",
         "math": "pipelinerl_core.environments.builtin.math:Math",
     }
 )
@@ -39,7 +40,7 @@ def build_environments(config: RunConfig, code: str | None) -> "EnvironmentPool"
     section = config.environment
     check_variables("environment.variables", section.variables)
     prepare = Prepare(
-        path=_location(section.path),
+        path=_location(section.path, has_rows=config.prompts.kind != "environment"),
         code=code,
         options=section.options,
         weights=config.reward.weights,
@@ -55,7 +56,7 @@ def build_environments(config: RunConfig, code: str | None) -> "EnvironmentPool"
     return EnvironmentPool(spec, section.workers)
 
 
-def _location(path: str) -> str:
+def _location(path: str, *, has_rows: bool) -> str:
     kind, _, name = path.partition(":")
     if kind != "builtin":
         return path
@@ -63,6 +64,8 @@ def _location(path: str) -> str:
         raise ConfigError(
             f"environment.path={path}: no such environment. Built-in environments: {', '.join(BUILTIN) or 'none'}"
         )
+    if name == "code" and not has_rows:
+        return "pipelinerl_core.environments.builtin.code_exercises:CodeExercises"
     return BUILTIN[name]
 
 

@@ -65,6 +65,8 @@ class Loaded:
     """The class has task and held_out; else it gets the rows of prompts."""
     weights: Mapping[str, float]
     """Component -> weight in the reward."""
+    note: str = ""
+    """What the class says about this host: the attribute `note` of the instance."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -228,8 +230,12 @@ class EnvironmentProcess:
         match _parsed_or_none(line):
             case {"failed": str() as text}:
                 self._start_error = self._readable(text)
-            case {"ready": True, "has_tasks": bool() as has_tasks, "weights": dict() as weights}:
-                self._loaded = Loaded(has_tasks=has_tasks, weights=checked_components(weights, "weights"))
+            case {"ready": True, "has_tasks": bool() as has_tasks, "weights": dict() as weights, **others}:
+                note = self._readable(str(others.get("note", "")))
+                if note and note != self._loaded.note:
+                    logger.info("environment %s: %s", self._spec.name, note)
+                checked = checked_components(weights, "weights")
+                self._loaded = Loaded(has_tasks=has_tasks, weights=checked, note=note)
                 return True
         return False
 

@@ -109,7 +109,9 @@ class Episode:
 
     @property
     def has_turn(self) -> bool:
-        """Whether the environment, not the model, must act next."""
+        """Whether the environment, not the model and not another episode, must act next."""
+        if self.ask is not None and self.ask.in_queue:
+            return False
         return self.reply is None or self.reply.done()
 
     def charge(self, seconds: float) -> None:
@@ -187,7 +189,9 @@ class Worker:
         """Play until the input ends. requests: descriptor of the lines of the parent."""
         self._loop.add_reader(requests, self._read, requests)
         self._beat()
-        self.send({"ready": True, "has_tasks": self._environment.has_tasks, "weights": self._environment.weights})
+        environment = self._environment
+        ready = {"ready": True, "has_tasks": environment.has_tasks, "weights": environment.weights}
+        self.send({**ready, "note": environment.note} if environment.note else ready)
         self._loop.run_forever()
 
     # ---- lines ---------------------------------------------------------------------------------------------------

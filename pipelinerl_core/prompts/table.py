@@ -32,7 +32,8 @@ class Rows:
         self._table = table
         columns = _with_fields(table)
         self._texts = _texts(columns, section, origin)
-        is_optional = config.reward.function and section.answer_column == DEFAULT_ANSWER_COLUMN
+        is_own = config.reward.function or config.environment.path
+        is_optional = is_own and section.answer_column == DEFAULT_ANSWER_COLUMN
         self._answers = (
             None
             if is_optional and section.answer_column not in columns.column_names

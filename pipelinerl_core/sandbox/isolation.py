@@ -62,8 +62,8 @@ def seal(policy: Policy) -> None:
             f"an imported module has started threads ({', '.join(others)}), which cannot be isolated. Do without the "
             f"module, or set {policy.key}=none"
         )
-    _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    _drop_capabilities()
+    forbid_dumps()
+    drop_capabilities()
     if policy.forks:
         _make_forks_cheap()
     if landlock.version() > 0:
@@ -87,12 +87,17 @@ def readable_paths() -> list[str]:
 
     Other directories of sys.path, such as a user's working directory, are not readable; import their modules before.
     """
-    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    site = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     loaded = [path for name, module in list(sys.modules.items()) if "." not in name
               for path in getattr(module, "__path__", ())]  # fmt: skip
+    return sorted({*installed_paths(), *loaded})
+
+
+def installed_paths() -> list[str]:
+    """Standard library, site-packages, and shared libraries."""
+    installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    site = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
     own = [] if sys.base_prefix == "/usr" else [os.path.join(sys.base_prefix, "lib")]
-    return sorted({*installed, *site, *loaded, *own, *_LIBRARIES})
+    return sorted({*installed, *site, *own, *_LIBRARIES})
 
 
 def _network_paths() -> list[str]:
@@ -101,17 +106,24 @@ def _network_paths() -> list[str]:
     return [*_NETWORK_FILES, *chosen]
 
 
-def limit_evaluation(cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process, a fork that evaluates: CPU time, memory, files; no new processes or threads."""
+def limit_evaluation(cpu_seconds: int, memory_bytes: int, file_bytes: int = 0, *, has_filter: bool = False) -> None:
+    """Limit this process, a fork that evaluates: CPU time, memory, files; no new processes or threads.
+
+    file_bytes: size up to which the process may write files that are open already. has_filter: the parent has
+    installed the filter of a process that forks.
+    """
     for name, limit in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
-        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, 0),
     ):
         resource.setrlimit(name, (limit, limit))
-    seccomp.install(forks=False)
+    if has_filter:
+        seccomp.deny_forking()
+    else:
+        seccomp.install(forks=False)
 
 
 def address_space_bytes() -> int:
@@ -120,7 +132,12 @@ def address_space_bytes() -> int:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
-def _drop_capabilities() -> None:
+def forbid_dumps() -> None:
+    """Other processes, also of the same user, can neither trace this process nor read its memory."""
+    _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
     """Drop root's capabilities, which would allow raising limits; no_new_privs prevents regaining them."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     if _LIBC.capset(header, (ctypes.c_uint32 * 6)()):

@@ -37,10 +37,10 @@ class _TrialHost:
         """No trial is repeated."""
 
 
-async def check(config: RunConfig, code: str | None) -> None:
+async def check(config: RunConfig, code: str | None) -> str:
     """Load the class, and play the first training task and the last held-out task up to their first messages.
 
-    Raises ConfigError if any of this fails.
+    Returns what the class says about this host, or nothing. Raises ConfigError if any of this fails.
     """
     subject = f"environment.path={config.environment.path}"
     environments = build_environments(config, code)
@@ -54,6 +54,7 @@ async def check(config: RunConfig, code: str | None) -> None:
         ):
             if prompts and (error := await _trial(environments, config, prompts[-1])):
                 raise ConfigError(f"{subject}: a {name} task failed before its first message: {error}{_hint(error)}")
+        return loaded.note
     except EnvironmentFailed as error:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
     finally:
@@ -103,7 +104,8 @@ def main() -> int:
     """Returns the exit code."""
     try:
         given = json.load(sys.stdin)
-        asyncio.run(check(build_config(given["config"]), given["code"]))
+        if note := asyncio.run(check(build_config(given["config"]), given["code"])):
+            sys.stdout.write(f"{note}\n")
     except ConfigError as error:
         sys.stderr.write(f"{' '.join(str(error).split())}\n")
         return 2
