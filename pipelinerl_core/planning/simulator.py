@@ -120,6 +120,10 @@ class SimulatedRun:
     """Share of the slots that were in use, over the whole run."""
     waited_for_cache: float = 0.0
     """Share of the engines' time in which a slot was free and a sequence waited for space in the KV cache."""
+    seconds_per_token: float = 0.0
+    """Time of running sequences per sampled token."""
+    delay_seconds: float = 0.0
+    """Mean pause of a paced engine after a decode step."""
 
     def throughput(self, skip: int) -> float:
         """Trained completion tokens per second."""
@@ -193,6 +197,7 @@ class _Simulation:
         self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
         self._is_paced = config.paces_engines and work.sync_seconds > 0
         self._num_ticks = 0  # scheduled syncs of paced engines, which cause no progress of their own
+        self._sum_of_delays, self._num_delays = 0.0, 0
         self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
@@ -221,6 +226,9 @@ class _Simulation:
             busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
             waited_for_cache=sum(engine.cache_wait_seconds for engine in self._engines)
             / (self._now * len(self._engines)),
+            seconds_per_token=sum(engine.busy_slot_seconds for engine in self._engines)
+            / max(1, sum(engine.num_tokens for engine in self._engines)),
+            delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
@@ -249,7 +257,10 @@ class _Simulation:
             return
         engine, interval = self._engines[number], self._work.sync_seconds
         engine.advance(self._now)
-        engine.set_pace(self._pacers[number].update(self._ledger.num_ready, interval))
+        delay_seconds = self._pacers[number].update(self._ledger.num_ready, interval)
+        engine.set_pace(delay_seconds)
+        self._sum_of_delays += delay_seconds
+        self._num_delays += 1
         self._wake(number)
         self._num_ticks += 1
 
