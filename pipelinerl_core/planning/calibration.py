@@ -1,7 +1,7 @@
 """Speeds of recorded runs, for a simulation of the same run or of changed settings on the same machines."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,15 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.prediction import INPUTS, MIN_STEPS, START_SHARE, Prediction, named_bottleneck, shortened
+from pipelinerl_core.planning.prediction import (
+    INPUTS,
+    MIN_STEPS,
+    START_SHARE,
+    SYNC_SECONDS,
+    Prediction,
+    named_bottleneck,
+    shortened,
+)
 from pipelinerl_core.planning.simulator import Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.report.advice import mean_delay_seconds
@@ -27,8 +35,6 @@ from pipelinerl_core.run.records import Commit
 
 _WIDE = 1.5
 """Ratio of the largest to the smallest observed load from which the fixed part of a time can be told apart."""
-_SYNC_SECONDS = 0.05
-"""Shortest interval between two syncs of an actor (roles/hub/service.py)."""
 _CAUSES = ("engine", "window", "stale_wait")
 _CORRECTIONS = 2
 """Simulations of the recorded settings that correct the time of a decode step."""
@@ -46,13 +52,34 @@ class Calibration:
     measured: Prediction | None = None
     cores: int = 0
     """Cores of the machine if engines and trainer computed on the CPU; 0: accelerators, or unknown."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Input -> where its value comes from."""
+    origin: str = ""
+    """Where the figures were measured."""
 
     def speeds_of(self, config: RunConfig) -> MeasuredSpeeds:
-        """The speeds with other settings: engines and trainer that compute at the same time share the cores."""
+        """See `Source`: engines and trainer that compute at the same time share the cores."""
         factor = _crowding(config, self.cores) / _crowding(self.config, self.cores)
         return MeasuredSpeeds(decode=self.speeds.decode.times(factor), train=self.speeds.train.times(factor))
+
+    def work_of(self, config: RunConfig) -> Work:
+        """See `Source`."""
+        return replace(self.work, lengths=self.work.lengths.scaled(1.0, config.rollouts.max_tokens))
+
+    def sources_of(self, config: RunConfig) -> dict[str, str]:
+        """See `Source`."""
+        return dict.fromkeys(INPUTS, f"measured: {self.origin}")
+
+    def warnings_of(self, config: RunConfig) -> list[str]:
+        """See `Source`."""
+        found = ["scoring, and evaluations"]
+        decode, slots = self.speeds.decode, config.engine.concurrency
+        if slots > _WIDE * decode.highest:
+            found.append(
+                f"the time of a decode step of {slots} sequences (engine.concurrency), which is extrapolated: at "
+                f"most {decode.highest:.0f} ran at once"
+            )
+        if config.placement.actors > self.config.placement.actors and not self.cores:
+            found.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
+        return found
 
 
 def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:
@@ -90,31 +117,17 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
         publish_seconds=max(0.0, _swap_delay(commits) - commit_seconds),
         fetch_seconds=_fetch_seconds(kept),
         snapshot_seconds=_snapshot_seconds(kept),
-        sync_seconds=_SYNC_SECONDS,
+        sync_seconds=SYNC_SECONDS,
         equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
     )
-    found = Calibration(
+    return Calibration(
         config=config,
         speeds=_corrected(config, MeasuredSpeeds(decode=decode, train=train), work, kept),
         work=work,
         measured=_measured(facts, config, kept),
         cores=cores,
+        origin=facts.run.run_id,
     )
-    return replace(found, sources=dict.fromkeys(INPUTS, f"measured in {facts.run.run_id}"))
-
-
-def warnings(calibration: Calibration, config: RunConfig) -> list[str]:
-    """What a prediction of `config` leaves out or extrapolates."""
-    found = []
-    decode, slots = calibration.speeds.decode, config.engine.concurrency
-    if slots > _WIDE * decode.highest:
-        found.append(
-            f"the time of a decode step of {slots} sequences (engine.concurrency), which is extrapolated: at most "
-            f"{decode.highest:.0f} ran at once"
-        )
-    if config.placement.actors > calibration.config.placement.actors and not calibration.cores:
-        found.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
-    return found
 
 
 def _crowding(config: RunConfig, cores: int) -> float:
@@ -235,7 +248,8 @@ def _measured(facts: RunFacts, config: RunConfig, commits: Sequence[Commit]) -> 
     busy_slots = 1 - use.idle_fraction
     return Prediction(
         steps_per_second=num_steps / seconds,
-        mean_lag=sum(float((lag * np.arange(len(lag))).sum()) for lag in lags) / max(1, sum(int(lag.sum()) for lag in lags)),
+        mean_lag=sum(float((lag * np.arange(len(lag))).sum()) for lag in lags)
+        / max(1, sum(int(lag.sum()) for lag in lags)),
         trainer_idle=idle,
         busy_slots=busy_slots,
         bottleneck=named_bottleneck(

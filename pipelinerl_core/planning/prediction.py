@@ -1,7 +1,9 @@
 """A prediction: the figures of a simulated run without its first steps, and its bottleneck."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.planning.simulated_engine import Speeds
@@ -17,7 +19,14 @@ _SIMULATED_STEPS = (40, 200)
 _SIMULATED_ROLLOUTS = 40_000
 """Rollouts to simulate, within the limits above; these take about a second."""
 
-INPUTS = ("decode", "train", "completions", "prompts", "weights", "trainer", "messages")
+SYNC_SECONDS = 0.05
+"""Shortest interval between two syncs of an actor (roles/hub/service.py)."""
+INPUTS: Mapping[str, str] = MappingProxyType(
+    {
+        "decode": "decode step", "train": "optimizer step", "completions": "completions", "prompts": "prompts",
+        "weights": "new weights", "trainer": "between steps", "messages": "messages",
+    }
+)  # fmt: skip
 """Inputs of a simulation, whose sources are named."""
 _NAMES = {
     "trainer": "training",
@@ -47,9 +56,25 @@ class Prediction:
         return {**asdict(self), "seconds": steps / self.steps_per_second}
 
 
-def predict(config: RunConfig, speeds: Speeds, work: Work) -> Prediction:
+class Source(Protocol):
+    """Where the inputs of a prediction come from: a recorded run, a cached calibration, or a table."""
+
+    def speeds_of(self, config: RunConfig) -> Speeds:
+        """Times of decode and optimizer steps. Raises ConfigError for accelerators without speeds."""
+
+    def work_of(self, config: RunConfig) -> Work:
+        """Lengths and the other times. Raises ConfigError as `speeds_of`."""
+
+    def sources_of(self, config: RunConfig) -> Mapping[str, str]:
+        """Key of INPUTS -> "measured: ...", "looked up: ...", "configured: ..." or "assumed: ..."."""
+
+    def warnings_of(self, config: RunConfig) -> list[str]:
+        """What the prediction leaves out or extrapolates."""
+
+
+def predict(source: Source, config: RunConfig) -> Prediction:
     """Simulate a configuration. Raises ConfigError as `simulate`."""
-    run = simulate(shortened(config), speeds, work)
+    run = simulate(shortened(config), source.speeds_of(config), source.work_of(config))
     skip = max(1, int(START_SHARE * len(run.steps)))
     seconds = run.steps[-1].at - run.steps[skip - 1].at
     trainer_idle = run.waiting(skip)
@@ -87,3 +112,28 @@ def named_bottleneck(
     if waited_for_cache > 1 / 2 and kind in ("engine", "window"):
         return "accelerators' memory"
     return _NAMES[kind]
+
+
+def inputs(source: Source, config: RunConfig) -> list[dict[str, str]]:
+    """{"input", "value", "source"} of each input of a prediction, for output."""
+    speeds, work = source.speeds_of(config), source.work_of(config)
+    slots, rollouts = config.engine.concurrency, config.trainer.groups_per_step * config.rollouts.group_size
+    tokens = round(rollouts * (work.prompt_tokens + work.lengths.mean))
+    values = {
+        "decode": f"{_time(speeds.decode_seconds(slots))} with {slots} sequences, "
+        f"{_time(speeds.decode_seconds(1))} with 1",
+        "train": f"{_time(speeds.train_seconds(tokens))} for {tokens:,} tokens",
+        "completions": f"mean {work.lengths.mean:.0f}, longest {work.lengths.longest} tokens",
+        "prompts": f"{work.prompt_tokens} tokens",
+        "weights": f"{_time(work.commit_seconds + work.publish_seconds)} from a step to the swap, which takes "
+        f"{_time(work.swap_seconds)}",
+        "trainer": f"rows {_time(work.fetch_seconds)}, snapshot {_time(work.snapshot_seconds)}",
+        "messages": f"a sync every {_time(work.sync_seconds)}",
+    }
+    sources = source.sources_of(config)
+    return [{"input": name, "value": values[key], "source": sources[key]} for key, name in INPUTS.items()]
+
+
+def _time(seconds: float) -> str:
+    """Example: 12.3 ms."""
+    return f"{seconds:.3g} s" if seconds >= 1 or not seconds else f"{1e3 * seconds:.3g} ms"

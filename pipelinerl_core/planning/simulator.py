@@ -6,8 +6,8 @@ tokens are too old. Time moves from event to event:
     the next sequence of an engine ends     the group may be complete and arrive at the ledger
     an optimizer step ends                  the step is committed after commit_seconds, and its version is announced
     an engine swaps                         publish_seconds after the announcement
-    an engine syncs                         after an event that may admit groups or pause the engine, at the next multiple of
-                                            sync_seconds; a paced engine syncs at every multiple and updates its pace
+    an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
+                                            or pause the engine; a paced engine at every multiple
     the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
     an actor restarts                       its engine stops; its sequences continue afterwards
 
@@ -249,7 +249,8 @@ class _Simulation:
         elif number not in self._syncing:
             self._syncing.add(number)
             offset = interval * number / len(self._engines)
-            self._at(offset + interval * (math.floor((self._now - offset) / interval) + 1), partial(self._sync, number))
+            syncs = math.floor((self._now - offset) / interval) + 1
+            self._at(offset + interval * syncs, partial(self._sync, number))
 
     def _tick(self, number: int) -> None:
         """Sync a paced engine, and schedule its next sync."""
