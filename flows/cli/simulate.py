@@ -1,12 +1,17 @@
 """`pipelinerl simulate`: throughput, lag and memory before a run."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipelinerl.flows.cli.arguments import Json, Overrides, Root
 from pipelinerl.flows.cli.console import answer, say
+
+if TYPE_CHECKING:
+    from pipelinerl_core.config import RunConfig
+    from pipelinerl_core.planning.calibration import Calibration
+    from pipelinerl_core.planning.prediction import Source
 
 
 def simulate(
@@ -57,12 +62,9 @@ def simulate(
     - `pipelinerl simulate latest --longer 2`
     - `pipelinerl simulate --paper`
     """
-    from pipelinerl.flows.cli.calibrating import measure
-    from pipelinerl_core.config.load import load_config, override_config, preset_names
     from pipelinerl_core.errors import ConfigError
     from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
-    from pipelinerl_core.planning.prediction import Source
     from pipelinerl_core.planning.sweep import parse_sweep
 
     if paper == bool(source):
@@ -72,20 +74,9 @@ def simulate(
     if paper:
         answer(case_study(), case_study_lines(case_study()), as_json=as_json)
         return
-    keys = parse_sweep(sweeps or [])
     changes = overrides or []
-    is_config = source.endswith(".toml") or source in preset_names()
-    recorded = None
-    if is_config:
-        config = load_config(source, changes)
-        if calibrate:
-            measure(config)
-        chosen: Source = what_if.source_of(config)
-    elif calibrate:
-        raise ConfigError(f"--calibrate needs a configuration, and {source} is none. A run is a calibration itself")
-    else:
-        chosen = recorded = _recorded(source, root)
-        config = override_config(recorded.config, changes)
+    keys = parse_sweep(sweeps or [])
+    recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)
     if lengths or longer != 1:
         given = what_if.read_lengths(lengths, config.rollouts.max_tokens) if lengths else None
         chosen = what_if.Longer(chosen, longer, given)
@@ -104,7 +95,27 @@ def simulate(
     answer(document, text, as_json=as_json)
 
 
-def _recorded(run: str, root: str) -> Any:
+def _source(
+    source: str, changes: list[str], root: str, *, calibrate: bool
+) -> "tuple[Calibration | None, Source, RunConfig]":
+    """The recorded run, if any; where the inputs come from; and the configuration to simulate."""
+    from pipelinerl.flows.cli.calibrating import measure
+    from pipelinerl_core.config.load import load_config, override_config, preset_names
+    from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.planning.what_if import source_of
+
+    if source.endswith(".toml") or source in preset_names():
+        config = load_config(source, changes)
+        if calibrate:
+            measure(config)
+        return None, source_of(config), config
+    if calibrate:
+        raise ConfigError(f"--calibrate needs a configuration, and {source} is none. A run is a calibration itself")
+    recorded = _recorded(source, root)
+    return recorded, recorded, override_config(recorded.config, changes)
+
+
+def _recorded(run: str, root: str) -> "Calibration":
     """The calibration of a recorded run."""
     from pipelinerl_core.config.load import stored_config
     from pipelinerl_core.planning.cache import usable_cores
@@ -124,7 +135,13 @@ def _recorded(run: str, root: str) -> Any:
 
 
 def _swept(
-    source: Any, config: Any, keys: Any, gpus: int, given: list[str], write: str, figure: str
+    source: "Source",
+    config: "RunConfig",
+    keys: list[tuple[str, list[str]]],
+    gpus: int,
+    given: list[str],
+    write: str,
+    figure: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """The table of a sweep; writes the files that were asked for."""
     from pipelinerl_core.config import as_toml

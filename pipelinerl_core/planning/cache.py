@@ -1,4 +1,4 @@
-"""Calibrations of this machine, cached below the user's cache directory: one JSON file per model, engine and learner."""
+"""Calibrations of this machine, in the user's cache directory: one JSON file per model, engine and learner."""
 
 import hashlib
 import json

@@ -1,5 +1,6 @@
 """Speeds of recorded runs, for a simulation of the same run or of changed settings on the same machines."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,11 +13,13 @@ from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.prediction import (
+    FULL,
     INPUTS,
     MIN_STEPS,
     START_SHARE,
     SYNC_SECONDS,
     Prediction,
+    Size,
     named_bottleneck,
     shortened,
 )
@@ -82,7 +85,9 @@ class Calibration:
         return found
 
 
-def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration:
+def calibrate(
+    facts: RunFacts, *others: RunFacts, cores: int = 0, size: Size = FULL, until: float = math.inf
+) -> Calibration:
     """Speeds and work of a recorded run. Raises ConfigError if the run has too few steps for a measurement.
 
     others: runs of the same model on the same machines with other loads, from which the fixed part of a decode step
@@ -90,10 +95,11 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
     """
     config = stored_config(facts.run.config)
     commits = facts.trained_commits
-    if len(commits) < MIN_STEPS or len(facts.steps) < MIN_STEPS:
+    if len(commits) < MIN_STEPS or not facts.steps:
         raise ConfigError(f"{facts.run.run_id}: {len(commits)} steps are too few, at least {MIN_STEPS} are needed")
     skip = max(1, int(START_SHARE * len(commits)))
-    kept, steps = commits[skip:], facts.steps[skip:]
+    kept = commits[skip:]
+    steps = [step for step in facts.steps if step.step >= kept[0].step]
     parts = [kept, *(other.trained_commits[1:] for other in others)]
     decode = _decode(*parts)
     if decode is None:
@@ -122,7 +128,7 @@ def calibrate(facts: RunFacts, *others: RunFacts, cores: int = 0) -> Calibration
     )
     return Calibration(
         config=config,
-        speeds=_corrected(config, MeasuredSpeeds(decode=decode, train=train), work, kept),
+        speeds=_corrected(shortened(config, size), MeasuredSpeeds(decode=decode, train=train), work, kept, until),
         work=work,
         measured=_measured(facts, config, kept),
         cores=cores,
@@ -138,7 +144,9 @@ def _crowding(config: RunConfig, cores: int) -> float:
     return max(1.0, busy * config.placement.threads / cores)
 
 
-def _corrected(config: RunConfig, speeds: MeasuredSpeeds, work: Work, commits: Sequence[Commit]) -> MeasuredSpeeds:
+def _corrected(
+    config: RunConfig, speeds: MeasuredSpeeds, work: Work, commits: Sequence[Commit], until: float
+) -> MeasuredSpeeds:
     """Scale the time of a decode step until simulated sequences take as long per token as the recorded sequences.
 
     The load of a sample is a mean over time. If few sequences run at the end of a phase, this mean is not the load
@@ -146,7 +154,7 @@ def _corrected(config: RunConfig, speeds: MeasuredSpeeds, work: Work, commits: S
     """
     measured = _seconds_per_token(commits)
     for _ in range(_CORRECTIONS if measured else 0):
-        run = simulate(shortened(config), speeds, work)
+        run = simulate(config, speeds, work, until=until)
         speeds = replace(speeds, decode=speeds.decode.times(measured / run.seconds_per_token))
     return speeds
 

@@ -16,6 +16,7 @@ With the default times of 0, messages take no time, and an engine is not paced.
 
 import heapq
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -153,11 +154,14 @@ class SimulatedRun:
         return self.steps[-1].at - self.steps[skip - 1].at
 
 
-def simulate(config: RunConfig, speeds: Speeds, work: Work) -> SimulatedRun:
-    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on."""
+def simulate(config: RunConfig, speeds: Speeds, work: Work, *, until: float = math.inf) -> SimulatedRun:
+    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on.
+
+    until: `time.thread_time` at which the simulation is given up with a ConfigError.
+    """
     if config.engine.kv == "drain":
         raise ConfigError("engine.kv=drain is not simulated. Set engine.kv=keep")
-    return _Simulation(config, speeds, work).run()
+    return _Simulation(config, speeds, work).run(until)
 
 
 class _Simulation:
@@ -202,21 +206,23 @@ class _Simulation:
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
 
-    def run(self) -> SimulatedRun:
+    def run(self, until: float) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
         self._ledger.register_trainer(_TRAINER_EPOCH)
         for number in range(len(self._engines)):
             self._sync(number)
             self._tick(number)
-        for number, time, seconds in self._work.restarts:
-            self._at(time, partial(self._stop, number, seconds))
+        for number, at, seconds in self._work.restarts:
+            self._at(at, partial(self._stop, number, seconds))
         while not self._ledger.is_done:
             if len(self._events) <= self._num_ticks:
                 raise ConfigError(
                     f"the simulated run stops after step {self._ledger.committed_step}: no engine may generate, and "
                     "the trainer lacks groups"
                 )
+            if time.thread_time() > until:
+                raise ConfigError(f"the simulation took too long, {len(self._steps)} steps were simulated")
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from html import escape
 from importlib import resources
 from multiprocessing import get_context
 from typing import Any
@@ -18,7 +19,8 @@ from pipelinerl_core.report.charts import Axis, Series, line_chart
 
 _PROCESSES = 2
 _MOST_SETTINGS = 500
-_COLOURS = 6
+_COLOURS = ("generate", "train", "swap", "held", "commit", "bad")
+"""Classes of report.css."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +152,17 @@ def sweep_figure(points: Sequence[Point]) -> str:
         if point.prediction is not None and x is not None:
             lines.setdefault(", ".join(point.overrides[1:]), []).append((x, point.rollouts_per_second))
     series = [
-        Series(name or "rollouts per second", values, f"s{index % _COLOURS + 1}")
+        Series(name or "rollouts per second", values, _COLOURS[index % len(_COLOURS)])
         for index, (name, values) in enumerate(lines.items())
     ]
     axis = Axis(key if is_number else f"{key}: {', '.join(f'{i} {value}' for i, value in enumerate(first))}")
     chart = line_chart("predicted rollouts per second", series, axis, Axis("rollouts per second", low=0.0))
-    return chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace(
-        ">", f"><style>{css}</style>", 1
+    legend = "".join(
+        f'<text class="{one.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(one.name)}</text>'
+        for index, one in enumerate(series)
     )
+    chart = chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace("</svg>", f"{legend}</svg>")
+    return chart.replace(">", f"><style>{css}</style>", 1)
 
 
 def _config(base: RunConfig, overrides: Sequence[str], gpus: int, fixed: set[str]) -> RunConfig | str:
