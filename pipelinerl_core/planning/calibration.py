@@ -112,7 +112,8 @@ def calibrate(
     lengths = np.concatenate([step.lengths for step in steps])
     if not (lengths > 0).any():
         raise ConfigError(f"{facts.run.run_id}: no completion has a token. Calibrate from another run")
-    tokens = sum(commit.metrics.get("train/tokens", 0.0) for commit in kept)
+    measured = {step.step for step in steps}
+    tokens = sum(commit.metrics.get("train/tokens", 0.0) for commit in kept if commit.step in measured)
     swaps = [swap.pause_seconds for commit in kept for swap in commit.swaps]
     commit_seconds = float(np.median([commit.committed_at - commit.computed_at for commit in kept]))
     work = Work(

@@ -44,7 +44,7 @@ class Point:
 
 def parse_sweep(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(key, values) of each `section.key=1,2,4`. Raises ConfigError."""
-    found = []
+    found: list[tuple[str, list[str]]] = []
     for text in texts:
         key, separator, values = text.partition("=")
         listed = [value for value in values.split(",") if value]
@@ -77,13 +77,12 @@ def sweep(
     with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
         results = pool.map(_predict, itertools.repeat(source), configs)
         for overrides, config, result in zip(combinations, configs, results, strict=True):
-            has_config, has_figures = isinstance(config, RunConfig), isinstance(result, Prediction)
             points.append(
                 Point(
                     overrides=overrides,
-                    config=config if has_config else None,
-                    prediction=result if has_figures else None,
-                    error="" if has_figures else str(result),
+                    config=config if isinstance(config, RunConfig) else None,
+                    prediction=result if isinstance(result, Prediction) else None,
+                    error=result if isinstance(result, str) else "",
                 )
             )
             on_progress(len(points), len(combinations))
