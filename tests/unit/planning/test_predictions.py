@@ -1,4 +1,4 @@
-"""Predictions without a recorded run: roofline, cache of calibrations, sweeps, lengths, GPUs, and the own prediction."""
+"""Predictions without a recorded run: roofline, cached calibrations, sweeps, lengths, GPUs, the own prediction."""
 
 import json
 import tarfile
@@ -49,7 +49,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_a_decode_step_of_one_sequence_reads_the_weights_and_an_optimizer_step_computes_eight_flops_per_weight():
-    """H100: 15.2 GB over 60 % of 3.35 TB/s; 8 FLOPs (6, and 2 for checkpointing) over 40 % of 989 TFLOPS on 4 ranks."""
+    """15.2 GB over 60 % of 3.35 TB/s; 8 FLOPs (6, and 2 for checkpointing) over 40 % of 989 TFLOPS on 4 ranks."""
     speeds = Table(Lengths.of([2])).speeds_of(PRESET)
     multiplied = NUM_7B - 152064 * 3584
     assert speeds.decode_seconds(1) == pytest.approx(2 * NUM_7B / (0.6 * 3.35e12), rel=0.01)
@@ -72,7 +72,7 @@ def test_each_input_says_where_it_comes_from():
 
 
 def test_a_machine_without_a_calibration_and_an_unknown_accelerator_are_named():
-    with pytest.raises(ConfigError, match="no calibration of these settings on this machine.*--calibrate"):
+    with pytest.raises(ConfigError, match=r"no calibration of these settings on this machine.*--calibrate"):
         document(source_of(build_config(SMALL)), build_config(SMALL))
 
 
@@ -143,7 +143,7 @@ def test_a_combination_that_is_not_valid_has_its_error_in_the_table():
 
 
 def test_a_sweep_without_a_valid_combination_is_refused():
-    with pytest.raises(ConfigError, match="no combination is possible; the first: placement.actors"):
+    with pytest.raises(ConfigError, match=r"no combination is possible; the first: placement.actors"):
         sweep(MEASURED, MEASURED.config, [("placement.actors", ["0", "-1"])])
 
 
@@ -165,14 +165,14 @@ def test_a_sweep_is_limited():
 def test_gpus_that_do_not_generate_train():
     assert on_gpus(override_config(PRESET, ["placement.actors=10"]), 16).trainer.ranks == 6
     assert on_gpus(PRESET, 16, {"trainer.ranks"}) == PRESET
-    with pytest.raises(ConfigError, match="placement.actors=12 generate on 12 of 12 GPUs, so none trains"):
+    with pytest.raises(ConfigError, match=r"placement.actors=12 generate on 12 of 12 GPUs, so none trains"):
         on_gpus(PRESET, 12)
     with pytest.raises(ConfigError, match=r"12 of 14 GPUs, and trainer\.ranks=4 need more"):
         on_gpus(PRESET, 14, {"trainer.ranks"})
 
 
 def test_a_model_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="trainer: weights .* it may use 24.2 GB of A10"):
+    with pytest.raises(ConfigError, match=r"trainer: weights .* it may use 24.2 GB of A10"):
         document(Table(), override_config(PRESET, ["placement.gpu=A10"]))
 
 

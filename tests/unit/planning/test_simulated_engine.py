@@ -94,7 +94,7 @@ def test_a_paused_engine_samples_nothing():
 
 
 def test_a_sequence_waits_until_the_cache_has_room_for_all_its_tokens():
-    """10 tokens: prompt 1 and lengths 3 and 4 take 4 + 5; the third (1 + 4) waits until the first has ended at 6 s."""
+    """10 tokens: the first two take (1 + 3) + (1 + 4); the third (1 + 4) waits until the first has ended at 6 s."""
     one = engine(slots=4, prompt_tokens=1, cache_tokens=10)
     one.take(grant(0), [3, 4])
     one.take(grant(1), [4, 1])

@@ -23,6 +23,7 @@ from pipelinerl_core.run.records import (
     CheckpointManifest,
     ControlRecord,
     EvalRecord,
+    PredictionRecord,
     Record,
     RendezvousRecord,
     ResumeRecord,
