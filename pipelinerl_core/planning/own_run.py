@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import override_config
-from pipelinerl_core.errors import ConfigError, PipelineRLError
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.planning.cache import cached_calibration, usable_cores
 from pipelinerl_core.planning.calibration import calibrate
@@ -50,7 +50,7 @@ class OwnPrediction:
             if not self._store.exists(PREDICTION_KEY):
                 record = own_prediction(self._store, self._run, self._config, first)
                 self._store.put(PREDICTION_KEY, record.model_dump_json().encode())
-        except (PipelineRLError, OSError, ValueError, ArithmeticError, LookupError) as error:
+        except Exception as error:  # noqa: BLE001 (the run does not depend on its prediction)
             logger.info("the run has no prediction: %s", error)
 
 
