@@ -1,51 +1,161 @@
-"""`pipelinerl simulate`: throughput and lag before a run."""
+"""`pipelinerl simulate`: throughput, lag and memory before a run."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipelinerl.flows.cli.arguments import Json, Overrides, Root
-from pipelinerl.flows.cli.console import answer
+from pipelinerl.flows.cli.console import answer, say
+
+if TYPE_CHECKING:
+    from pipelinerl_core.config import RunConfig
+    from pipelinerl_core.planning.calibration import Calibration
+    from pipelinerl_core.planning.prediction import Source
 
 
 def simulate(
-    run: Annotated[
-        str, typer.Argument(metavar="[RUN]", help="A recorded run: id under the root, `latest`, path or URL.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="[RUN|PRESET|FILE.toml]",
+            help="A recorded run (id under the root, `latest`, path or URL), or a configuration.",
+        ),
     ] = "",
     overrides: Overrides = None,
     root: Root = "",
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Option("--sweep", metavar="KEY=V1,V2", help="Predict all combinations of values; may be repeated."),
+    ] = None,
+    write: Annotated[str, typer.Option(help="With --sweep: write the best configuration as TOML.")] = "",
+    figure: Annotated[str, typer.Option(help="With --sweep: draw the predictions as SVG.")] = "",
+    gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs in all; those that do not generate train (trainer.ranks).")
+    ] = 0,
+    lengths: Annotated[
+        str,
+        typer.Option(help="Lengths of completions: a mean, or a JSON file: a list of lengths or {length: count}."),
+    ] = "",
+    longer: Annotated[float, typer.Option(help="Make completions so many times as long.")] = 1.0,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure this machine with two short runs of the configuration first."),
+    ] = False,
     paper: Annotated[
         bool, typer.Option("--paper", help="The case study of arXiv:2509.19128, appendix A, beside its figures.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict throughput and lag of a run with changed settings, without running anything.
+    """Predict throughput, lag, bottleneck and memory of a run without running anything.
 
-    The speeds of engines and trainer come from a recorded run; the scheduler is the real one, on simulated time. The
-    prediction of the recorded settings is printed beside the measurement: the difference is the error to expect.
+    The scheduler is the real one, on simulated time. Speeds come from a recorded run; for a configuration from the
+    last --calibrate on this machine, else from a table of accelerators (placement.gpu). Every input is printed with
+    its source. For a recorded run, the prediction of its own settings is printed beside the measurement: the
+    difference is the error to expect.
 
     Examples:
 
-    - `pipelinerl simulate latest`
     - `pipelinerl simulate latest placement.actors=2 schedule.max_lag=8`
-    - `pipelinerl simulate latest schedule.kind=conventional`
+    - `pipelinerl simulate quickstart --calibrate`
+    - `pipelinerl simulate math-7b-16gpu --gpus 16 --sweep placement.actors=8,10,12,14`
+    - `pipelinerl simulate latest --longer 2`
     - `pipelinerl simulate --paper`
     """
-    from pipelinerl_core.config.load import override_config
     from pipelinerl_core.errors import ConfigError
-    from pipelinerl_core.planning.calibration import calibrate, document, document_lines
+    from pipelinerl_core.planning import what_if
     from pipelinerl_core.planning.case_study import case_study, case_study_lines
+    from pipelinerl_core.planning.sweep import parse_sweep
+
+    if paper == bool(source):
+        raise ConfigError("simulate needs a recorded run, for example `latest`, or a configuration, or --paper")
+    if (write or figure) and not sweeps:
+        raise ConfigError("--write and --figure need --sweep KEY=V1,V2")
+    if paper:
+        answer(case_study(), case_study_lines(case_study()), as_json=as_json)
+        return
+    changes = overrides or []
+    keys = parse_sweep(sweeps or [])
+    recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)
+    if lengths or longer != 1:
+        given = what_if.read_lengths(lengths, config.rollouts.max_tokens) if lengths else None
+        chosen = what_if.Longer(chosen, longer, given)
+    names = what_if.names(changes)
+    if keys:
+        found, lines = _swept(chosen, config, keys, gpus, sorted(names), write, figure)
+        answer(found, lines, as_json=as_json)
+        return
+    config = what_if.on_gpus(config, gpus, names)
+    if recorded is None:
+        document = what_if.document(chosen, config)
+    else:
+        document = what_if.recorded_document(recorded, chosen, config if changes or gpus else None)
+    text = what_if.lines(document)
+    del document["memory_lines"]
+    answer(document, text, as_json=as_json)
+
+
+def _source(
+    source: str, changes: list[str], root: str, *, calibrate: bool
+) -> "tuple[Calibration | None, Source, RunConfig]":
+    """The recorded run, if any; where the inputs come from; and the configuration to simulate."""
+    from pipelinerl.flows.cli.calibrating import measure
+    from pipelinerl_core.config.load import load_config, override_config, preset_names
+    from pipelinerl_core.errors import ConfigError
+    from pipelinerl_core.planning.what_if import source_of
+
+    if source.endswith(".toml") or source in preset_names():
+        config = load_config(source, changes)
+        if calibrate:
+            measure(config)
+        return None, source_of(config), config
+    if calibrate:
+        raise ConfigError(f"--calibrate needs a configuration, and {source} is none. A run is a calibration itself")
+    recorded = _recorded(source, root)
+    return recorded, recorded, override_config(recorded.config, changes)
+
+
+def _recorded(run: str, root: str) -> "Calibration":
+    """The calibration of a recorded run."""
+    from pipelinerl_core.config.load import stored_config
+    from pipelinerl_core.planning.cache import usable_cores
+    from pipelinerl_core.planning.calibration import calibrate
     from pipelinerl_core.report.facts import collect
     from pipelinerl_core.run.locate import locate_run
+    from pipelinerl_core.run.processor import processor
+    from pipelinerl_core.run.reading import read_record
+    from pipelinerl_core.run.records import EpochRecord
     from pipelinerl_core.storage.object_store import open_store
 
-    if paper == bool(run):
-        raise ConfigError("simulate needs either a recorded run, for example `latest`, or --paper")
-    if paper:
-        found = case_study()
-        answer(found, case_study_lines(found), as_json=as_json)
-        return
-    calibration = calibrate(collect(open_store(locate_run(run, root))))
-    changed = override_config(calibration.config, overrides) if overrides else None
-    found = document(calibration, changed)
-    answer(found, document_lines(found), as_json=as_json)
+    store = open_store(locate_run(run, root))
+    facts = collect(store)
+    epochs = [read_record(store, key, EpochRecord) for key in store.list("epochs")]
+    is_here = any(epoch.processor == processor() for epoch in epochs)
+    return calibrate(facts, cores=usable_cores(stored_config(facts.run.config)) if is_here else 0)
+
+
+def _swept(
+    source: "Source",
+    config: "RunConfig",
+    keys: list[tuple[str, list[str]]],
+    gpus: int,
+    given: list[str],
+    write: str,
+    figure: str,
+) -> tuple[dict[str, Any], list[str]]:
+    """The table of a sweep; writes the files that were asked for."""
+    from pipelinerl_core.config import as_toml
+    from pipelinerl_core.planning.sweep import best_of, sweep, sweep_document, sweep_figure, sweep_lines
+
+    points = sweep(
+        source, config, keys, gpus=gpus, given=given,
+        on_progress=lambda done, total: say(f"{done} of {total} combinations"),
+    )  # fmt: skip
+    best = best_of(points).config
+    if write and best is not None:
+        Path(write).write_text(as_toml(best), encoding="utf-8")
+        say(f"{write}: the configuration of the best combination")
+    if figure:
+        Path(figure).write_text(sweep_figure(points), encoding="utf-8")
+        say(f"{figure}: rollouts per second")
+    return sweep_document(points), sweep_lines(points)

@@ -1,9 +1,9 @@
-"""Speeds of a recorded run, for a simulation of the same run or of changed settings on the same machines."""
+"""Speeds of recorded runs, for a simulation of the same run or of changed settings on the same machines."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,60 +12,37 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.simulator import SimulatedRun, Work, simulate
+from pipelinerl_core.planning.prediction import (
+    FULL,
+    INPUTS,
+    MIN_STEPS,
+    START_SHARE,
+    SYNC_SECONDS,
+    Prediction,
+    Size,
+    named_bottleneck,
+    shortened,
+)
+from pipelinerl_core.planning.simulator import Work, simulate
+from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
+from pipelinerl_core.report.advice import mean_delay_seconds
 from pipelinerl_core.report.facts import RunFacts
-from pipelinerl_core.report.utilization import actor_use, span_seconds, stretches, trainer_idle_fraction
+from pipelinerl_core.report.utilization import (
+    actor_use,
+    span_seconds,
+    stretches,
+    trainer_idle_fraction,
+    wait_seconds,
+)
 from pipelinerl_core.run.records import Commit
 
-MIN_STEPS = 6
-"""Steps that a recorded run must have."""
-_START_SHARE = 0.2
-"""Share of the first steps that is left out: engines fill their slots, and libraries warm up."""
-_SIMULATED_STEPS = 200
 _WIDE = 1.5
 """Ratio of the largest to the smallest observed load from which the fixed part of a time can be told apart."""
-
-_ROWS = {
-    "steps_per_second": ("steps per second", ".3g"),
-    "mean_lag": ("mean lag", ".2f"),
-    "trainer_idle": ("trainer waits", ".0%"),
-    "busy_slots": ("slots in use", ".0%"),
-}
+_CAUSES = ("engine", "window", "stale_wait")
+_CORRECTIONS = 2
+"""Simulations of the recorded settings that correct the time of a decode step."""
 
 FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A time that grows with its load: fixed + each * load seconds."""
-
-    fixed: float
-    each: float
-    lowest: float
-    highest: float
-    """Loads that were observed; a time beyond them is extrapolated."""
-
-    def at(self, load: float) -> float:
-        """Seconds at a load."""
-        return self.fixed + self.each * load
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSpeeds:
-    """`Speeds` of a recorded run."""
-
-    decode: Line
-    """Time of a decode step by the running sequences of one actor."""
-    train: Line
-    """Time of an optimizer step by its tokens, prompts included."""
-
-    def decode_seconds(self, num_running: int) -> float:
-        """See `Speeds`."""
-        return self.decode.at(num_running) if num_running else 0.0
-
-    def train_seconds(self, num_tokens: int) -> float:
-        """See `Speeds`."""
-        return self.train.at(num_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,117 +52,129 @@ class Calibration:
     config: RunConfig
     speeds: MeasuredSpeeds
     work: Work
-    measured: "Prediction"
+    measured: Prediction | None = None
+    cores: int = 0
+    """Cores of the machine if engines and trainer computed on the CPU; 0: accelerators, or unknown."""
+    origin: str = ""
+    """Where the figures were measured."""
+
+    def speeds_of(self, config: RunConfig) -> MeasuredSpeeds:
+        """See `Source`: engines and trainer that compute at the same time share the cores."""
+        factor = _crowding(config, self.cores) / _crowding(self.config, self.cores)
+        return MeasuredSpeeds(decode=self.speeds.decode.times(factor), train=self.speeds.train.times(factor))
+
+    def work_of(self, config: RunConfig) -> Work:
+        """See `Source`."""
+        return replace(self.work, lengths=self.work.lengths.scaled(1.0, config.rollouts.max_tokens))
+
+    def sources_of(self, config: RunConfig) -> dict[str, str]:
+        """See `Source`."""
+        return dict.fromkeys(INPUTS, f"measured: {self.origin}")
+
+    def warnings_of(self, config: RunConfig) -> list[str]:
+        """See `Source`."""
+        found = ["scoring, and evaluations"]
+        decode, slots = self.speeds.decode, config.engine.concurrency
+        if slots > _WIDE * decode.highest:
+            found.append(
+                f"the time of a decode step of {slots} sequences (engine.concurrency), which is extrapolated: at "
+                f"most {decode.highest:.0f} ran at once"
+            )
+        if config.placement.actors > self.config.placement.actors and not self.cores:
+            found.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
+        return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Figures of a run without its first steps."""
+def calibrate(
+    facts: RunFacts, *others: RunFacts, cores: int = 0, size: Size = FULL, until: float = math.inf
+) -> Calibration:
+    """Speeds and work of a recorded run. Raises ConfigError if the run has too few steps for a measurement.
 
-    steps_per_second: float
-    mean_lag: float
-    """Of the trained tokens, optimizer steps."""
-    trainer_idle: float
-    """Share of the time in which the trainer waited for groups."""
-    busy_slots: float
-    """Share of the slots that were in use."""
-
-
-def calibrate(facts: RunFacts) -> Calibration:
-    """Speeds and work of a recorded run. Raises ConfigError if the run has too few steps for a measurement."""
+    others: runs of the same model on the same machines with other loads, from which the fixed part of a decode step
+    and of an optimizer step can be told apart.
+    """
     config = stored_config(facts.run.config)
     commits = facts.trained_commits
-    if len(commits) < MIN_STEPS or len(facts.steps) < MIN_STEPS:
+    if len(commits) < MIN_STEPS or not facts.steps:
         raise ConfigError(f"{facts.run.run_id}: {len(commits)} steps are too few, at least {MIN_STEPS} are needed")
-    skip = max(1, int(_START_SHARE * len(commits)))
-    kept, steps = commits[skip:], facts.steps[skip:]
-    decode = _decode(kept)
+    skip = max(1, int(START_SHARE * len(commits)))
+    kept = commits[skip:]
+    steps = [step for step in facts.steps if step.step >= kept[0].step]
+    parts = [kept, *(other.trained_commits[1:] for other in others)]
+    decode = _decode(*parts)
     if decode is None:
         raise ConfigError(f"{facts.run.run_id}: no actor has reported two samples. Calibrate from a longer run")
-    tokens = np.array([commit.metrics.get("train/tokens", 0.0) for commit in kept])
-    seconds = np.array([commit.computed_at - commit.reserved_at for commit in kept])
+    trained = [commit for part in parts for commit in part]
+    train = _line(
+        np.array([commit.metrics.get("train/tokens", 0.0) for commit in trained]),
+        np.array([commit.computed_at - commit.reserved_at for commit in trained]),
+    )
     lengths = np.concatenate([step.lengths for step in steps])
-    prompts = max(0.0, float(tokens.sum()) - float(lengths.sum())) / len(lengths)
+    if not (lengths > 0).any():
+        raise ConfigError(f"{facts.run.run_id}: no completion has a token. Calibrate from another run")
+    measured = {step.step for step in steps}
+    tokens = sum(commit.metrics.get("train/tokens", 0.0) for commit in kept if commit.step in measured)
     swaps = [swap.pause_seconds for commit in kept for swap in commit.swaps]
+    commit_seconds = float(np.median([commit.committed_at - commit.computed_at for commit in kept]))
+    work = Work(
+        lengths=Lengths.of(lengths[lengths > 0].tolist()),
+        prompt_tokens=round(max(0.0, tokens - float(lengths.sum())) / len(lengths)),
+        swap_seconds=float(np.mean(swaps)) if swaps else 0.0,
+        commit_seconds=commit_seconds,
+        publish_seconds=max(0.0, _swap_delay(commits) - commit_seconds),
+        fetch_seconds=_fetch_seconds(kept),
+        snapshot_seconds=_snapshot_seconds(kept),
+        sync_seconds=SYNC_SECONDS,
+        equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
+    )
     return Calibration(
         config=config,
-        speeds=MeasuredSpeeds(decode=decode, train=_line(tokens, seconds)),
-        work=Work(
-            lengths=Lengths.of(lengths[lengths > 0].tolist()),
-            prompt_tokens=round(prompts),
-            swap_seconds=float(np.mean(swaps)) if swaps else 0.0,
-            publish_seconds=_publish_seconds(commits),
-            equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
-        ),
-        measured=_measured(facts, kept),
+        speeds=_corrected(shortened(config, size), MeasuredSpeeds(decode=decode, train=train), work, kept, until),
+        work=work,
+        measured=_measured(facts, config, kept),
+        cores=cores,
+        origin=facts.run.run_id,
     )
 
 
-def predict(calibration: Calibration, config: RunConfig) -> Prediction:
-    """Simulate a configuration at the speeds of a recorded run. Raises ConfigError as `simulate`."""
-    trainer = config.trainer.model_copy(update={"steps": max(MIN_STEPS, min(config.trainer.steps, _SIMULATED_STEPS))})
-    run: SimulatedRun = simulate(config.model_copy(update={"trainer": trainer}), calibration.speeds, calibration.work)
-    skip = max(1, int(_START_SHARE * len(run.steps)))
-    seconds = run.steps[-1].at - run.steps[skip - 1].at
-    return Prediction(
-        steps_per_second=(len(run.steps) - skip) / seconds,
-        mean_lag=run.mean_lag(skip),
-        trainer_idle=run.waiting(skip),
-        busy_slots=run.busy_slots,
-    )
+def _crowding(config: RunConfig, cores: int) -> float:
+    """Factor by which processes that compute at the same time slow each other down on this many cores."""
+    if not cores:
+        return 1.0
+    busy = config.placement.actors + (0 if config.takes_turns else config.trainer.ranks)
+    return max(1.0, busy * config.placement.threads / cores)
 
 
-def warnings(calibration: Calibration, config: RunConfig) -> list[str]:
-    """What a prediction of `config` leaves out or extrapolates."""
-    found = []
-    decode, slots = calibration.speeds.decode, config.engine.concurrency
-    if slots > _WIDE * decode.highest:
-        found.append(
-            f"the time of a decode step of {slots} sequences (engine.concurrency), which is extrapolated: at most "
-            f"{decode.highest:.0f} ran at once"
-        )
-    if config.paces_engines:
-        found.append("engine.pace=true: if the trainer is the bottleneck, the lag of the run is lower")
-    if config.placement.actors > calibration.config.placement.actors:
-        found.append("a limit of cores or accelerators: each further actor is as fast as the recorded ones")
-    return found
+def _corrected(
+    config: RunConfig, speeds: MeasuredSpeeds, work: Work, commits: Sequence[Commit], until: float
+) -> MeasuredSpeeds:
+    """Scale the time of a decode step until simulated sequences take as long per token as the recorded sequences.
+
+    The load of a sample is a mean over time. If few sequences run at the end of a phase, this mean is not the load
+    of most decode steps.
+    """
+    measured = _seconds_per_token(commits)
+    for _ in range(_CORRECTIONS if measured else 0):
+        run = simulate(config, speeds, work, until=until)
+        speeds = replace(speeds, decode=speeds.decode.times(measured / run.seconds_per_token))
+    return speeds
 
 
-def document(calibration: Calibration, changed: RunConfig | None) -> dict[str, Any]:
-    """The figures for `--json`: measured, predicted, and predicted with changed settings."""
-    rows = {"measured": calibration.measured, "predicted": predict(calibration, calibration.config)}
-    if changed is not None:
-        rows["changed"] = predict(calibration, changed)
-    config = changed or calibration.config
-    return {
-        **{name: {key: getattr(row, key) for key in Prediction.__slots__} for name, row in rows.items()},
-        "decode_seconds": {"fixed": calibration.speeds.decode.fixed, "per_sequence": calibration.speeds.decode.each},
-        "train_seconds": {"fixed": calibration.speeds.train.fixed, "per_token": calibration.speeds.train.each},
-        "warnings": warnings(calibration, config),
-    }
+def _seconds_per_token(commits: Sequence[Commit]) -> float:
+    """Time of running sequences per sampled token; 0 without samples."""
+    busy, tokens = 0.0, 0
+    for before, now in pairwise(commits):
+        for name, sample in now.actors.items():
+            if (earlier := before.actors.get(name)) is not None and sample.num_tokens > earlier.num_tokens:
+                busy += sample.running_seconds - earlier.running_seconds
+                tokens += sample.num_tokens - earlier.num_tokens
+    return busy / tokens if tokens else 0.0
 
 
-def document_lines(found: Mapping[str, Any]) -> list[str]:
-    """The figures as a table."""
-    columns = [name for name in ("measured", "predicted", "changed") if name in found]
-    lines = [f"{'':<18}" + "".join(f"{name:>12}" for name in columns)]
-    for key, (title, form) in _ROWS.items():
-        lines.append(f"{title:<18}" + "".join(f"{format(found[name][key], form):>12}" for name in columns))
-    if "changed" in found:
-        ratio = found["changed"]["steps_per_second"] / found["predicted"]["steps_per_second"]
-        lines.append(f"with the changed settings {ratio:.2f} times the steps per second of the recorded settings")
-    decode, train = found["decode_seconds"], found["train_seconds"]
-    lines.append(
-        f"measured: a decode step {1e3 * decode['fixed']:.3g} ms + {1e6 * decode['per_sequence']:.3g} us a sequence, "
-        f"an optimizer step {1e3 * train['fixed']:.3g} ms + {1e6 * train['per_token']:.3g} us per token"
-    )
-    return [*lines, *(f"not simulated: {warning}" for warning in found["warnings"])]
-
-
-def _decode(commits: Sequence[Commit]) -> Line | None:
+def _decode(*runs: Sequence[Commit]) -> Line | None:
     """Time of a decode step: running sequences over tokens per second, between two samples of an actor."""
     loads, seconds = [], []
-    for before, now in pairwise(commits):
+    for before, now in (pair for commits in runs for pair in pairwise(commits)):
         for name, sample in now.actors.items():
             earlier = before.actors.get(name)
             tokens = sample.num_tokens - earlier.num_tokens if earlier else 0
@@ -220,8 +209,8 @@ def _line(loads: FloatArray, seconds: FloatArray) -> Line:
     return Line(fixed, each, lowest, highest)
 
 
-def _publish_seconds(commits: Sequence[Commit]) -> float:
-    """Mean time from the end of a step to the swap of its version."""
+def _swap_delay(commits: Sequence[Commit]) -> float:
+    """Median time from the end of a step to the swap of its version."""
     computed = {commit.step: commit.computed_at for commit in commits}
     times = [
         swap.at - computed[swap.version]
@@ -232,6 +221,25 @@ def _publish_seconds(commits: Sequence[Commit]) -> float:
     return float(np.median(times)) if times else 0.0
 
 
+def _fetch_seconds(commits: Sequence[Commit]) -> float:
+    """Median wait of the trainer for which the hub has no cause: messages and rows."""
+    times = []
+    for before, now in pairwise(commits):
+        caused = sum(now.waits.get(name, 0.0) - before.waits.get(name, 0.0) for name in _CAUSES)
+        times.append(max(0.0, wait_seconds(now, before) - caused))
+    return float(np.median(times)) if times and commits[-1].waits else 0.0
+
+
+def _snapshot_seconds(commits: Sequence[Commit]) -> float:
+    """Median time from the end of a step to the request for the next groups."""
+    times = [
+        now.reserved_at - wait_seconds(now, before) - before.computed_at
+        for before, now in pairwise(commits)
+        if before.epoch == now.epoch
+    ]
+    return max(0.0, float(np.median(times))) if times else 0.0
+
+
 def _equal_share(commits: Sequence[Commit]) -> float:
     """Share of the tokens in groups that were filtered."""
     first, last = commits[0].tokens, commits[-1].tokens
@@ -239,16 +247,21 @@ def _equal_share(commits: Sequence[Commit]) -> float:
     return grown["filtered"] / sum(grown.values()) if sum(grown.values()) else 0.0
 
 
-def _measured(facts: RunFacts, commits: Sequence[Commit]) -> Prediction:
+def _measured(facts: RunFacts, config: RunConfig, commits: Sequence[Commit]) -> Prediction:
     numbers = {commit.step for commit in commits}
     lags = [step.lags for step in facts.steps if step.step in numbers]
     seconds, idle, use = span_seconds(commits), trainer_idle_fraction(commits), actor_use(commits)
     if seconds is None or idle is None or use is None:
         raise ConfigError(f"{facts.run.run_id}: no two steps in a row were measured. Calibrate from a longer run")
     num_steps = sum(len(part) - 1 for part in stretches(commits))
+    busy_slots = 1 - use.idle_fraction
     return Prediction(
         steps_per_second=num_steps / seconds,
-        mean_lag=sum(float((lag * np.arange(len(lag))).sum()) for lag in lags) / max(1, sum(map(np.sum, lags))),
+        mean_lag=sum(float((lag * np.arange(len(lag))).sum()) for lag in lags)
+        / max(1, sum(int(lag.sum()) for lag in lags)),
         trainer_idle=idle,
-        busy_slots=1 - use.idle_fraction,
+        busy_slots=busy_slots,
+        bottleneck=named_bottleneck(
+            config, trainer_idle=idle, busy_slots=busy_slots, delay_seconds=mean_delay_seconds(commits)
+        ),
     )

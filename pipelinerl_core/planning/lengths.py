@@ -34,6 +34,19 @@ class Lengths:
         counts = np.bincount(np.asarray(lengths, dtype=np.int64))[1:]
         return cls(counts / counts.sum())
 
+    @classmethod
+    def around(cls, mean: float, longest: int) -> "Lengths":
+        """Uniform lengths with this mean, cut at `longest`."""
+        return cls.uniform(max(1, round(2 * mean) - 1)).scaled(1.0, longest)
+
+    def scaled(self, factor: float, longest: int) -> "Lengths":
+        """All lengths times `factor`; lengths above `longest` become `longest`."""
+        if factor <= 0:
+            raise ConfigError(f"lengths times {factor:g}: the factor must be above 0")
+        lengths = np.clip(np.rint(factor * np.arange(1, self.longest + 1)), 1, longest).astype(np.int64)
+        shares = np.bincount(lengths, weights=self.shares)[1:]
+        return Lengths(shares[: int(lengths[self.shares > 0].max())])
+
     @property
     def longest(self) -> int:
         """L."""

@@ -43,14 +43,34 @@ class GroupWork:
 class SimulatedEngine:
     """The engine of one actor."""
 
-    def __init__(self, key: ActorKey, *, slots: int, group_size: int, speeds: Speeds, prefill_seconds: float) -> None:
-        """prefill_seconds: time for which the admission of one sequence stops the decode steps."""
+    def __init__(
+        self,
+        key: ActorKey,
+        *,
+        slots: int,
+        group_size: int,
+        speeds: Speeds,
+        prefill_seconds: float,
+        prompt_tokens: int = 0,
+        cache_tokens: float = math.inf,
+        speed: float = 1.0,
+    ) -> None:
+        """prefill_seconds: time for which the admission of one sequence stops the decode steps. speed: of the decode
+        steps, relative to `speeds`."""
         self.key = key
         self.version = 0
         self.works: dict[str, GroupWork] = {}
         """Leased groups by lease_id."""
         self.busy_slot_seconds = 0.0
         """Integral of the running sequences."""
+        self.cache_wait_seconds = 0.0
+        """Time in which a slot was free and a sequence waited for space in the KV cache."""
+        self.is_paused = False
+        """By the schedule."""
+        self._prompt_tokens = prompt_tokens
+        self._free_tokens = cache_tokens
+        self._speed = speed
+        self._delay_seconds = 0.0  # after each decode step
         self._slots = slots
         self._group_size = group_size
         self._speeds = speeds
@@ -64,7 +84,6 @@ class SimulatedEngine:
         self._steps = 0.0
         self._step_seconds = 1.0  # of the running sequences
         self._stopped_until = 0.0  # by prefill and swaps
-        self._is_paused = False  # by the schedule
         self._swap_steps = [0.0]  # step of the swap to each version of _versions
         self._versions = [0]
 
@@ -91,7 +110,7 @@ class SimulatedEngine:
     @property
     def next_end(self) -> float:
         """Time at which the next sequence ends; infinite while nothing runs."""
-        if not self._running or self._is_paused:
+        if not self._running or self.is_paused:
             return math.inf
         steps = max(0.0, self._running[0][0] - self._steps)
         return max(self._now, self._stopped_until) + steps * self._step_seconds
@@ -99,7 +118,9 @@ class SimulatedEngine:
     def advance(self, now: float) -> None:
         """Sample until `now`, which is not later than `next_end`."""
         self.busy_slot_seconds += self.num_running * (now - self._now)
-        if not self._is_paused and self._running:
+        if self._waiting and self.num_running < self._slots:
+            self.cache_wait_seconds += now - self._now
+        if not self.is_paused and self._running:
             seconds = now - max(self._now, self._stopped_until)
             self._steps += max(0.0, seconds) / self._step_seconds
         self._now = now
@@ -120,6 +141,7 @@ class SimulatedEngine:
             self._sum_of_starts -= last - length
             work.sampled.append((last - length, length))
             work.unfinished -= 1
+            self._free_tokens += self._prompt_tokens + length
             if not work.unfinished:
                 complete.append(work)
                 del self.works[work.grant.lease_id]
@@ -131,10 +153,15 @@ class SimulatedEngine:
         self.version = version
         self._swap_steps.append(self._steps)
         self._versions.append(version)
-        self._stop(seconds)
+        self.stop(seconds)
+
+    def set_pace(self, delay_seconds: float) -> None:
+        """Pause this long after each decode step."""
+        self._delay_seconds = delay_seconds
+        self._set_step_seconds()
 
     def set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
+        self.is_paused = is_paused
 
     def tokens_by_version(self, work: GroupWork) -> dict[int, int]:
         """Tokens of a complete group per version that sampled them."""
@@ -155,12 +182,20 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         while self._waiting and self.num_running < self._slots:
+            needed = self._prompt_tokens + self._waiting[0][0]
+            if needed > self._free_tokens:
+                break
+            self._free_tokens -= needed
             length, work = self._waiting.popleft()
             self._num_admitted += 1
             self._sum_of_starts += self._steps
             heapq.heappush(self._running, (self._steps + length, self._num_admitted, length, work))
-            self._stop(self._prefill_seconds)
-        self._step_seconds = self._speeds.decode_seconds(self.num_running)
+            self.stop(self._prefill_seconds)
+        self._set_step_seconds()
 
-    def _stop(self, seconds: float) -> None:
+    def _set_step_seconds(self) -> None:
+        self._step_seconds = self._speeds.decode_seconds(self.num_running) / self._speed + self._delay_seconds
+
+    def stop(self, seconds: float) -> None:
+        """Sample nothing for `seconds` more; running sequences continue afterwards."""
         self._stopped_until = max(self._stopped_until, self._now) + seconds

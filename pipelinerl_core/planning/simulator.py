@@ -4,15 +4,19 @@ The ledger decides, as in a run, which groups are leased, when a step is taken, 
 tokens are too old. Time moves from event to event:
 
     the next sequence of an engine ends     the group may be complete and arrive at the ledger
-    an optimizer step ends                  the step is committed, and its version is announced
+    an optimizer step ends                  the step is committed after commit_seconds, and its version is announced
     an engine swaps                         publish_seconds after the announcement
+    an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
+                                            or pause the engine; a paced engine at every multiple
     the trainer asks again                  schedule.stale=wait has held the step back for wait_seconds
+    an actor restarts                       its engine stops; its sequences continue afterwards
 
-Messages take no time. An engine that was refused groups asks again after every event that may admit groups.
+With the default times of 0, messages take no time, and an engine is not paced.
 """
 
 import heapq
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +30,7 @@ from pipelinerl_core.ledger import ActorKey, Arrival, GroupSummary, Ledger
 from pipelinerl_core.messages import Reserved, Sync
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.simulated_engine import GroupWork, SimulatedEngine, Speeds
+from pipelinerl_core.rollouts.pace import Pacer
 from pipelinerl_core.types import GroupRef, WeightManifest
 
 _TRAINER_EPOCH = 1
@@ -47,16 +52,43 @@ class Work:
     """Time for which a swap stops an engine."""
     publish_seconds: float = 0.0
     """Time from the announcement of a version to the swap."""
+    commit_seconds: float = 0.0
+    """Time from the end of an optimizer step to its commit and the announcement of its version."""
+    fetch_seconds: float = 0.0
+    """Time in which the trainer gets the rows of the groups of a step."""
+    snapshot_seconds: float = 0.0
+    """Time from the end of an optimizer step to the request for the next groups."""
+    arrival_seconds: float = 0.0
+    """Time from the last token of a group to its arrival: scoring and sending."""
+    sync_seconds: float = 0.0
+    """Interval between two syncs of an engine; 0: at once, and without pace."""
+    cache_tokens: float = math.inf
+    """Tokens of prompts and completions that the KV cache of an actor holds. A sequence reserves all its tokens."""
+    actor_speeds: tuple[float, ...] = ()
+    """Speed of each actor's decode steps relative to `Speeds`; empty: 1 for all."""
+    restarts: tuple[tuple[int, float, float], ...] = ()
+    """(index of the actor, time, duration) of restarts of actors, seconds."""
     equal_share: float = 0.0
     """Share of the groups whose rewards are all equal; filtered with rollouts.filter_zero_variance."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers without meaning."""
-        times = (self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds)
+        times = (
+            self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds,
+            self.commit_seconds, self.fetch_seconds, self.snapshot_seconds, self.arrival_seconds, self.sync_seconds,
+        )  # fmt: skip
         if min(times) < 0 or not 0 <= self.equal_share < 1:
             raise ConfigError(
                 f"tokens and times {times} must be 0 or more, and equal_share={self.equal_share:g} at least 0 and "
                 "below 1: a run whose groups are all filtered never trains"
+            )
+        if any(speed <= 0 for speed in self.actor_speeds):
+            raise ConfigError(f"speeds of actors {self.actor_speeds}: each must be above 0")
+        if self.prompt_tokens + self.lengths.longest > self.cache_tokens:
+            raise ConfigError(
+                f"one sequence of {self.prompt_tokens} + {self.lengths.longest} tokens does not fit the KV cache of "
+                f"an actor, {max(0, int(self.cache_tokens))} tokens. Raise engine.tensor_parallel or lower "
+                "rollouts.max_tokens"
             )
 
 
@@ -87,6 +119,12 @@ class SimulatedRun:
     """Tokens by class, as the ledger counts them."""
     busy_slots: float
     """Share of the slots that were in use, over the whole run."""
+    waited_for_cache: float = 0.0
+    """Share of the engines' time in which a slot was free and a sequence waited for space in the KV cache."""
+    seconds_per_token: float = 0.0
+    """Time of running sequences per sampled token."""
+    delay_seconds: float = 0.0
+    """Mean pause of a paced engine after a decode step."""
 
     def throughput(self, skip: int) -> float:
         """Trained completion tokens per second."""
@@ -116,11 +154,14 @@ class SimulatedRun:
         return self.steps[-1].at - self.steps[skip - 1].at
 
 
-def simulate(config: RunConfig, speeds: Speeds, work: Work) -> SimulatedRun:
-    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on."""
+def simulate(config: RunConfig, speeds: Speeds, work: Work, *, until: float = math.inf) -> SimulatedRun:
+    """Simulate all steps of a configuration. Raises ConfigError if the run cannot be simulated or cannot go on.
+
+    until: `time.thread_time` at which the simulation is given up with a ConfigError.
+    """
     if config.engine.kv == "drain":
         raise ConfigError("engine.kv=drain is not simulated. Set engine.kv=keep")
-    return _Simulation(config, speeds, work).run()
+    return _Simulation(config, speeds, work).run(until)
 
 
 class _Simulation:
@@ -138,6 +179,7 @@ class _Simulation:
         self._steps: list[SimulatedStep] = []
         self._summaries: dict[int, GroupSummary] = {}  # of ready and reserved groups
         self._is_training = False
+        self._next_step = 1
         self._idle_since = 0.0
         self._asked_again_for = 0  # step whose second request is scheduled
         self._has_pauses = config.schedule.kind == "april"
@@ -150,23 +192,37 @@ class _Simulation:
                 group_size=config.rollouts.group_size,
                 speeds=speeds,
                 prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
+                prompt_tokens=work.prompt_tokens,
+                cache_tokens=work.cache_tokens,
+                speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
             )
             for number in range(config.placement.actors)
         ]
+        self._pacers = [Pacer(config.trainer.groups_per_step) for _ in self._engines]
+        self._is_paced = config.paces_engines and work.sync_seconds > 0
+        self._num_ticks = 0  # scheduled syncs of paced engines, which cause no progress of their own
+        self._sum_of_delays, self._num_delays = 0.0, 0
+        self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
 
-    def run(self) -> SimulatedRun:
+    def run(self, until: float) -> SimulatedRun:
         for engine in self._engines:
             self._ledger.register_actor(engine.key)
         self._ledger.register_trainer(_TRAINER_EPOCH)
-        self._lease()
+        for number in range(len(self._engines)):
+            self._sync(number)
+            self._tick(number)
+        for number, at, seconds in self._work.restarts:
+            self._at(at, partial(self._stop, number, seconds))
         while not self._ledger.is_done:
-            if not self._events:
+            if len(self._events) <= self._num_ticks:
                 raise ConfigError(
                     f"the simulated run stops after step {self._ledger.committed_step}: no engine may generate, and "
                     "the trainer lacks groups"
                 )
+            if time.thread_time() > until:
+                raise ConfigError(f"the simulation took too long, {len(self._steps)} steps were simulated")
             self._now, _, event = heapq.heappop(self._events)
             event()
         slot_seconds = self._now * self._config.engine.concurrency * len(self._engines)
@@ -174,6 +230,11 @@ class _Simulation:
             steps=tuple(self._steps),
             tokens=self._ledger.tokens(),
             busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
+            waited_for_cache=sum(engine.cache_wait_seconds for engine in self._engines)
+            / (self._now * len(self._engines)),
+            seconds_per_token=sum(engine.busy_slot_seconds for engine in self._engines)
+            / max(1, sum(engine.num_tokens for engine in self._engines)),
+            delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
@@ -182,16 +243,54 @@ class _Simulation:
     # ---- engines ---------------------------------------------------------------------------------------------
 
     def _lease(self) -> None:
-        """Sync every engine that was refused groups."""
-        refused, self._refused = self._refused, {}
-        for number in refused:
+        """Let every engine that was refused groups sync."""
+        for number in list(self._refused):
+            self._sync_soon(number)
+
+    def _sync_soon(self, number: int) -> None:
+        """Sync at the next multiple of the interval; the engines' syncs are evenly spread over the interval."""
+        interval = self._work.sync_seconds
+        if not interval:
             self._sync(number)
+        elif number not in self._syncing:
+            self._syncing.add(number)
+            offset = interval * number / len(self._engines)
+            syncs = math.floor((self._now - offset) / interval) + 1
+            self._at(offset + interval * syncs, partial(self._sync, number))
+
+    def _tick(self, number: int) -> None:
+        """Sync a paced engine, and schedule its next sync."""
+        if not self._is_paced:
+            return
+        engine, interval = self._engines[number], self._work.sync_seconds
+        engine.advance(self._now)
+        delay_seconds = self._pacers[number].update(self._ledger.num_ready, interval)
+        engine.set_pace(delay_seconds)
+        self._sum_of_delays += delay_seconds
+        self._num_delays += 1
+        self._wake(number)
+        self._num_ticks += 1
+
+        def again() -> None:
+            self._num_ticks -= 1
+            self._tick(number)
+
+        self._at(self._now + interval, again)
+
+    def _stop(self, number: int, seconds: float) -> None:
+        """The actor restarts."""
+        self._engines[number].advance(self._now)
+        self._engines[number].stop(seconds)
+        self._wake(number)
 
     def _sync(self, number: int) -> None:
         """Request the groups that an engine wants, and schedule its next event."""
         self._refused.pop(number, None)
+        self._syncing.discard(number)
         engine = self._engines[number]
         engine.advance(self._now)
+        if self._has_pauses:
+            engine.set_paused(self._ledger.must_pause(engine.version))
         want = engine.wanted_groups
         if want:
             message = Sync(
@@ -227,20 +326,26 @@ class _Simulation:
         engine = self._engines[number]
         engine.advance(time)
         complete = engine.end_sequences()
-        outstanding = self._ledger.counts.outstanding if complete else 0
-        for work in complete:
-            self._arrive(engine, work)
+        if complete and self._work.arrival_seconds:
+            self._at(time + self._work.arrival_seconds, partial(self._arrive, engine, complete))
+        elif complete:
+            self._arrive(engine, complete)
         if engine.wanted_groups and number not in self._refused:
             self._sync(number)
         else:
             self._wake(number)
-        if complete:
-            self._request_step()
-            if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
-                self._lease()
-            self._pause()
 
-    def _arrive(self, engine: SimulatedEngine, work: GroupWork) -> None:
+    def _arrive(self, engine: SimulatedEngine, complete: list[GroupWork]) -> None:
+        """Complete groups arrive at the ledger."""
+        outstanding = self._ledger.counts.outstanding
+        for work in complete:
+            self._add(engine, work)
+        self._request_step()
+        if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
+            self._lease()
+        self._pause()
+
+    def _add(self, engine: SimulatedEngine, work: GroupWork) -> None:
         grant, size = work.grant, self._config.rollouts.group_size
         versions = engine.tokens_by_version(work)
         summary = GroupSummary(
@@ -283,14 +388,13 @@ class _Simulation:
         if not self._has_pauses:
             return
         for number, engine in enumerate(self._engines):
-            engine.advance(self._now)
-            engine.set_paused(self._ledger.must_pause(engine.version))
-            self._wake(number)
+            if self._ledger.must_pause(engine.version) != engine.is_paused:
+                self._sync_soon(number)
 
     # ---- the trainer -----------------------------------------------------------------------------------------
 
     def _request_step(self) -> None:
-        step = self._ledger.committed_step + 1
+        step = self._next_step
         if self._is_training or step > self._config.trainer.steps or not self._ledger.is_due(step):
             return
         answer = self._ledger.reserve(step, _TRAINER_EPOCH)
@@ -300,11 +404,14 @@ class _Simulation:
                 self._at(self._now + self._config.schedule.wait_seconds, self._request_step)
             return
         self._is_training = True
-        waited = self._now - self._idle_since
+        fetch_seconds = self._work.fetch_seconds
+        waited = self._now - self._idle_since + fetch_seconds
         num_tokens = sum(ref.num_tokens + ref.num_rollouts * self._work.prompt_tokens for ref in answer.groups)
-        self._at(self._now + self._speeds.train_seconds(num_tokens), partial(self._commit, step, answer, waited))
+        seconds = fetch_seconds + self._speeds.train_seconds(num_tokens)
+        self._at(self._now + seconds, partial(self._computed, step, answer, waited))
 
-    def _commit(self, step: int, answer: Reserved, waited: float) -> None:
+    def _computed(self, step: int, answer: Reserved, waited: float) -> None:
+        """An optimizer step ends: its commit follows, and the trainer requests the next groups."""
         trained = [self._summaries.pop(ref.group_id) for ref in answer.groups]
         lags = [(step - 1 - v, num) for summary in trained for v, num in summary.tokens_by_version.items()]
         self._steps.append(
@@ -317,11 +424,22 @@ class _Simulation:
                 wait_seconds=waited,
             )
         )
+        self._next_step = step + 1
+        self._at(self._now + self._work.commit_seconds, partial(self._commit, step, answer))
+        self._at(self._now + self._work.snapshot_seconds, self._next_request)
+
+    def _next_request(self) -> None:
+        self._is_training, self._idle_since = False, self._now
+        outstanding = self._ledger.counts.outstanding
+        self._request_step()
+        if self._ledger.counts.outstanding < outstanding:  # a group was dropped
+            self._lease()
+
+    def _commit(self, step: int, answer: Reserved) -> None:
+        """A step is committed: the window admits groups, and the version is announced."""
         is_published = self._config.publishes(step)
         groups = [(ref.group_id, ref.attempt) for ref in answer.groups]
         self._ledger.committed(step, groups, answer.fates, _manifest(step) if is_published else None)
-        self._is_training, self._idle_since = False, self._now
-        self._request_step()
         if is_published:
             for number in range(len(self._engines)):
                 self._at(self._now + self._work.publish_seconds, partial(self._swap, number, step))

@@ -16,6 +16,7 @@ from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
+from pipelinerl_core.report.predicted import model_advice, predicted
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
@@ -63,6 +64,17 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         )
     lengths = commits[-1].lengths if commits else {}
     found = advice(evidence, lengths, facts.run.config)
+    prediction = predicted(
+        facts.prediction,
+        {
+            "steps_per_second": utilization.steps_per_second(commits),
+            "mean_lag": measures.mean_of_counts(total_lags(facts.steps)),
+            "trainer_idle": trainer_idle,
+            "busy_slots": None if actor_idle is None else 1 - actor_idle,
+        },
+    )
+    if found["advice"] is not None:
+        found = {**found, "advice": " ".join(filter(None, (found["advice"], model_advice(prediction))))}
     found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
     reward = equal_reward(commits)
     warning = None
@@ -94,6 +106,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "actor_idle_fraction": actor_idle,
         "wait_fractions": waits,
         "group_spread": spread,
+        "prediction": prediction,
         "equal_reward": reward,
         "warning": warning,
         "mlflow": _mlflow(facts.run),

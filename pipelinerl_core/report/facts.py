@@ -14,10 +14,18 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
-from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.follow import RunFollower
-from pipelinerl_core.run.records import Commit, EvalRecord, RunRecord, commit_key
+from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import (
+    PREDICTION_KEY,
+    Commit,
+    EvalRecord,
+    PredictionRecord,
+    RunRecord,
+    commit_key,
+)
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.measures import Int64Array
 from pipelinerl_core.types import BoolArray, WeightSpan
@@ -98,6 +106,8 @@ class RunFacts:
     """The same by name of a set of eval.sets."""
     steps: tuple[StepFacts, ...]
     """Trained steps, in order; step 0 has no batch."""
+    prediction: PredictionRecord | None = None
+    """prediction.json; None if the run has none or the object cannot be read."""
 
     @property
     def trained_commits(self) -> list[Commit]:
@@ -132,7 +142,15 @@ def collect(store: ObjectStore, cache: RunCache | None = None) -> RunFacts:
         evals=follower.evals,
         set_evals=follower.set_evals,
         steps=tuple(cache.steps[key] for key in keys.values() if key in cache.steps),
+        prediction=_prediction(store),
     )
+
+
+def _prediction(store: ObjectStore) -> PredictionRecord | None:
+    try:
+        return read_record(store, PREDICTION_KEY, PredictionRecord)
+    except (MissingObject, BrokenRecord):
+        return None
 
 
 def _add_compacted(store: ObjectStore, keys: Mapping[int, str], known: dict[str, StepFacts]) -> None:

@@ -5,25 +5,15 @@ Weights, gradients and optimizer are exact, from the model's shape and the confi
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.known_models import ModelShape, model_config_of, shape_of
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.supervision.cards import CARDS, known_card
 from pipelinerl_core.supervision.gpus import gpus_of, inventory
 
-CARDS: Mapping[str, float] = MappingProxyType(
-    {
-        "T4": 15.0, "L4": 22.5, "A10": 22.5, "A10G": 22.5, "RTX3090": 24.0, "RTX4090": 24.0, "RTX5090": 32.0,
-        "V100": 16.0, "V100-32GB": 32.0, "A100-40GB": 40.0, "A100": 80.0, "A6000": 48.0, "L40S": 45.0,
-        "RTX6000ADA": 48.0, "H100": 80.0, "H20": 96.0, "H200": 141.0, "GH200": 96.0, "B200": 180.0,
-        "MI300X": 192.0,
-    }
-)  # fmt: skip
-"""Name of a GPU -> GiB of its memory that the driver offers."""
 _GIB = 2.0**30
 _OVERHEAD_BYTES = 1.5 * _GIB
 """CUDA context, kernels and communication buffers of a process."""
@@ -134,11 +124,10 @@ def card_of(config: RunConfig) -> tuple[str, float]:
         return (gpus[0].name, float(min(gpu.num_bytes for gpu in gpus))) if gpus else ("", 0.0)
     if re.fullmatch(r"\d+(\.\d+)?", name):
         return f"{name} GB", float(name) * 1e9
-    plain = {key.lower().replace("-", ""): key for key in CARDS}
-    key = plain.get(re.sub(r"[\s_-]|nvidia", "", name.lower()))
+    key = known_card(name)
     if key is None:
         raise ConfigError(f"placement.gpu={name}: unknown. Set its memory in GB, or one of {', '.join(CARDS)}")
-    return key, CARDS[key] * _GIB
+    return key, CARDS[key].gib * _GIB
 
 
 def fit_of(config: RunConfig) -> Fit | None:

@@ -11,17 +11,12 @@ import pytest
 from pipelinerl_core.config import build_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning import calibration
-from pipelinerl_core.planning.calibration import (
-    Line,
-    MeasuredSpeeds,
-    calibrate,
-    document,
-    document_lines,
-    predict,
-    warnings,
-)
+from pipelinerl_core.planning.calibration import Calibration, calibrate
 from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.prediction import predict
 from pipelinerl_core.planning.simulator import Work, simulate
+from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
+from pipelinerl_core.planning.what_if import lines, recorded_document
 from pipelinerl_core.report.facts import collect
 from pipelinerl_core.storage.object_store import open_store
 
@@ -85,36 +80,55 @@ def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
     assert found.speeds.decode_seconds(0) == 0
     assert 0.05 < found.speeds.train_seconds(1500) < 0.5
     assert found.measured.steps_per_second > 1
+    work = found.work
+    assert 0 < work.commit_seconds < 0.5
+    assert 0 <= work.fetch_seconds < 0.5
+    assert 0 <= work.snapshot_seconds < 0.5
     predicted = predict(found, found.config)
     assert 0 < predicted.mean_lag <= 4
-    text = json.loads(json.dumps(document(found, None)))
+    text = json.loads(json.dumps(recorded_document(found, found, None)))
     assert text["measured"]["steps_per_second"] == found.measured.steps_per_second
-    assert document_lines(text)[1].startswith("steps per second")
+    assert {one["source"] for one in text["inputs"]} == {f"measured: {found.origin}"}
+    assert lines(text)[1].startswith("steps per second")
+
+
+def test_the_time_of_decode_steps_agrees_with_the_recorded_sequences(recorded):
+    """The corrected line gives the measured time of a running sequence per token."""
+    found = calibrate(recorded)
+    kept = recorded.trained_commits[max(1, len(recorded.trained_commits) // 5) :]
+    run = simulate(found.config, found.speeds, found.work)
+    assert run.seconds_per_token == pytest.approx(calibration._seconds_per_token(kept), rel=0.1)
 
 
 def test_a_prediction_is_that_of_the_simulator_at_the_measured_speeds():
     config = build_config(CONFIG)
     work = Work(lengths=Lengths.uniform(64))
-    found = SimpleNamespace(config=config, speeds=SPEEDS, work=work)
+    found = Calibration(config=config, speeds=SPEEDS, work=work)
     run = simulate(config, SPEEDS, work)
     assert predict(found, config).mean_lag == run.mean_lag(12)
     twice = build_config({**CONFIG, "placement": {"actors": 2}, "schedule": {"max_lag": 8}})
     assert predict(found, twice).steps_per_second > 1.3 * predict(found, config).steps_per_second
 
 
+def test_processes_that_compute_at_once_share_the_cores():
+    """One trainer and one actor have a core each; with three actors, four processes share two cores."""
+    found = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)), cores=2)
+    four = build_config({**CONFIG, "placement": {"actors": 3}, "schedule": {"max_lag": 12}})
+    assert found.speeds_of(found.config) == SPEEDS
+    assert found.speeds_of(four).decode_seconds(10) == pytest.approx(2 * SPEEDS.decode_seconds(10))
+    assert found.speeds_of(four).train_seconds(1000) == pytest.approx(2 * SPEEDS.train_seconds(1000))
+
+
 def test_what_is_extrapolated_or_left_out_is_said():
-    found = SimpleNamespace(config=build_config(CONFIG), speeds=SPEEDS)
-    assert warnings(found, build_config(CONFIG)) == []
+    found = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)))
+    assert found.warnings_of(found.config) == ["scoring, and evaluations"]
     wide = build_config({**CONFIG, "engine": {"concurrency": 128}, "schedule": {"max_lag": 8},
                          "placement": {"actors": 2}})  # fmt: skip
-    texts = warnings(found, wide)
-    assert [text.partition(":")[0].partition(" ")[0] for text in texts] == ["the", "engine.pace=true", "a"]
+    texts = found.warnings_of(wide)
+    assert [text.partition(" ")[0] for text in texts] == ["scoring,", "the", "a"]
 
 
 def test_a_short_run_is_refused_in_one_line(recorded):
-    class Short(SimpleNamespace):
-        pass
-
-    short = Short(run=recorded.run, steps=recorded.steps[:3], trained_commits=recorded.trained_commits[:3])
+    short = SimpleNamespace(run=recorded.run, steps=recorded.steps[:3], trained_commits=recorded.trained_commits[:3])
     with pytest.raises(ConfigError, match="3 steps are too few, at least 6 are needed"):
         calibrate(short)

@@ -20,9 +20,14 @@ class OneSecondPerSequence:
         return 1.0
 
 
-def engine(*, slots: int = 2, prefill_seconds: float = 0.0) -> SimulatedEngine:
+def engine(*, slots: int = 2, prefill_seconds: float = 0.0, **values: float) -> SimulatedEngine:
     return SimulatedEngine(
-        ActorKey("a", 1), slots=slots, group_size=2, speeds=OneSecondPerSequence(), prefill_seconds=prefill_seconds
+        ActorKey("a", 1),
+        slots=slots,
+        group_size=2,
+        speeds=OneSecondPerSequence(),
+        prefill_seconds=prefill_seconds,
+        **values,
     )
 
 
@@ -86,3 +91,33 @@ def test_a_paused_engine_samples_nothing():
     one.set_paused(False)
     assert one.next_end == 106
     assert one.num_tokens == pytest.approx(4)
+
+
+def test_a_sequence_waits_until_the_cache_has_room_for_all_its_tokens():
+    """10 tokens: the first two take (1 + 3) + (1 + 4); the third (1 + 4) waits until the first has ended at 6 s."""
+    one = engine(slots=4, prompt_tokens=1, cache_tokens=10)
+    one.take(grant(0), [3, 4])
+    one.take(grant(1), [4, 1])
+    assert (one.num_running, one.num_waiting) == (2, 2)
+    one.advance(one.next_end)
+    assert one.cache_wait_seconds == 6
+    one.end_sequences()
+    assert (one.num_running, one.num_waiting) == (2, 1)
+    assert one.next_end == 8, "one token of the second sequence is left, at 2 s a step"
+
+
+def test_an_engine_of_half_the_speed_takes_twice_the_time():
+    one = engine(speed=0.5)
+    one.take(grant(), [3, 5])
+    assert one.next_end == 12
+
+
+def test_a_pace_is_added_to_each_step_and_a_restart_stops_all_steps():
+    """Three steps of 2 s and a pause of 1 s each; the engine is down from 3 s to 8 s, after one step."""
+    one = engine()
+    one.set_pace(1.0)
+    one.take(grant(), [3, 5])
+    assert one.next_end == 9
+    one.advance(3)
+    one.stop(5)
+    assert one.next_end == 14

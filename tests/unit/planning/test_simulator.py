@@ -1,5 +1,6 @@
 """Simulated runs on the real ledger, against the closed forms and the rules of the schedules."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ import pytest
 from pipelinerl_core.config import RunConfig, build_config
 from pipelinerl_core.emulation.accelerators import EmulatedSpeeds
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning import simulator
 from pipelinerl_core.planning.closed_form import System, conventional, mean_staleness, pipeline
 from pipelinerl_core.planning.lengths import Lengths
 from pipelinerl_core.planning.simulator import SimulatedRun, Work, simulate
+from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 
 LENGTHS = Lengths.uniform(400)
 SKIP = 20
@@ -137,3 +140,107 @@ def test_what_cannot_be_simulated_is_refused():
         Work(lengths=LENGTHS, equal_share=1.0)
     with pytest.raises(ConfigError, match="Simulate more steps"):
         simulated(planned(trainer={"steps": 5})).throughput(SKIP)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Decode steps of 1 s and optimizer steps of 10 s."""
+
+    def decode_seconds(self, num_running: int) -> float:
+        return 1.0
+
+    def train_seconds(self, num_tokens: int) -> float:
+        return 10.0
+
+
+ONE_LENGTH = Lengths.of([4])
+
+
+def turns(**values: Any) -> SimulatedRun:
+    """Conventional steps of two groups of two, which fill the slots: generation takes 4 s, training 10 s."""
+    config = build_config(
+        {
+            "rollouts": {"group_size": 2},
+            "engine": {"concurrency": 4},
+            "trainer": {"groups_per_step": 2, "steps": 6},
+            "schedule": {"kind": "conventional", "steps_per_phase": 1, "max_lag": 0},
+        }
+    )
+    return simulate(config, Constant(), Work(lengths=ONE_LENGTH, **values))
+
+
+def test_a_step_in_turns_lasts_as_long_as_its_parts():
+    """Without latency 4 + 10 s; each latency is added once, because the parts wait for each other."""
+    assert turns().steps[1].at - turns().steps[0].at == pytest.approx(14)
+    run = turns(commit_seconds=0.5, publish_seconds=0.25, fetch_seconds=0.125, arrival_seconds=1.0, swap_seconds=0.0)
+    assert run.steps[2].at - run.steps[1].at == pytest.approx(14 + 0.5 + 0.25 + 0.125 + 1.0)
+
+
+def test_the_trainer_waits_for_groups_and_rows_but_not_for_its_snapshot():
+    """Wait of a step: generation and swap after the commit, minus the snapshot, and the time of the rows."""
+    run = turns(snapshot_seconds=0.5, fetch_seconds=0.25)
+    assert run.steps[2].wait_seconds == pytest.approx(4 - 0.5 + 0.25)
+
+
+def test_an_engine_syncs_at_the_next_multiple_of_the_interval():
+    """Two engines, one sync per second each, half a second apart; a second request adds no sync."""
+    config = planned(placement={"actors": 2})
+    found = simulator._Simulation(config, Constant(), Work(lengths=ONE_LENGTH, sync_seconds=1.0))
+    found._now = 2.3
+    for number in (0, 1, 0):
+        found._sync_soon(number)
+    assert sorted(time for time, _, _ in found._events) == [2.5, 3.0]
+
+
+def paced(**values: Any) -> SimulatedRun:
+    """Engines four times as fast as the trainer."""
+    config = build_config(
+        {
+            "rollouts": {"group_size": 2},
+            "engine": {"concurrency": 8, "pace": True},
+            "trainer": {"groups_per_step": 4, "steps": 60},
+            "schedule": {"max_lag": 6},
+        }
+    )
+    speeds = MeasuredSpeeds(decode=Line(0.01, 0.0, 1, 8), train=Line(2.0, 0.0, 1, 100))
+    return simulate(config, speeds, Work(lengths=Lengths.of([50]), **values))
+
+
+def test_paced_engines_keep_their_slots_full_with_less_lag():
+    full, slowed = paced(), paced(sync_seconds=0.05)
+    assert full.mean_lag(SKIP) > 5, "groups age at the window"
+    assert slowed.mean_lag(SKIP) < 4
+    assert slowed.throughput(SKIP) == pytest.approx(full.throughput(SKIP), rel=0.05)
+    assert slowed.busy_slots > full.busy_slots
+    assert slowed.delay_seconds > 0.001
+
+
+def test_a_cache_for_half_of_the_sequences_halves_the_slots_in_use():
+    config = planned(engine={"concurrency": 8}, trainer={"steps": 60})
+    speeds = MeasuredSpeeds(decode=Line(0.01, 0.0, 1, 8), train=Line(0.001, 0.0, 1, 100))
+    run = simulate(config, speeds, Work(lengths=ONE_LENGTH, prompt_tokens=6, cache_tokens=40))
+    assert run.busy_slots == pytest.approx(0.5, abs=0.02)
+    assert run.waited_for_cache > 0.9
+
+
+def test_a_slower_actor_has_the_throughput_of_its_speed():
+    """The actors of speeds 1 and 0.5 generate 1.5 times as much as one actor."""
+    config = planned(emulation={"train_token_seconds": 1e-6})
+    both = simulated(config).throughput(SKIP)
+    assert simulated(config, actor_speeds=(1.0, 0.5)).throughput(SKIP) == pytest.approx(0.75 * both, rel=0.03)
+
+
+def test_a_restart_costs_the_time_for_which_the_engine_is_down():
+    """5 s in the first phase."""
+    assert turns(restarts=((0, 2.0, 5.0),)).steps[-1].at == pytest.approx(turns().steps[-1].at + 5)
+
+
+def test_a_sequence_that_cannot_fit_the_cache_is_refused():
+    with pytest.raises(ConfigError, match=r"one sequence of 10 \+ 4 tokens does not fit the KV cache .* 13 tokens"):
+        Work(lengths=ONE_LENGTH, prompt_tokens=10, cache_tokens=13)
+
+
+def test_a_simulation_that_takes_too_long_is_given_up():
+    config = planned()
+    with pytest.raises(ConfigError, match="the simulation took too long, 0 steps were simulated"):
+        simulate(config, EmulatedSpeeds.of(config), Work(lengths=LENGTHS), until=0.0)

@@ -7,7 +7,8 @@ import pytest
 from pipelinerl_core.config import load_config
 from pipelinerl_core.config.known_models import KNOWN_MODELS, shape_of
 from pipelinerl_core.errors import ConfigError
-from pipelinerl_core.supervision.fit import CARDS, card_of, check_fit, fit_of, shared_memory_of
+from pipelinerl_core.supervision.cards import CARDS
+from pipelinerl_core.supervision.fit import card_of, check_fit, fit_of, shared_memory_of
 from tests.unit.supervision.test_gpus import host_of
 
 BASE = (
@@ -125,7 +126,7 @@ def test_cards_are_named_as_people_write_them(tmp_path, monkeypatch):
     def card(name):
         return card_of(config(f"placement.gpu={name}"))
 
-    assert card("H100") == card("h100") == card("NVIDIA H100") == ("H100", CARDS["H100"] * 2**30)
+    assert card("H100") == card("h100") == card("NVIDIA H100") == ("H100", CARDS["H100"].gib * 2**30)
     assert card("a100-40gb")[0] == "A100-40GB"
     assert card("48") == ("48 GB", 48e9)
     with pytest.raises(ConfigError, match=r"placement\.gpu=Voodoo2: unknown\. Set its memory in GB, or one of T4"):

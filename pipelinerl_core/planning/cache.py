@@ -1,0 +1,89 @@
+"""Calibrations of this machine, in the user's cache directory: one JSON file per model, engine and learner."""
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import stored_config
+from pipelinerl_core.config.model_path import cache_directory
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning.calibration import Calibration
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.simulator import Work
+from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
+from pipelinerl_core.run.processor import processor
+from pipelinerl_core.supervision.gpus import gpus_of, inventory
+
+_FORMAT = 1
+_TIMES = (
+    "prompt_tokens", "swap_seconds", "publish_seconds", "commit_seconds", "fetch_seconds", "snapshot_seconds",
+    "sync_seconds", "equal_share",
+)  # fmt: skip
+"""Fields of Work that a calibration measures, besides the lengths."""
+
+
+def usable_cores(config: RunConfig) -> int:
+    """Cores that engines and trainer share on this host; 0 if either computes on a GPU."""
+    on_gpus = inventory() and (gpus_of(config, "actor") or gpus_of(config, "trainer"))
+    return 0 if on_gpus else len(os.sched_getaffinity(0))
+
+
+def store_calibration(calibration: Calibration) -> Path:
+    """Write a calibration; returns its file."""
+    path = _path(calibration.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = calibration.work
+    document = {
+        "format": _FORMAT,
+        "config": calibration.config.model_dump(mode="json"),
+        "decode": asdict(calibration.speeds.decode),
+        "train": asdict(calibration.speeds.train),
+        "length_shares": work.lengths.shares.tolist(),
+        "work": {name: getattr(work, name) for name in _TIMES},
+        "cores": calibration.cores,
+        "origin": f"calibration of {time.strftime('%Y-%m-%d', time.gmtime())} on this machine",
+    }
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(document), encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def cached_calibration(config: RunConfig) -> Calibration | None:
+    """The calibration of these settings on this machine; None if there is none or its file cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(_path(config).read_text(encoding="utf-8"))
+        if found["format"] != _FORMAT:
+            return None
+        return Calibration(
+            config=stored_config(found["config"]),
+            speeds=MeasuredSpeeds(decode=Line(**found["decode"]), train=Line(**found["train"])),
+            work=Work(lengths=Lengths(np.array(found["length_shares"])), **found["work"]),
+            cores=found["cores"],
+            origin=found["origin"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return None
+
+
+def _path(config: RunConfig) -> Path:
+    """The file of the calibration: a hash of the settings and of the machine on which the speeds depend."""
+    values = config.model_dump(mode="json")
+    gpus = inventory()
+    key = {
+        "sections": {name: values[name] for name in ("model", "prompts", "reward", "environment", "learner")},
+        "engine": [values["engine"][name] for name in ("kind", "kv", "tensor_parallel", "data_parallel")],
+        "tokens": [config.rollouts.max_tokens, config.rollouts.max_prompt_tokens],
+        "weights": [config.weights.transport, config.weights.content],
+        "threads": config.placement.threads,
+        "machine": [processor(), usable_cores(config), gpus[0].name if gpus else ""],
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_directory() / "calibrations" / f"{digest}.json"

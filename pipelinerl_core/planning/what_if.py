@@ -1,0 +1,180 @@
+"""What `pipelinerl simulate` prints for a configuration: inputs and their sources, prediction, memory."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.load import override_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning.cache import cached_calibration
+from pipelinerl_core.planning.calibration import Calibration
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.prediction import Prediction, Source, inputs, predict
+from pipelinerl_core.planning.roofline import Table
+from pipelinerl_core.planning.simulated_engine import Speeds
+from pipelinerl_core.planning.simulator import Work
+from pipelinerl_core.supervision.fit import check_fit, fit_of
+from pipelinerl_core.supervision.gpus import gpus_of
+
+ROWS = {
+    "steps_per_second": ("steps per second", ".3g"),
+    "mean_lag": ("mean lag", ".2f"),
+    "trainer_idle": ("trainer waits", ".0%"),
+    "busy_slots": ("slots in use", ".0%"),
+}
+"""Figure -> its title and format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Longer:
+    """A source whose completions are `factor` times as long, or have other lengths."""
+
+    source: Source
+    factor: float = 1.0
+    lengths: Lengths | None = None
+
+    def speeds_of(self, config: RunConfig) -> Speeds:
+        """See `Source`."""
+        return self.source.speeds_of(config)
+
+    def work_of(self, config: RunConfig) -> Work:
+        """See `Source`."""
+        work = self.source.work_of(config)
+        return replace(work, lengths=(self.lengths or work.lengths).scaled(self.factor, config.rollouts.max_tokens))
+
+    def sources_of(self, config: RunConfig) -> Mapping[str, str]:
+        """See `Source`."""
+        found = dict(self.source.sources_of(config))
+        origin = "given: --lengths" if self.lengths else found["completions"]
+        times = f", times {self.factor:g}" if self.factor != 1 else ""
+        return found | {"completions": f"{origin}{times}, at most rollouts.max_tokens"}
+
+    def warnings_of(self, config: RunConfig) -> list[str]:
+        """See `Source`."""
+        return self.source.warnings_of(config)
+
+
+def source_of(config: RunConfig, lengths: Lengths | None = None) -> Source:
+    """The cached calibration of this machine, else the table of accelerators, which raises ConfigError if it lacks
+    the accelerator or the model."""
+    calibration = None if config.emulation.accelerators else cached_calibration(config)
+    return calibration or Table(lengths)
+
+
+def read_lengths(text: str, longest: int) -> Lengths:
+    """Lengths of completions from `--lengths`: a mean, or a JSON file with a list of lengths or {length: count}.
+
+    Raises ConfigError for an empty or invalid list.
+    """
+    try:
+        mean = float(text)
+    except ValueError:
+        return _lengths_of_file(text)
+    if not 1 <= mean <= longest:
+        raise ConfigError(f"--lengths {text}: the mean must be from 1 to rollouts.max_tokens={longest}")
+    return Lengths.around(mean, longest)
+
+
+def _lengths_of_file(path: str) -> Lengths:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        pairs = found.items() if isinstance(found, dict) else ((length, 1) for length in found)
+        counts = [(int(length), int(count)) for length, count in pairs]
+        return Lengths.of([length for length, count in counts for _ in range(count)])
+    except OSError as error:
+        raise ConfigError(f"--lengths {path}: {error.strerror}. Give a mean or a JSON file of lengths") from None
+    except ConfigError as error:
+        raise ConfigError(f"--lengths {path}: {error}") from None
+    except (ValueError, TypeError):
+        raise ConfigError(f"--lengths {path}: not a JSON list of lengths or an object {{length: count}}") from None
+
+
+def on_gpus(config: RunConfig, total: int, given: Collection[str] = ()) -> RunConfig:
+    """The configuration on `total` GPUs: trainer.ranks, if not `given`, is the number of GPUs that do not generate.
+
+    Raises ConfigError if there are too few.
+    """
+    if not total:
+        return config
+    generating = config.placement.actors * (gpus_of(config, "actor") or 1)
+    text = f"placement.actors={config.placement.actors} generate on {generating} of {total} GPUs"
+    if generating >= total and not config.placement.share_gpu:
+        raise ConfigError(f"{text}, so none trains. Lower placement.actors or engine.tensor_parallel")
+    if "trainer.ranks" not in given and not config.placement.share_gpu:
+        return override_config(config, [f"trainer.ranks={total - generating}"])
+    if generating + config.trainer.ranks > total:
+        raise ConfigError(f"{text}, and trainer.ranks={config.trainer.ranks} need more. Lower one of them")
+    return config
+
+
+def checked(config: RunConfig) -> list[str]:
+    """Warnings about the memory of the accelerators. Raises ConfigError if the model does not fit."""
+    return check_fit(config)
+
+
+def document(source: Source, config: RunConfig) -> dict[str, Any]:
+    """The figures of a configuration for `--json`. Raises ConfigError if the configuration cannot be simulated."""
+    warned = checked(config)
+    fit = fit_of(config)
+    return {
+        "inputs": inputs(source, config),
+        "predicted": predict(source, config).document(config.trainer.steps),
+        "memory": fit.document() if fit else None,
+        "memory_lines": fit.lines() if fit else ["unknown: the shape of the model is not known"],
+        "not_simulated": [*source.warnings_of(config), *warned],
+        "steps": config.trainer.steps,
+    }
+
+
+def recorded_document(calibration: Calibration, source: Source, changed: RunConfig | None) -> dict[str, Any]:
+    """The figures of a recorded run: measured, predicted, and predicted with changed settings or lengths."""
+    config = changed or calibration.config
+    found = document(source, config)
+    assert calibration.measured is not None
+    steps = calibration.config.trainer.steps
+    rows = {"measured": calibration.measured.document(steps)}
+    rows["predicted"] = predict(calibration, calibration.config).document(steps)
+    if changed is not None or source is not calibration:
+        rows["changed"] = found["predicted"]
+    return found | rows
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The figures as text."""
+    columns = [name for name in ("measured", "predicted", "changed") if name in found]
+    text = [f"{'':<18}" + "".join(f"{name:>12}" for name in columns)] if len(columns) > 1 else []
+    for key, (title, form) in ROWS.items():
+        text.append(f"{title:<18}" + "".join(f"{format(found[name][key], form):>12}" for name in columns))
+    times = "".join(f"{_duration(found[name]['seconds']):>12}" for name in columns)
+    text.append(f"{'time of the run':<18}{times}   ({found['steps']} steps)")
+    text.append(f"bottleneck: {found[columns[-1]]['bottleneck']}")
+    if "changed" in found:
+        ratio = found["changed"]["steps_per_second"] / found["predicted"]["steps_per_second"]
+        text.append(f"with the changed settings {ratio:.2f} times the steps per second of the recorded settings")
+    width = max(len(one["value"]) for one in found["inputs"])
+    text += ["", "inputs"]
+    text += [f"  {one['input']:<15} {one['value']:<{width}}  {one['source']}" for one in found["inputs"]]
+    text += ["", "memory", *(f"  {line}" for line in found["memory_lines"])]
+    return [*text, "", *(f"not simulated: {warning}" for warning in found["not_simulated"])]
+
+
+def figures(prediction: Prediction | Mapping[str, Any]) -> str:
+    """The figures of a prediction in one line."""
+    values = prediction if isinstance(prediction, Mapping) else prediction.document(1)
+    return ", ".join(f"{title} {format(values[key], form)}" for key, (title, form) in ROWS.items())
+
+
+def names(overrides: Sequence[str]) -> set[str]:
+    """Keys of overrides."""
+    return {override.partition("=")[0] for override in overrides}
+
+
+def _duration(seconds: float) -> str:
+    """Example: 13.0 h."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s"

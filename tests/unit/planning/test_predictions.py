@@ -1,0 +1,253 @@
+"""Predictions without a recorded run: roofline, cached calibrations, sweeps, lengths, GPUs, the own prediction."""
+
+import json
+import tarfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from pipelinerl_core.config import build_config, load_config
+from pipelinerl_core.config.load import override_config, stored_config
+from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.planning import cache, own_run
+from pipelinerl_core.planning.calibration import Calibration
+from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.prediction import inputs, predict
+from pipelinerl_core.planning.roofline import Table
+from pipelinerl_core.planning.simulator import Work
+from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
+from pipelinerl_core.planning.sweep import best_of, parse_sweep, sweep, sweep_document, sweep_figure, sweep_lines
+from pipelinerl_core.planning.what_if import Longer, document, lines, on_gpus, read_lengths, source_of
+from pipelinerl_core.run.follow import RunFollower
+from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
+from pipelinerl_core.storage.object_store import open_store
+
+RUNS = Path(__file__).parents[2] / "golden" / "runs"
+PRESET = load_config("math-7b-16gpu")
+NUM_7B = 7_615_283_200
+SMALL = {
+    "rollouts": {"group_size": 4},
+    "trainer": {"groups_per_step": 8, "steps": 30},
+    "engine": {"concurrency": 32},
+    "schedule": {"max_lag": 4},
+}
+MEASURED = Calibration(
+    config=build_config(SMALL),
+    speeds=MeasuredSpeeds(decode=Line(0.01, 1e-4, 8, 32), train=Line(0.05, 1e-4, 1000, 4000)),
+    work=Work(lengths=Lengths.uniform(64), prompt_tokens=10, commit_seconds=0.02, sync_seconds=0.05),
+    origin="a test",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
+
+
+# ---- roofline ------------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_step_of_one_sequence_reads_the_weights_and_an_optimizer_step_computes_eight_flops_per_weight():
+    """15.2 GB over 60 % of 3.35 TB/s; 8 FLOPs (6, and 2 for checkpointing) over 40 % of 989 TFLOPS on 4 ranks."""
+    speeds = Table(Lengths.of([2])).speeds_of(PRESET)
+    multiplied = NUM_7B - 152064 * 3584
+    assert speeds.decode_seconds(1) == pytest.approx(2 * NUM_7B / (0.6 * 3.35e12), rel=0.01)
+    assert speeds.train_seconds(1000) == pytest.approx(1000 * 8 * multiplied / (4 * 0.4 * 989e12), rel=1e-3)
+    assert speeds.decode_seconds(0) == 0
+
+
+def test_many_sequences_are_bound_by_flops():
+    speeds = Table(Lengths.of([2])).speeds_of(PRESET)
+    multiplied = NUM_7B - 152064 * 3584
+    assert speeds.decode_seconds(100_000) >= 100_000 * 2 * multiplied / (0.5 * 989e12) * 0.999
+
+
+def test_each_input_says_where_it_comes_from():
+    kinds = {one["input"]: one["source"].partition(":")[0] for one in inputs(Table(), PRESET)}
+    assert kinds["decode step"] == kinds["optimizer step"] == "looked up"
+    assert kinds["completions"] == "assumed"
+    given = Longer(Table(), 2.0, Lengths.uniform(100))
+    assert next(one for one in inputs(given, PRESET) if one["input"] == "completions")["source"].startswith("given")
+
+
+def test_a_machine_without_a_calibration_and_an_unknown_accelerator_are_named():
+    with pytest.raises(ConfigError, match=r"no calibration of these settings on this machine.*--calibrate"):
+        document(source_of(build_config(SMALL)), build_config(SMALL))
+
+
+def test_a_document_has_the_time_of_the_run_the_bottleneck_and_the_memory():
+    config = override_config(PRESET, ["trainer.steps=20", "trainer.groups_per_step=8", "schedule.max_lag=13"])
+    found = json.loads(json.dumps(document(Table(), config)))
+    assert found["predicted"]["seconds"] == pytest.approx(20 / found["predicted"]["steps_per_second"])
+    assert found["predicted"]["bottleneck"] == "training"
+    assert [role["role"] for role in found["memory"]["roles"]] == ["trainer", "actor"]
+    assert "bottleneck: training" in lines(found)
+
+
+# ---- cache ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_found_again_for_the_same_machine_engine_and_learner():
+    cache.store_calibration(MEASURED)
+    wider = override_config(MEASURED.config, ["engine.concurrency=64", "placement.actors=2", "schedule.max_lag=9"])
+    found = cache.cached_calibration(wider)
+    assert found.speeds == MEASURED.speeds
+    assert found.work.lengths.mean == MEASURED.work.lengths.mean
+    assert found.work.commit_seconds == 0.02
+    assert found.origin.startswith("calibration of 20")
+    assert predict(found, MEASURED.config) == predict(MEASURED, MEASURED.config)
+    assert cache.cached_calibration(override_config(MEASURED.config, ["placement.threads=2"])) is None
+
+
+def test_a_damaged_calibration_counts_as_missing():
+    path = cache.store_calibration(MEASURED)
+    for text in ("", "{}", "[]", '{"format": 9}', path.read_text()[:-20]):
+        path.write_text(text)
+        assert cache.cached_calibration(MEASURED.config) is None
+
+
+# ---- sweeps --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_predicts_all_combinations_and_marks_the_best(tmp_path):
+    done = []
+    points = sweep(
+        MEASURED,
+        MEASURED.config,
+        parse_sweep(["placement.actors=1,2", "schedule.max_lag=1,4"]),
+        on_progress=lambda one, total: done.append((one, total)),
+    )
+    assert done == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [point.overrides for point in points][1] == ("placement.actors=1", "schedule.max_lag=4")
+    for point in points:
+        if point.prediction is not None:
+            assert point.prediction == predict(MEASURED, override_config(MEASURED.config, point.overrides))
+    best = best_of(points)
+    assert best.prediction.steps_per_second >= 0.99 * max(
+        point.prediction.steps_per_second for point in points if point.prediction
+    )
+    text = sweep_lines(points)
+    assert len(text) == 5
+    assert sum("<- best" in line for line in text) == 1
+    assert sweep_document(points)["best"] == list(best.overrides)
+    drawn = ElementTree.fromstring(sweep_figure(points))
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}path")) == 2
+
+
+def test_a_combination_that_is_not_valid_has_its_error_in_the_table():
+    points = sweep(MEASURED, MEASURED.config, [("placement.actors", ["1", "0"])])
+    assert points[0].prediction is not None
+    assert "placement.actors" in points[1].error
+    assert "not possible: placement.actors" in sweep_lines(points)[2]
+
+
+def test_a_sweep_without_a_valid_combination_is_refused():
+    with pytest.raises(ConfigError, match=r"no combination is possible; the first: placement.actors"):
+        sweep(MEASURED, MEASURED.config, [("placement.actors", ["0", "-1"])])
+
+
+@pytest.mark.parametrize("text", ["placement.actors", "placement.actors=", "=1,2"])
+def test_a_sweep_needs_a_key_and_values(text):
+    with pytest.raises(ConfigError, match=r"write section\.key=1,2,4|no combination"):
+        sweep(MEASURED, MEASURED.config, parse_sweep([text]))
+
+
+def test_a_sweep_is_limited():
+    values = ",".join(map(str, range(1, 30)))
+    with pytest.raises(ConfigError, match="841 combinations are more than 500"):
+        parse_sweep([f"placement.actors={values}", f"schedule.max_lag={values}"])
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_that_do_not_generate_train():
+    assert on_gpus(override_config(PRESET, ["placement.actors=10"]), 16).trainer.ranks == 6
+    assert on_gpus(PRESET, 16, {"trainer.ranks"}) == PRESET
+    with pytest.raises(ConfigError, match=r"placement.actors=12 generate on 12 of 12 GPUs, so none trains"):
+        on_gpus(PRESET, 12)
+    with pytest.raises(ConfigError, match=r"12 of 14 GPUs, and trainer\.ranks=4 need more"):
+        on_gpus(PRESET, 14, {"trainer.ranks"})
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer: weights .* it may use 24.2 GB of A10"):
+        document(Table(), override_config(PRESET, ["placement.gpu=A10"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "none, or one below 1"),
+        ("[0]", "one below 1"),
+        ('{"a": 1}', "not a JSON list"),
+        ("{", "not a JSON list"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(tmp_path, text, message):
+    (tmp_path / "lengths.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_lengths(str(tmp_path / "lengths.json"), 100)
+
+
+def test_lengths_are_a_mean_or_a_histogram(tmp_path):
+    assert read_lengths("50", 1000).mean == pytest.approx(50)
+    (tmp_path / "lengths.json").write_text('{"10": 3, "20": 1}')
+    assert read_lengths(str(tmp_path / "lengths.json"), 100).mean == 12.5
+    for text in ("0.5", "101", "no.json"):
+        with pytest.raises(ConfigError, match="--lengths"):
+            read_lengths(text, 100)
+
+
+def test_longer_completions_are_cut_at_the_limit():
+    twice = Lengths.of([2, 30]).scaled(2, 50)
+    assert (twice.mean, twice.longest) == (27, 50)
+    with pytest.raises(ConfigError, match="the factor must be above 0"):
+        twice.scaled(0, 50)
+
+
+# ---- the prediction of a run under way -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    with tarfile.open(RUNS / "embedded.tar.xz") as file:
+        file.extractall(tmp_path, filter="data")
+    store = open_store(str(tmp_path / "run"))
+    follower = RunFollower(store)
+    follower.refresh()
+    return store, follower, stored_config(follower.run.config)
+
+
+def test_a_run_is_predicted_once_from_its_first_steps(recorded, monkeypatch):
+    store, follower, config = recorded
+    newest = max(follower.commits)
+    monkeypatch.setattr(own_run, "FIRST_STEPS", newest)
+    prediction = own_run.OwnPrediction(store, follower.run, config)
+    prediction.look(follower.commits, newest - 1)
+    assert not store.exists(PREDICTION_KEY), "too early"
+    prediction.look(follower.commits, newest)
+    prediction.join(60)
+    record = PredictionRecord.model_validate_json(store.get(PREDICTION_KEY))
+    assert record.source == f"first {newest} steps of the run"
+    assert record.steps_per_second > 0
+    assert 0 <= record.mean_lag <= config.schedule.max_lag
+
+
+def test_a_calibration_of_the_machine_comes_before_the_first_steps(recorded):
+    store, follower, _ = recorded
+    cache.store_calibration(MEASURED)
+    record = own_run.own_prediction(store, follower.run, MEASURED.config, [])
+    assert record.source == "calibration of this machine"
+
+
+def test_a_failed_prediction_is_logged_and_has_no_other_effect(recorded, monkeypatch, caplog):
+    store, follower, config = recorded
+    monkeypatch.setattr(own_run, "FIRST_STEPS", 1)
+    caplog.set_level("INFO")
+    prediction = own_run.OwnPrediction(store, follower.run, config)
+    prediction.look(follower.commits, 1)
+    prediction.join(60)
+    assert not store.exists(PREDICTION_KEY)
+    assert "the run has no prediction" in caplog.text
