@@ -22,6 +22,7 @@ from pipelinerl.flows.cli import (
     resume,
     simulate,
     status,
+    study,
     train,
 )
 from pipelinerl.flows.cli.console import exit_codes
@@ -41,6 +42,7 @@ COMMANDS = (
     evaluate.evaluate,
     export.export,
     compare.compare,
+    study.study,
     prepare.prepare,
     config.config,
     simulate.simulate,

@@ -158,9 +158,7 @@ def take_epoch(
     raise Fenced(f"no free epoch below {_MAX_EPOCHS} under {store.url}/epochs")
 
 
-def steps_to_replay(
-    run: str, commits: Mapping[int, str], first: int | None, last: int | None
-) -> tuple[int, int]:
+def steps_to_replay(run: str, commits: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int]:
     """First and last step of a replay; None: the first and the last step of the run. Raises ConfigError."""
     if not commits or max(commits) < 1:
         raise ConfigError(f"{run}: no step is committed, so a replay has no batches")

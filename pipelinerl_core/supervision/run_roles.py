@@ -37,7 +37,8 @@ HUB_STOP_SECONDS = 3.0
 def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = None) -> list[EvalRecord] | None:
     """Run the evaluator on the versions that `version` names; None if the evaluator was stopped.
 
-    version: first, last, all, due, or numbers with commas; of several versions, only those without a record are evaluated.
+    version: first, last, all, due, or numbers with commas; of several versions, only those without a record are
+    evaluated.
     enough: after two versions with at least this accuracy, later versions are skipped.
     """
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"

@@ -1,4 +1,4 @@
-"""Runs a tool of the core in a child process, which ends with this process; its errors become the project's errors."""
+"""Runs a tool of the core in a child process, which ends with this process; its errors become ours."""
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,11 @@ def run_tool(
     log_path: Path,
     on_wait: Callable[[], None] = lambda: None,
 ) -> tuple[int, str]:
-    """Run `python -m pipelinerl_core.tools.TOOL` with the environment of a role: (exit code, stdout); stderr: log_path.
+    """Run `python -m pipelinerl_core.tools.TOOL` with the environment of a role; returns (exit code, stdout).
 
-    on_wait: called about once a second; an error that it raises ends the child. Raises ConfigError or StoreUnavailable
-    if the child ended with such an error, PipelineRLError if it failed without any output.
+    log_path: gets stderr. on_wait: called about once a second; an error that it raises ends the child.
+    Raises ConfigError or StoreUnavailable if the child ended with such an error, PipelineRLError if the child failed
+    without output.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     environment = role_environment(run.config.placement.threads, run.token)

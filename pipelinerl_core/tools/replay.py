@@ -19,7 +19,7 @@ from pipelinerl_core.roles.trainer.retrain import (
     replay_steps,
     restore,
 )
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import open_run, refuse_arm
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
 from pipelinerl_core.telemetry.metrics import short_key
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 def replay_run(url: str, first: int | None, last: int | None) -> Iterator[ReplayedStep]:
     """Replay steps first..last of a run (default: all) with the recorded settings. Raises ConfigError."""
     context = open_run(url)
+    refuse_arm(context, "Replay")
     commits = counted_commit_keys(context.store)
     begin, end = steps_to_replay(url, commits, first, last)
     with open_learners(url, context.config.trainer.ranks) as learners:

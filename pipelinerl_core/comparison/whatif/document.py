@@ -98,6 +98,15 @@ def write_document(store: ObjectStore, document: Mapping[str, Any], page: str) -
     store.put(HTML_KEY, page.encode())
 
 
+def replay_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of a replay of one arm: whatif.json and, for each step, its metrics beside the recorded loss."""
+    (name,) = document["arms"].keys() - {RECORDED}
+    arm = document["arms"][name]
+    recorded = {one["step"]: one for one in document["arms"][RECORDED]["steps"]}
+    steps = [{**one, "recorded_loss": recorded[one["step"]]["loss"], "verdict": "studied"} for one in arm["steps"]]
+    return {"steps": steps, "all_equal": False, "overrides": arm["settings"], **document}
+
+
 def _record(arm: PlannedArm) -> ReplayRecord:
     return read_record(arm.store, REPLAY_KEY, ReplayRecord)
 

@@ -1,4 +1,4 @@
-"""whatif.html and the text of a what-if replay. Beyond the limit of an arm, its curves are grey and it is not ranked."""
+"""whatif.html and the text of a what-if replay. Beyond its limit an arm is drawn grey and is not ranked."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from pipelinerl_core.comparison.figure import NUM_COLOURS
 from pipelinerl_core.comparison.whatif.plan import RECORDED
 from pipelinerl_core.report import charts
 from pipelinerl_core.report.charts import Axis, Point, Series
+from pipelinerl_core.run.records import Commit
 
 _TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 
@@ -57,8 +58,8 @@ def limits(document: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: the recorded rollouts represent its policy up to the last step.")
         else:
             found.append(
-                f"{name}: holds up to step {one['limit'] - 1}; from step {one['limit']} the recorded rollouts no longer "
-                "represent its policy, and it is not ranked there."
+                f"{name}: holds up to step {one['limit'] - 1}; from step {one['limit']} the recorded rollouts no "
+                "longer represent its policy, and it is not ranked there."
             )
     return found
 
@@ -78,11 +79,27 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     for name, one in document["arms"].items():
         last = one["accuracy"][-1] if one["accuracy"] else None
         accuracy = f"held-out {_interval(last)} (version {last['version']})" if last else "not evaluated"
-        limit = "" if name == RECORDED else f"  limit {'none' if one['limit'] is None else 'step ' + str(one['limit'])}"
+        limit = (
+            "" if name == RECORDED else f"  limit {'none' if one['limit'] is None else 'step ' + str(one['limit'])}"
+        )
         found.append(f"{name:<{width}}  {accuracy}{limit}  {' '.join(one['settings'])}".rstrip())
     if document["exact"]:
         found.append("the recorded objective came out bit for bit")
     return [*found, *limits(document), lead(document)]
+
+
+def step_line(commit: Commit, last: int) -> str:
+    """Progress of a replay. Example: step 12 of 60: loss 0.013  ess 0.981  kl 0.00712  grad norm 0.2110."""
+    found = commit.metrics
+    shown = (
+        ("loss", "train/loss", ".6f"),
+        ("ess", "importance/ess", ".4f"),
+        ("kl", "importance/kl", ".5f"),
+        ("grad norm", "train/grad_norm", ".4f"),
+    )
+    return f"step {commit.step} of {last}: " + "  ".join(
+        f"{name} {found[key]:{form}}" for name, key, form in shown if key in found
+    )
 
 
 _STEPS = Axis("optimizer step", is_whole=True)
@@ -137,11 +154,11 @@ def _cells(name: str, one: Mapping[str, Any], rank: str) -> Sequence[str]:
     return (
         name,
         rank,
-        _interval(last) if last else "–",
-        str(last["version"]) if last else "–",
-        str(last["num_prompts"]) if last else "–",
-        "–" if one["limit"] is None else f"step {one['limit']}",
-        f"{one['cpu_seconds']:.0f}" if "cpu_seconds" in one else "–",
+        _interval(last) if last else "-",
+        str(last["version"]) if last else "-",
+        str(last["num_prompts"]) if last else "-",
+        "-" if one["limit"] is None else f"step {one['limit']}",
+        f"{one['cpu_seconds']:.0f}" if "cpu_seconds" in one else "-",
         " ".join(one["settings"]),
     )
 

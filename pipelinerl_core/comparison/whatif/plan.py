@@ -19,7 +19,7 @@ from pipelinerl_core.config.arm import Arm, parse_arm
 from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.context import RunContext, open_run
+from pipelinerl_core.run.context import RunContext, open_run, refuse_arm
 from pipelinerl_core.run.history import counted_commit_keys, steps_to_replay
 from pipelinerl_core.run.locate import code_version
 from pipelinerl_core.run.records import REPLAY_KEY, RUN_KEY, WHATIF_PREFIX, ReplayOf, RunRecord, code_key
@@ -65,11 +65,7 @@ class PlannedArm:
 
 def plan_arms(run: RunContext, arms: Sequence[Arm], first: int | None, last: int | None) -> list[PlannedArm]:
     """The arms, checked. first, last: steps to train again, None: of the run. Raises ConfigError in one line."""
-    if run.record.replay_of is not None:
-        raise ConfigError(
-            f"{run.run_id}: an arm of a replay of {run.record.replay_of.run_id} has no rollouts of its own. "
-            f"Replay {run.record.replay_of.run_id}"
-        )
+    refuse_arm(run, "Replay")
     commits = counted_commit_keys(run.store)
     begin, end = steps_to_replay(run.store.url, commits, first, last)
     planned: list[PlannedArm] = []

@@ -12,8 +12,8 @@ from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.history import read_epochs
 from pipelinerl_core.run.mlflow_run import NoTracker, RunTracker, closing, run_tags, source_tags
-from pipelinerl_core.run.records import REPLAY_KEY, RUN_KEY, Commit, ReplayRecord, eval_key
 from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.records import REPLAY_KEY, RUN_KEY, Commit, ReplayRecord, eval_key
 from pipelinerl_core.run.versions import DUE, find_commits
 from pipelinerl_core.supervision.run_roles import evaluate
 from pipelinerl_core.supervision.tool_process import run_tool
@@ -49,9 +49,7 @@ def run_arm(
         Forwarder(RunFollower(arm.store), tracker).refresh()
 
 
-def _train(
-    planned: PlannedArm, arm: RunContext, on_step: Callable[[Commit], None]
-) -> None:
+def _train(planned: PlannedArm, arm: RunContext, on_step: Callable[[Commit], None]) -> None:
     follower = RunFollower(arm.store)
     read_at = changed_at = time.monotonic()
     earlier = {one.epoch for one in read_epochs(arm.store)}

@@ -1,6 +1,6 @@
 """Trains the recorded groups of a run again with another loss or learner: one arm of a what-if replay.
 
-    batches/ of the run --rows--> advantages, weights, masks of the arm --> learner --> commits/ and weights/ of the arm
+    batches/ of the run --rows--> advantages, weights, masks of the arm --> learner --> commits/, weights/ of the arm
 
 The arm is a run of its own (docs/what-if.md); the objects of the recorded run are only read. An arm that was stopped
 begins again: its new epoch adopts no commit.
@@ -13,12 +13,12 @@ from functools import partial
 
 from pipelinerl_core.batching.assemble import reassemble_rows
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.roles.trainer.learners import Learners, open_learners
 from pipelinerl_core.roles.trainer.retrain import ReplayedStep, replay_steps, restore
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import counted_commit_keys, take_epoch, write_commit
 from pipelinerl_core.run.records import ADAPTERS_FILE, REPLAY_KEY, WEIGHTS_FILE, Commit, ReplayOf, ReplayRecord
-from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.publish import WeightPublisher
 
