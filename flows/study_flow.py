@@ -1,25 +1,21 @@
 """The study flow: train the recorded rollouts of a run with the settings of several arms, and compare the arms."""
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from prefect import flow, get_run_logger
-from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import described
 from pipelinerl.flows.replay_flow import Root, Run, Step
+from pipelinerl.tasks.study_arm import study_arm
 from pipelinerl_core.comparison.whatif.limit import ESS_SHARE
-from pipelinerl_core.comparison.whatif.plan import PlannedArm
-from pipelinerl_core.comparison.whatif.run_arm import run_arm
 from pipelinerl_core.comparison.whatif.study import WhatIf, plan_study
 from pipelinerl_core.config.arm import Arm
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.locate import locate_run
-from pipelinerl_core.run.records import Commit
 
 Arms = Annotated[
     dict[str, list[str]],
@@ -29,7 +25,6 @@ Share = Annotated[
     float,
     Field(description="An arm is not ranked once its effective sample size is below this share of the recorded one."),
 ]
-_PROGRESS_STEPS = 20
 
 
 class StudyFailed(PipelineRLError):
@@ -66,7 +61,7 @@ def study_arms(planned: WhatIf) -> dict[str, Any]:
     for number, arm in enumerate(planned.arms, 1):
         logger.info("arm %d of %d: %s %s", number, len(planned.arms), arm.name, " ".join(arm.origin.overrides))
         try:
-            study_arm.with_options(flow_run_name=arm.name)(arm)
+            study_arm.with_options(task_run_name=arm.name)(arm)
         except ConfigError:
             raise
         except PipelineRLError as error:
@@ -74,22 +69,6 @@ def study_arms(planned: WhatIf) -> dict[str, Any]:
             failed[arm.name] = f"{type(error).__name__}: {error}".splitlines()[0]
         planned.write()
     return {**planned.write(), "failed": failed}
-
-
-@flow(name="study-arm", task_runner=ThreadPoolTaskRunner(), persist_result=False, validate_parameters=False)  # type: ignore[arg-type]
-def study_arm(arm: PlannedArm) -> None:
-    """One arm: train, evaluate, log to MLflow."""
-    run_arm(arm, flow_run_id=str(flow_run.id), on_step=progress(arm, get_run_logger()))
-
-
-def progress(arm: PlannedArm, logger: "logging.Logger | logging.LoggerAdapter[Any]") -> "Any":
-    """Logs every _PROGRESS_STEPS-th step of an arm."""
-
-    def on_step(commit: Commit) -> None:
-        if commit.step % _PROGRESS_STEPS == 0 or commit.step == arm.origin.last:
-            logger.info("%s: step %d of %d", arm.name, commit.step, arm.origin.last)
-
-    return on_step
 
 
 def failure(document: Mapping[str, Any]) -> str:

@@ -69,7 +69,8 @@ def ranking(entries: Mapping[str, Mapping[str, Any]], last: int, is_exact: bool 
     """{ranked_version, ranking, unranked}: arms by held-out accuracy at one version, best first.
 
     The version is the newest that every arm has evaluated. An arm whose limit is at or before that version is not
-    ranked. Without a bit-exact recorded arm (`is_exact` False) nothing is ranked.
+    ranked; if no changed arm is left, nothing is ranked. Without a bit-exact recorded arm (`is_exact` False) nothing
+    is ranked.
     """
     shared = set.intersection(*({point["version"] for point in one["accuracy"]} for one in entries.values()))
     version = max(shared - {0}, default=None)
@@ -88,7 +89,7 @@ def ranking(entries: Mapping[str, Mapping[str, Any]], last: int, is_exact: bool 
         name: next(point for point in one["accuracy"] if point["version"] == version) for name, one in entries.items()
     }
     order = sorted((name for name in entries if name not in unranked), key=lambda name: -at[name]["accuracy"])
-    ranked = [{"arm": name, **at[name]} for name in order]
+    ranked = [{"arm": name, **at[name]} for name in order if order != [RECORDED]]
     return {"ranked_version": version, "ranking": ranked, "unranked": unranked}
 
 

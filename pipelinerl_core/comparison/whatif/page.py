@@ -40,9 +40,9 @@ def lead(document: Mapping[str, Any]) -> str:
     if document["exact"] is False:
         return "The recorded objective did not come out bit for bit, so nothing is ranked."
     ranked = document["ranking"]
-    if not ranked:
+    if document["ranked_version"] is None:
         return "Nothing is ranked: no version was evaluated in every arm."
-    if len(ranked) == 1:
+    if not ranked:
         return f"Nothing is ranked: at version {document['ranked_version']} every changed arm is beyond its limit."
     order = ", ".join(f"{one['arm']} {one['accuracy']:.3f}" for one in ranked)
     return f"Held-out accuracy of version {document['ranked_version']}, best first: {order}."
@@ -114,8 +114,11 @@ def _accuracy(one: Mapping[str, Any]) -> list[Point]:
 
 
 def _chart(document: Mapping[str, Any], title: str, points_of: Any, axis: Axis) -> str:
-    """Lines of all arms: in colour up to the limit of each arm, grey from there."""
-    series, shade = [], None
+    """Lines of all arms: in colour up to the limit of each arm, grey from there; the area in which no changed arm
+    holds is grey too."""
+    series = []
+    ends = [one["limit"] for name, one in document["arms"].items() if name != RECORDED]
+    shade = max(ends) if ends and None not in ends else None
     for name, one in document["arms"].items():
         points, limit = points_of(one), one["limit"]
         css = _css(document["arms"], name)
@@ -125,7 +128,6 @@ def _chart(document: Mapping[str, Any], title: str, points_of: Any, axis: Axis) 
         if limit is not None:
             beyond = [*valid[-1:], *(point for point in points if point[0] >= limit)]
             series.append(Series(f"{name}, beyond its limit", beyond, css, kind="beyond"))
-            shade = limit if shade is None else min(shade, limit)
     return charts.line_chart(title, series, axis, Axis(title), shade_from=shade)
 
 
@@ -139,22 +141,24 @@ def _colours(css: str) -> str:
 
 
 def _table(document: Mapping[str, Any]) -> str:
-    heads = ["arm", "rank", "held-out accuracy", "version", "prompts", "limit", "CPU s", "settings"]
+    heads = ["arm", "rank", "held-out accuracy", "recorded run", "version", "prompts", "limit", "CPU s", "settings"]
     ranks = {one["arm"]: str(place) for place, one in enumerate(document["ranking"], 1)}
-    rows = [_cells(name, one, ranks.get(name, "not ranked")) for name, one in document["arms"].items()]
+    base = {point["version"]: point for point in document["arms"][RECORDED]["accuracy"]}
+    rows = [_cells(name, one, base, ranks.get(name, "not ranked")) for name, one in document["arms"].items()]
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
 
 
-def _cells(name: str, one: Mapping[str, Any], rank: str) -> Sequence[str]:
-    """The newest evaluated version before the limit of the arm."""
+def _cells(name: str, one: Mapping[str, Any], base: Mapping[int, Any], rank: str) -> Sequence[str]:
+    """The newest evaluated version before the limit of the arm, beside the recorded run at the same version."""
     valid = [p for p in one["accuracy"] if one["limit"] is None or p["version"] < one["limit"]]
     last = valid[-1] if valid else None
     return (
         name,
         rank,
         _interval(last) if last else "-",
+        _interval(base[last["version"]]) if last and last["version"] in base else "-",
         str(last["version"]) if last else "-",
         str(last["num_prompts"]) if last else "-",
         "-" if one["limit"] is None else f"step {one['limit']}",

@@ -182,11 +182,22 @@ def test_a_page_is_grey_beyond_the_limit_and_says_so(run):
     assert document["arms"]["fast"]["limit"] == 7
     assert [one["arm"] for one in document["ranking"]] == [RECORDED, "slow"]
     html = planned.store.get("whatif.html").decode()
-    assert html.count('class="shade"') == 4
+    assert html.count('class="shade"') == 0, "slow holds up to the end"
     assert html.count('class="beyond') == 4
     assert "from step 7 the recorded rollouts no longer" in html
     assert lead(document) == "Held-out accuracy of version 8, best first: recorded 0.500, slow 0.300."
     assert "the recorded objective came out bit for bit" in lines(document)
+
+
+def test_the_area_in_which_no_changed_arm_holds_is_grey(run):
+    planned = plan_replay(run, ["learner.lr=1e-2"], None, None)
+    ess = {step: 0.8 if step < 4 else 0.0 for step in range(1, STEPS + 1)}
+    trained(planned.arms[0], ess, {0: 0.1, 8: 0.9})
+    document = planned.write()
+    html = planned.store.get("whatif.html").decode()
+    assert html.count('class="shade"') == 4
+    assert document["ranking"] == []
+    assert "Nothing is ranked: at version 8 every changed arm is beyond its limit." in html
 
 
 def test_nothing_is_ranked_if_the_recorded_objective_differs(run):
