@@ -7,7 +7,7 @@ import typer
 from pipelinerl.flows.cli.child import run_module
 from pipelinerl_core.errors import ConfigError
 
-MODULES = ("adapters", "demo", "engine", "gpu", "learner", "stream", "trainer", "vllm")
+MODULES = ("adapters", "demo", "engine", "gpu", "learner", "stream", "study", "trainer", "vllm")
 """Benchmarks with a module in pipelinerl_core.bench; `learning` runs the compare flow."""
 
 
@@ -19,7 +19,7 @@ def bench(
             help="engine: tokens per second of the engines; vllm: overhead of the adapter over plain vLLM; "
             "gpu: engines on a GPU; learner: a step compared with a plain loop and TRL; adapters: versions of LoRA; "
             "stream: the channel and the hub; trainer: what ranks wait for between steps; demo: a step of the preset "
-            "smollm2; learning: schedules compared."
+            "smollm2; study: whether a study ranks arms as fresh runs do; learning: schedules compared."
         ),
     ],
 ) -> None:

@@ -21,6 +21,9 @@
   evals/<version>.<set>.json             the same on a set of eval.sets
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   report.json report.html weights.parquet
+<root>/whatif/<run_id>/arms/<name>-<digest>/
+  run.json epochs/ commits/ weights/ evals/   as above; run.json has replay_of
+  replay.json                            the arm of a what-if replay is trained
 """
 
 from typing import Any, Literal

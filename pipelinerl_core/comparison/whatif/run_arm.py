@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from threading import Event
 
 from pipelinerl_core.comparison.whatif.plan import PlannedArm, open_arm
@@ -36,9 +35,8 @@ def run_arm(
     on_step: called with every new commit, on this thread. Raises PipelineRLError if a process fails,
     DeadlineExceeded if no step is trained for _STEP_SECONDS.
     """
-    with ExitStack() as stack:
-        tracker, mlflow = _open_tracker(planned, flow_run_id)
-        stack.enter_context(closing(tracker))
+    tracker, mlflow = _open_tracker(planned, flow_run_id)
+    with closing(tracker):
         arm = open_arm(planned, mlflow)
         if not planned.is_trained:
             _train(planned, arm, on_step)
