@@ -1,7 +1,7 @@
 """Measure whether a study ranks arms as fresh runs do: rank correlation of held-out accuracy (docs/what-if.md).
 
-Run: pipelinerl bench study [--seeds 0,1,2] [--root DIR] [--json] [KEY=VALUE ...]. For each seed: a recorded quickstart,
-a study of ARMS, and a fresh run of every arm. An interrupted benchmark continues with the same root.
+Run: pipelinerl bench study [--seeds 0,1,2] [--root DIR] [--json] [KEY=VALUE ...]. For each seed: a recorded
+quickstart, a study of ARMS, and a fresh run of every arm. An interrupted benchmark continues with the same root.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def measure(seeds: Sequence[int], root: Path, settings: Sequence[str]) -> dict[s
 
 
 def spearman(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) -> float:
-    """Rank correlation (Spearman 1904): Pearson's correlation of the ranks, mean ranks for ties; nan without spread."""
+    """Rank correlation (Spearman 1904): Pearson's correlation of the ranks, mean ranks for ties; nan if all tie."""
     ranks = [_ranks(values) for values in (first_N, second_N)]
     if any(np.ptp(one) == 0 for one in ranks):
         return float("nan")
