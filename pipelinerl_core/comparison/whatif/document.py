@@ -14,6 +14,8 @@ from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPLAY_KEY, ReplayRecord
 
 JSON_KEY, HTML_KEY = "whatif.json", "whatif.html"
+NOT_EXACT = "the recorded objective did not come out bit for bit"
+NO_VERSION = "no version was evaluated in every arm within the limits of half of the changed arms"
 METRICS = {
     "loss": "train/loss",
     "kl": "importance/kl",
@@ -68,29 +70,32 @@ def document_of(
 def ranking(entries: Mapping[str, Mapping[str, Any]], last: int, is_exact: bool | None) -> dict[str, Any]:
     """{ranked_version, ranking, unranked}: arms by held-out accuracy at one version, best first.
 
-    The version is the newest that every arm has evaluated. An arm whose limit is at or before that version is not
-    ranked; if no changed arm is left, nothing is ranked. Without a bit-exact recorded arm (`is_exact` False) nothing
-    is ranked.
+    The version is the newest that every arm has evaluated and at which at least half of the changed arms hold, that
+    is, before their limits. The other arms are not ranked. Without a bit-exact recorded arm (`is_exact` False), or
+    without such a version, nothing is ranked.
     """
+    ends = {name: last_valid(one["limit"], last) for name, one in entries.items()}
     shared = set.intersection(*({point["version"] for point in one["accuracy"]} for one in entries.values()))
-    version = max(shared - {0}, default=None)
-    if is_exact is False:
-        reason = "the recorded objective did not come out bit for bit"
+    changed = [name for name in entries if name != RECORDED]
+    fit = [one for one in shared - {0} if 0 < len(changed) <= 2 * sum(ends[name] >= one for name in changed)]
+    if is_exact is False or not fit:
+        reason = NOT_EXACT if is_exact is False else NO_VERSION
         return {"ranked_version": None, "ranking": [], "unranked": dict.fromkeys(entries, reason)}
-    if version is None:
-        reason = "no version was evaluated in every arm"
-        return {"ranked_version": None, "ranking": [], "unranked": dict.fromkeys(entries, reason)}
+    version = max(fit)
     unranked = {
-        name: f"its limit is step {one['limit']}, before version {version}"
+        name: f"its limit is step {one['limit']}, and version {version} is not before it"
         for name, one in entries.items()
-        if last_valid(one["limit"], last) < version
+        if ends[name] < version
     }
     at = {
         name: next(point for point in one["accuracy"] if point["version"] == version) for name, one in entries.items()
     }
     order = sorted((name for name in entries if name not in unranked), key=lambda name: -at[name]["accuracy"])
-    ranked = [{"arm": name, **at[name]} for name in order if order != [RECORDED]]
-    return {"ranked_version": version, "ranking": ranked, "unranked": unranked}
+    return {
+        "ranked_version": version,
+        "ranking": [{"arm": name, **at[name]} for name in order],
+        "unranked": unranked,
+    }
 
 
 def write_document(store: ObjectStore, document: Mapping[str, Any], page: str) -> None:

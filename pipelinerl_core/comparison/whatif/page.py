@@ -37,13 +37,9 @@ def page(document: Mapping[str, Any]) -> str:
 
 def lead(document: Mapping[str, Any]) -> str:
     """One sentence: the ranking, or why there is none."""
-    if document["exact"] is False:
-        return "The recorded objective did not come out bit for bit, so nothing is ranked."
     ranked = document["ranking"]
-    if document["ranked_version"] is None:
-        return "Nothing is ranked: no version was evaluated in every arm."
     if not ranked:
-        return f"Nothing is ranked: at version {document['ranked_version']} every changed arm is beyond its limit."
+        return f"Nothing is ranked: {document['unranked'][RECORDED]}."
     order = ", ".join(f"{one['arm']} {one['accuracy']:.3f}" for one in ranked)
     return f"Held-out accuracy of version {document['ranked_version']}, best first: {order}."
 

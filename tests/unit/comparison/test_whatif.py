@@ -161,7 +161,9 @@ def test_arms_are_ranked_at_one_version_that_lies_within_their_limits():
     found = ranking(entries, 10, True)
     assert found["ranked_version"] == 10
     assert [one["arm"] for one in found["ranking"]] == ["good", RECORDED]
-    assert found["unranked"] == {"gone": "its limit is step 8, before version 10"}
+    assert found["unranked"] == {"gone": "its limit is step 8, and version 10 is not before it"}
+    both = ranking(entries | {"good": curve(9, (0, 0.1), (5, 0.4), (10, 0.6))}, 10, True)
+    assert (both["ranked_version"], [one["arm"] for one in both["ranking"]]) == (5, ["gone", "good", RECORDED])
     assert ranking(entries | {"gone": curve(11, (5, 0.5))}, 10, True)["ranked_version"] == 5
     for nothing in (ranking(entries, 10, False), ranking({**entries, "new": curve(None, (0, 0.1))}, 10, True)):
         assert nothing["ranking"] == []
@@ -197,7 +199,7 @@ def test_the_area_in_which_no_changed_arm_holds_is_grey(run):
     html = planned.store.get("whatif.html").decode()
     assert html.count('class="shade"') == 4
     assert document["ranking"] == []
-    assert "Nothing is ranked: at version 8 every changed arm is beyond its limit." in html
+    assert "Nothing is ranked: no version was evaluated in every arm within the limits" in html
 
 
 def test_nothing_is_ranked_if_the_recorded_objective_differs(run):
@@ -206,7 +208,7 @@ def test_nothing_is_ranked_if_the_recorded_objective_differs(run):
         trained(arm, {1: 0.8}, {8: 0.3}, difference=1)
     document = document_of(run, planned.arms, 0.3, planned.recorded, planned.store.url)
     assert (document["exact"], document["ranking"]) == (False, [])
-    assert "did not come out bit for bit, so nothing is ranked" in page(document)
+    assert "Nothing is ranked: the recorded objective did not come out bit for bit." in page(document)
     unfinished = replace(planned, arms=planned.arms)
     unfinished.arms[1].store.delete([REPLAY_KEY])
     assert unfinished.write()["missing"] == ["slow"]
