@@ -14,7 +14,7 @@ from pipelinerl_core.run.locate import locate_run
 
 Run = Annotated[str, Field(description="Id under the root, `latest`, or the path or URL of a run.")]
 Version = Annotated[
-    str, Field(description="first, last, all, or numbers of durable weight versions separated by commas.")
+    str, Field(description="first, last, all, due, or numbers of durable weight versions separated by commas.")
 ]
 Root = Annotated[
     str,

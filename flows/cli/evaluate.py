@@ -12,7 +12,7 @@ from pipelinerl.flows.cli.console import answer
 def evaluate(
     run: Run,
     version: Annotated[
-        str, typer.Option(help="first, last, all, or numbers of durable weight versions separated by commas.")
+        str, typer.Option(help="first, last, all, due, or numbers of durable weight versions separated by commas.")
     ] = "last",
     root: Root = "",
     as_json: Json = False,

@@ -44,7 +44,7 @@ class Lengths:
         if factor <= 0:
             raise ConfigError(f"lengths times {factor:g}: the factor must be above 0")
         lengths = np.clip(np.rint(factor * np.arange(1, self.longest + 1)), 1, longest).astype(np.int64)
-        shares = np.bincount(lengths, weights=self.shares)[1:]
+        shares = np.bincount(lengths, weights=self.shares)[1:].astype(np.float64)
         return Lengths(shares[: int(lengths[self.shares > 0].max())])
 
     @property

@@ -28,7 +28,7 @@ class Series:
     points: Sequence[Point]
     css: str
     kind: str = "line"
-    """line, faint (a thin line behind another), dots, or ring (large dots)."""
+    """line, faint (a thin line behind another), beyond (a thin grey line), dots, or ring (large dots)."""
     intervals: Sequence[tuple[float, float] | None] = ()
     """ring: lower and upper end of a vertical line through each point; empty: no lines."""
 
@@ -76,14 +76,22 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def line_chart(title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
-    """Lines and dots over two linear axes."""
+def line_chart(
+    title: str, series: Sequence[Series], x_axis: Axis, y_axis: Axis, *, shade_from: float | None = None
+) -> str:
+    """Lines and dots over two linear axes. shade_from: x from which the area is grey."""
     points = [point for one in series for point in one.points]
     if not points:
         return _empty(title)
     heights = [p[1] for p in points] + [end for one in series for ends in one.intervals if ends for end in ends]
     frame = _Frame(_bounds([p[0] for p in points], x_axis), _bounds(heights, y_axis))
     parts = [_grid(frame, x_axis, y_axis)]
+    if shade_from is not None and shade_from < frame.x[1]:
+        left = frame.px(max(shade_from, frame.x[0]))
+        height = _HEIGHT - _TOP - _BOTTOM
+        parts.append(
+            f'<rect class="shade" x="{left:.1f}" y="{_TOP}" width="{_WIDTH - _RIGHT - left:.1f}" height="{height}"/>'
+        )
     parts += [_mark(frame, one, x_axis, y_axis) for one in series if one.points]
     return _svg(title, parts, _HEIGHT)
 
@@ -208,7 +216,7 @@ def _grid(frame: _Frame, x_axis: Axis, y_axis: Axis) -> str:
 
 def _mark(frame: _Frame, series: Series, x_axis: Axis, y_axis: Axis) -> str:
     pixels = [(frame.px(x), frame.py(y)) for x, y in series.points]
-    if series.kind in ("line", "faint") and len(pixels) > 1:
+    if series.kind in ("line", "faint", "beyond") and len(pixels) > 1:
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels)
         return f'<path class="{series.kind} {series.css}" d="{path}"/>'
     radius = 5.0 if series.kind == "ring" else 2.4

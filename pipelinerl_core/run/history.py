@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pipelinerl_core.errors import Fenced, MissingObject
+from pipelinerl_core.errors import ConfigError, Fenced, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import list_commits, read_compacted
 from pipelinerl_core.run.hub_status import process_mark
@@ -156,6 +156,17 @@ def take_epoch(
             continue
         return record
     raise Fenced(f"no free epoch below {_MAX_EPOCHS} under {store.url}/epochs")
+
+
+def steps_to_replay(run: str, commits: Mapping[int, str], first: int | None, last: int | None) -> tuple[int, int]:
+    """First and last step of a replay; None: the first and the last step of the run. Raises ConfigError."""
+    if not commits or max(commits) < 1:
+        raise ConfigError(f"{run}: no step is committed, so a replay has no batches")
+    end = min(last if last is not None else max(commits), max(commits))
+    begin = max(1, first if first is not None else 1)
+    if begin > end:
+        raise ConfigError(f"--from-step {begin} is beyond the last step to replay, {end}")
+    return begin, end
 
 
 def write_commit(store: ObjectStore, epoch: EpochRecord, commit: Commit) -> None:

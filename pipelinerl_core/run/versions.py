@@ -10,13 +10,15 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_weights_key
 
 ALL = "all"
+DUE = "due"
+"""--version of the versions that an evaluator beside training evaluates, as many as are durable."""
 # The evaluator beside training reads the newest version that is due; a newer version may be due while it reads.
 _KEPT_DUE = 2
 
 
 def names_several(version: str) -> bool:
-    """Whether --version names several versions: `all`, or numbers with commas."""
-    return version == ALL or "," in version
+    """Whether --version names several versions: `all`, `due`, or numbers with commas."""
+    return version in (ALL, DUE) or "," in version
 
 
 def retained(config: RunConfig, stored: Iterable[int]) -> set[int]:
@@ -82,10 +84,13 @@ def find_commit(run: RunContext, version: str) -> Commit:
 
 
 def find_commits(run: RunContext, version: str) -> list[Commit]:
-    """Commits that --version names, in order: `all` durable versions, numbers with commas, or see `find_commit`."""
-    if version == ALL:
+    """Commits that --version names, in order: `all` durable versions, those of them that training evaluates (`due`),
+    numbers with commas, or see `find_commit`."""
+    if version in (ALL, DUE):
         commits = read_commits(run.store)
         stored = sorted(stored_versions(run.store) & commits.keys())
-        return [commits[step] for step in stored if is_durable(commits[step])]
-    found = {commit.step: commit for commit in (find_commit(run, one) for one in version.split(","))}
-    return [found[step] for step in sorted(found)]
+        found = [commits[step] for step in stored if is_durable(commits[step])]
+        ends = {0, max(commits, default=0)}
+        return [one for one in found if version == ALL or one.step in ends or run.config.evaluates(one.step)]
+    named = {commit.step: commit for commit in (find_commit(run, one) for one in version.split(","))}
+    return [named[step] for step in sorted(named)]

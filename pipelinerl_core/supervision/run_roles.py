@@ -14,7 +14,7 @@ from pipelinerl_core.run.history import is_complete, read_epochs
 from pipelinerl_core.run.hub_status import is_descendant, may_be_live, read_hub
 from pipelinerl_core.run.locate import remove_shared_memory
 from pipelinerl_core.run.records import EvalRecord
-from pipelinerl_core.run.versions import ALL, names_several
+from pipelinerl_core.run.versions import ALL, DUE, names_several
 from pipelinerl_core.supervision.gpus import claimed_gpus
 from pipelinerl_core.supervision.role_commands import role_command, role_environment
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, STOP_SECONDS, RoleReport, supervise_role
@@ -37,7 +37,8 @@ HUB_STOP_SECONDS = 3.0
 def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = None) -> list[EvalRecord] | None:
     """Run the evaluator on the versions that `version` names; None if the evaluator was stopped.
 
-    version: first, last, all, or numbers with commas; of several versions, only those without a record are evaluated.
+    version: first, last, all, due, or numbers with commas; of several versions, only those without a record are
+    evaluated.
     enough: after two versions with at least this accuracy, later versions are skipped.
     """
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
@@ -48,7 +49,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     follower = RunFollower(run.store)
     follower.refresh()
     evals = follower.evals
-    if version == ALL:
+    if version in (ALL, DUE):
         return list(evals.values())
     wanted = {"first": min(evals, default=0), "last": max(evals, default=0)}
     steps = [wanted[one] if one in wanted else int(one) for one in version.split(",")]

@@ -33,7 +33,7 @@ from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_commits
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import open_run, refuse_arm
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, checkpoint_prefix
 from pipelinerl_core.run.versions import retained, stored_versions
@@ -362,6 +362,7 @@ def main() -> int:
 
 def _audit(arguments: argparse.Namespace) -> int:
     context = open_run(arguments.run)
+    refuse_arm(context, "Audit")
     document = {"run_id": context.run_id, **Audit(context.store, context.config).run().document}
     print(json.dumps(document) if arguments.json else "\n".join(lines(document)))  # noqa: T201
     return 0 if document["closes"] else 1

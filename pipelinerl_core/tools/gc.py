@@ -1,6 +1,6 @@
 """Garbage collection of a run's objects, also of a live run; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--json].
+Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--whatif] [--dry-run] [--json].
 
 | class    | objects | removed |
 |----------|---------|---------|
@@ -10,6 +10,7 @@ Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--dry-run] [--js
 | partials | logs of decided groups; in a finished run all logs | always |
 | rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
 | unfinished | temporary files and multipart uploads of killed writers | always |
+| whatif   | arms and studies of what-if replays of the run, which are beside the run | with --whatif |
 | shared_memory | this host's shared memory of runs under the same root whose processes were killed | always |
 
 Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
@@ -42,6 +43,7 @@ from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
 from pipelinerl_core.run.locate import abandoned_shared_memory
 from pipelinerl_core.run.records import (
     RETIRED_PREFIX,
+    WHATIF_PREFIX,
     CheckpointRef,
     Commit,
     batch_key,
@@ -49,6 +51,7 @@ from pipelinerl_core.run.records import (
     parse_retired_key,
 )
 from pipelinerl_core.run.versions import remove_weights, retained, stored_versions
+from pipelinerl_core.storage.object_store import open_store
 
 LIVE_MARGIN = 10
 """Steps between the newest commit of a live run and the commit that defines the garbage."""
@@ -197,6 +200,15 @@ def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
     return [str(path) for path in found]
 
 
+def collect_whatif(store: ObjectStore, run_id: str, *, dry_run: bool) -> list[str]:
+    """Removed (`dry_run`: removable) keys below the root: all arms and studies of a run (docs/what-if.md)."""
+    root, prefix = open_store(store.url.rpartition("/")[0]), f"{WHATIF_PREFIX}/{run_id}"
+    found = root.list(prefix)
+    if not dry_run:
+        root.delete(found)
+    return found
+
+
 def _refuse_started(store: ObjectStore, collector: Collector) -> None:
     refuse_second_hub(store)
     if read_epochs(store) != collector.epochs:  # a hub takes its epoch long before its first heartbeat
@@ -205,7 +217,7 @@ def _refuse_started(store: ObjectStore, collector: Collector) -> None:
 
 def main() -> int:
     """Command line of the garbage collection."""
-    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--dry-run", "--json")}
+    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--whatif", "--dry-run", "--json")}
     return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
 
 
@@ -215,6 +227,8 @@ def _remove(options: argparse.Namespace) -> None:
         context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
         is_live=HubWatch(context.store).find_live() is not None,
     )  # fmt: skip
+    if options.whatif:
+        garbage["whatif"] = collect_whatif(context.store, context.run_id, dry_run=options.dry_run)
     root = context.store.url.rpartition("/")[0]
     garbage["shared_memory"] = collect_shared_memory(root, dry_run=options.dry_run)
     verb = "would be removed" if options.dry_run else "removed"

@@ -22,7 +22,7 @@ from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.evaluations import SCHEDULED, next_scheduled, next_to_evaluate
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import Commit, EvalRecord
-from pipelinerl_core.run.versions import find_commits, names_several
+from pipelinerl_core.run.versions import DUE, find_commits, names_several
 from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
@@ -51,7 +51,8 @@ async def run(context: RunContext, version: str, enough: float | None, monitor: 
         known = {step: one.accuracy for step, one in follower.evals.items()} if names_several(version) else {}
         records: list[EvalRecord] = []
         while (step := next_to_evaluate(commits, known, enough)) is not None:
-            records.append(await evaluator.evaluate(commits[step]))
+            is_subset = version == DUE and step < max(commits) and context.config.evaluates(step)
+            records.append(await evaluator.evaluate(commits[step], is_subset=is_subset))
             known[step] = records[-1].accuracy
         return records
 
@@ -129,7 +130,7 @@ def _evaluate(own: RoleProcess) -> None:
 def main() -> int:
     """Command line of the role."""
     arguments: Arguments = {
-        "--version": {"default": "last", "help": "first, last, all, numbers with commas, or scheduled"},
+        "--version": {"default": "last", "help": "first, last, all, due, numbers with commas, or scheduled"},
         "--enough": {"type": float, "help": "of several: stop when two have reached this accuracy"},
         "--parent-pid": {"type": int},
     }

@@ -27,7 +27,14 @@ def test_every_deployment_is_a_flow_of_ours_on_the_pool_of_that_kind(kind):
         assert entry["work_pool"] == document["definitions"]["pools"][kind][entry["work_pool"]["name"]]
         environment = entry["work_pool"]["job_variables"]["env"]
         assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
-    assert names >= {"train/quickstart", "train/nightly", "actor/actor", "trainer/trainer", "replay/replay"}
+    assert names >= {
+        "train/quickstart",
+        "train/nightly",
+        "actor/actor",
+        "trainer/trainer",
+        "replay/replay",
+        "study/study",
+    }
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])

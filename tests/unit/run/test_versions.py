@@ -53,3 +53,13 @@ def test_a_removed_version_is_not_found(store):
     assert [commit.step for commit in find_commits(run, "all")] == [0, 2, 3]
     with pytest.raises(ConfigError, match=r"--version 1: not durable .*weights\.keep=20"):
         find_commit(run, "1")
+
+
+def test_due_versions_are_the_ends_and_those_that_training_evaluates(store):
+    put_epoch(store, 2)
+    for step in range(8):
+        put_commit(store, step, 2, manifest=weight_manifest(step, key=f"weights/{step:08d}.2"))
+        store.put(f"weights/{step:08d}.2/manifest.json", b"{}")
+    config = config_of({}, eval={"num_prompts": 10, "every_steps": 3, "on": "own"})
+    run = RunContext(store=store, record=run_record(config), config=config, token="")
+    assert [commit.step for commit in find_commits(run, "due")] == [0, 3, 6, 7]

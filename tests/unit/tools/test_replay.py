@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError, MissingObject
 from pipelinerl_core.roles.trainer import retrain
 from pipelinerl_core.roles.trainer.retrain import inexact_steps, replay_steps, restore
 from pipelinerl_core.run.history import take_epoch
 from pipelinerl_core.run.records import CheckpointRef
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.tools import replay
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from tests.builders import put_commit
 
@@ -52,28 +50,6 @@ def flip(store, step):
     data = bytearray(store.get(key))
     data[-1] ^= 1
     store.put(key, bytes(data))
-
-
-@pytest.mark.parametrize(
-    ("recorded", "study", "says"),
-    [
-        ("turn", "kind=ppo", None),
-        ("turn", "kind=gspo", "advantages of turn, and .* loss.kind=gspo .* Set loss.advantage=turn too"),
-        ("group_mean", "kind=gspo", None),
-        ("value", "kind=gspo", "advantages of value. Start a new run"),
-        ("leave_one_out", "advantage=value", "advantages of leave_one_out. Start a new run"),
-    ],
-)
-def test_a_study_reads_the_recorded_advantages_as_what_they_are(recorded, study, says):
-    config = load_config("quickstart", [f"loss.advantage={recorded}"])
-    studied = override_config(config, [f"loss.{study}"])
-    if says is None:
-        replay._check_advantages(config.loss, studied.loss)
-        return
-    with pytest.raises(ConfigError, match=says) as raised:
-        replay._check_advantages(config.loss, studied.loss)
-    assert "\n" not in str(raised.value)
-    replay._check_advantages(config.loss, override_config(config, [f"loss.advantage={recorded}"]).loss)
 
 
 def test_the_newest_checkpoint_at_or_before_a_step_is_loaded(run):

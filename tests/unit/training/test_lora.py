@@ -10,7 +10,6 @@ from pipelinerl_core.config.losses import ReinforceLoss
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.roles.trainer.adopt import _load_committed_weights
 from pipelinerl_core.testing.fakes import MemoryStore
-from pipelinerl_core.tools.replay import _check_adapters
 from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
 from pipelinerl_core.training.learner import TorchLearner
 from pipelinerl_core.training.lora import (
@@ -216,11 +215,6 @@ def test_alpha_defaults_to_twice_the_rank():
     assert lora_config(lora_rank=8).learner.lora_scale == 2.0
     assert lora_config(lora_rank=8, lora_alpha=4).learner.lora_scale == 0.5
     assert config().learner.lora_scale == 0.0
-
-
-def test_a_replay_cannot_study_other_adapters():
-    with pytest.raises(ConfigError, match=r"learner\.lora_rank: a replay starts from a recorded checkpoint"):
-        _check_adapters(config().learner, lora_config().learner)
 
 
 def test_committed_weights_do_not_replace_adapters(caplog):
