@@ -34,10 +34,11 @@ def local_code(config: RunConfig) -> str | None:
 def store_code(store: ObjectStore, config: RunConfig) -> dict[str, str]:
     """Store the user's files; returns part of the mixture -> sha256 of its file, without parts that have no file.
 
-    The part is "" without a mixture. Raises ConfigError.
+    The part is "" without a mixture, and for eval.sets beside a mixture. Raises ConfigError.
     """
     found: dict[str, str] = {}
-    for name, part in config.parts.items():
+    own = {"": config} if config.eval.sets else {}
+    for name, part in {**own, **config.parts}.items():
         with naming(name):
             code = local_code(part)
         if code is not None:

@@ -11,10 +11,11 @@ from pipelinerl_core.data.segments import SealedSegment
 from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import Ack, Refused, SyncReply
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import group_named
+from tests.unit.roles.actor.actor_case import NO_TOOLS
 from tests.waiting import until
 
 SECONDS = 60.0
@@ -176,7 +177,7 @@ def run_actor(link, stop):
 
     async def main():
         parts = ActorParts(
-            engine=Engine(), scorer=None, codec=None, subscriber=None, segments=Segments(), store=MemoryStore()
+            engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore()
         )
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
 
@@ -259,7 +260,7 @@ def test_syncs_go_on_while_every_thread_of_other_work_waits_for_the_store():
 
     async def main():
         parts = ActorParts(
-            engine=Engine(), scorer=None, codec=None, subscriber=None, segments=Segments(), store=MemoryStore()
+            engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore()
         )
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers))
         one._log.flush = lambda: asyncio.sleep(0)
