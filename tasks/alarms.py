@@ -3,14 +3,17 @@
 import logging
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from prefect.events import emit_event
 
 from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry.parts import parts_of, untrained_parts
 
 logger = logging.getLogger(__name__)
 
 REWARD_COLLAPSED = "pipelinerl.reward.collapsed"
+PART_FAILED = "pipelinerl.part.failed"
 RUN_STALLED = "pipelinerl.run.stalled"
 WINDOW_STEPS = 20
 """Window of the moving mean of the reward, in steps."""
@@ -39,6 +42,14 @@ class Alarms:
         self._run_id = run_id
         self._emitted: set[str] = set()
         self._rewards: dict[int, float | None] = {}
+
+    def check_parts(self, config: Mapping[str, Any], last: Commit | None) -> None:
+        """Emit an event for the first part of the mixture of which no group is trained.
+
+        config: the stored configuration; last: the newest commit.
+        """
+        for message in untrained_parts(parts_of(config, last.metrics if last else {})).values():
+            self.emit(PART_FAILED, message)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
         """Emit an event if the reward has collapsed."""

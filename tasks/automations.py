@@ -25,7 +25,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from pipelinerl.tasks.alarms import REWARD_COLLAPSED, RUN_STALLED
+from pipelinerl.tasks.alarms import PART_FAILED, REWARD_COLLAPSED, RUN_STALLED
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
 
@@ -146,9 +146,10 @@ def _alarm(notify_block: UUID | None) -> Automation:
     body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
     return Automation(
         name="pipelinerl-alarm",
-        description="Sends a notification if the reward of a run has collapsed or a run makes no progress.",
+        description="Sends a notification if the reward of a run has collapsed, no group of a part of a mixture is "
+        "trained, or a run makes no progress.",
         trigger=EventTrigger(
-            expect={REWARD_COLLAPSED, RUN_STALLED},
+            expect={REWARD_COLLAPSED, PART_FAILED, RUN_STALLED},
             match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,

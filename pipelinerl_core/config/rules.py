@@ -111,6 +111,13 @@ def _section_problem(error: ValidationError) -> str:
 
 
 def _prompts_problem(config: "RunConfig") -> str | None:
+    tasks = getattr(config.prompts, "tasks", ())
+    for key in ("options", "levels"):
+        if unused := [task for task in getattr(config.prompts, key, ()) if task not in tasks]:
+            return (
+                f"prompts.{key}.{unused[0]}: the task is not in prompts.tasks={list(tasks)}. Add the task, or remove "
+                f"prompts.{key}.{unused[0]}"
+            )
     system = config.prompts.system
     if system not in ("default", "none") and not config.model.chat_template:
         return (

@@ -67,7 +67,12 @@ class ReasoningGymPrompts(PromptsSection):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
-    """Names of reasoning-gym tasks (see `reasoning_gym.factory`), drawn uniformly."""
+    """Names of reasoning-gym tasks (docs/gym_tasks.md), drawn uniformly."""
+    options: dict[str, dict[str, Any]] = Field({})
+    """Options of tasks, by task; docs/gym_tasks.md lists them. Example: prompts.options.chain_sum.max_terms=4."""
+    levels: dict[str, int] = Field({})
+    """Level of difficulty of tasks, by task, from 0: the library's curriculum sets the options of the task, and
+    prompts.options replaces single ones. Example: prompts.levels.chain_sum=3."""
 
 
 class EnvironmentPrompts(PromptsSection):
