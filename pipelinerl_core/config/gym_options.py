@@ -51,7 +51,9 @@ def max_level(task: str) -> int | None:
     """The highest level of a task's curriculum, from 0; None without a curriculum."""
     from reasoning_gym.factory import create_curriculum, has_curriculum  # noqa: PLC0415
 
-    return create_curriculum(task).get_max_level() if has_curriculum(task) else None
+    if not has_curriculum(task):
+        return None
+    return max((len(attribute.levels) for attribute in create_curriculum(task).attributes.values()), default=1) - 1
 
 
 def dataset_options(task: str, given: TaskOptions) -> dict[str, Any]:
@@ -72,8 +74,7 @@ def _level_options(task: str, level: int | None) -> dict[str, Any]:
         allowed = f"levels 0 to {highest}" if highest is not None else f"no levels. Set prompts.options.{task}"
         raise ConfigError(f"prompts.levels.{task}={level}: the task has {allowed}")
     curriculum = create_curriculum(task)
-    for name, attribute in curriculum.attributes.items():  # an attribute with fewer levels stays at its last
-        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+    curriculum.set_global_level(level)  # an attribute with fewer levels stays at its last level
     config = curriculum.generate_configuration()
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in _OWN}
 
