@@ -541,9 +541,7 @@ class RunConfig(Section):
     @property
     def evaluation_seconds(self) -> float:
         """Deadline of one evaluation: half an hour, and several times the limit of the first evaluation per set."""
-        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (
-            len(self.parts) + len(self.eval.sets)
-        )
+        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (len(self.parts) + len(self.eval.sets))
 
     @property
     def evaluates_on_actors(self) -> bool:

@@ -177,7 +177,9 @@ def _parts(follower: RunFollower, metrics: Mapping[str, float]) -> dict[str, dic
 def part_line(name: str, part: Mapping[str, Any]) -> str:
     """Example: math 50 %: reward 0.41, held-out 40.0%, groups 120 trained, 3 filtered, 1 failed."""
     groups = ", ".join(
-        f"{num:,.0f} {fate}" for fate in FATES if (num := part.get(f"groups_{fate}")) or (fate == "trained" and num == 0)
+        f"{num:,.0f} {fate}"
+        for fate in FATES
+        if (num := part.get(f"groups_{fate}")) or (fate == "trained" and num == 0)
     )
     fields = [
         None if part["reward"] is None else f"reward {part['reward']:.3f}",

@@ -50,9 +50,7 @@ def _first_and_last(facts: RunFacts, name: str, key: str) -> dict[str, float | N
 def _points(facts: RunFacts, name: str, key: str) -> list[Point]:
     """(step, value) of a metric of a part, where the part has one."""
     full = f"{PREFIX}{name}/{key}"
-    return [
-        (float(commit.step), commit.metrics[full]) for commit in facts.trained_commits if full in commit.metrics
-    ]
+    return [(float(commit.step), commit.metrics[full]) for commit in facts.trained_commits if full in commit.metrics]
 
 
 def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> str:

@@ -244,7 +244,9 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
-    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, name, run), seconds)
+    return _check_in_child(
+        "reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, name, run), seconds
+    )
 
 
 def _with_code(config: RunConfig, part: str, run: RunContext | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Real processes.
 
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -25,51 +26,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 8
 GROUPS = 8
-MIXTURE = """
-[rollouts]
-group_size = 4
-max_tokens = 48
-
-[trainer]
-steps = 8
-groups_per_step = 8
-
-[engine]
-concurrency = 32
-
-[eval]
-num_prompts = 6
-
-[placement]
-lease_seconds = 10
-
-[store]
-partial_seconds = 0.2
-
-[mixture.sums]
-weight = 4
-max_tokens = 24
-prompts = {kind = "sums", lengths = [2, 3]}
-
-[mixture.guess]
-weight = 3
-prompts = {kind = "environment"}
-environment = {path = "builtin:guess", turn_tokens = 8, options = {plain = true}}
-
-[mixture.own]
-weight = 2
-prompts = {kind = "file", path = "own.jsonl"}
-reward = {function = "own.py:near"}
-
-[mixture.broken]
-weight = 1
-prompts = {kind = "environment"}
-environment = {path = "broken.py:Broken"}
-"""
-OWN = """
-def near(text, answer, **rest):
-    return {"near": 1 / (1 + abs(len(text) - int(answer)))}
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "mixtures.md"
+SMALL = [
+    "rollouts.group_size=4",
+    f"trainer.steps={STEPS}",
+    f"trainer.groups_per_step={GROUPS}",
+    "engine.concurrency=32",
+    "eval.num_prompts=6",
+    "placement.lease_seconds=10",
+    "store.partial_seconds=0.2",
+    "mixture.broken.weight=10",
+    "mixture.broken.prompts.kind=environment",
+]
 BROKEN = """
 import os
 
@@ -91,8 +59,14 @@ class Broken:
 """
 
 
+def example(language):
+    """The example of the page in a language."""
+    return PAGE.read_text().partition(f"```{language}\n")[2].partition("```")[0]
+
+
 def make_mixture(directory, url):
-    for name, text in (("own.py", OWN), ("broken.py", BROKEN), ("mine.toml", MIXTURE)):
+    """A run with the mixture of the page and a part whose process dies in every episode."""
+    for name, text in (("own.py", example("python")), ("broken.py", BROKEN), ("mine.toml", example("toml"))):
         (directory / name).write_text(text)
     rows = [f'{{"prompt": "{one}+{other}=", "answer": {one + other}}}' for one in range(8) for other in range(8)]
     (directory / "own.jsonl").write_text("\n".join(rows))
@@ -101,7 +75,8 @@ def make_mixture(directory, url):
         f"mixture.own.reward.function={directory}/own.py:near",
         f"mixture.broken.environment.path={directory}/broken.py:Broken",
     ]
-    return create_run(url, load_config(str(directory / "mine.toml"), files), flow_run_id="", mlflow=None)
+    config = load_config(str(directory / "mine.toml"), [*SMALL, *files])
+    return create_run(url, config, flow_run_id="", mlflow=None)
 
 
 def run_roles(url, log, until=None):
@@ -142,8 +117,8 @@ def test_a_mixture_that_is_killed_and_resumed_has_the_same_order_and_a_broken_pa
     parts = run_status(store)["parts"]
     counted = {(part, fate): parts[part][f"groups_{fate}"] for part, fate in fates}
     assert counted == fates, "the totals continue after the resume"
-    assert "mixture: broken 10%: held-out" not in format_status(store)
-    assert "mixture: broken 10%: groups 0 trained" in format_status(store)
+    assert "mixture: broken 9%: held-out" not in format_status(store)
+    assert "mixture: broken 9%: groups 0 trained" in format_status(store)
 
     report = build_report(store)
     assert set(report["parts"]) == set(run.config.mixture)
@@ -151,6 +126,6 @@ def test_a_mixture_that_is_killed_and_resumed_has_the_same_order_and_a_broken_pa
     assert evals["broken"].known_accuracy is None
     assert "ended" in evals["broken"].error
     known = {name: evals[name].accuracy for name in ("sums", "guess", "own")}
-    assert evals[""].accuracy == pytest.approx((4 * known["sums"] + 3 * known["guess"] + 2 * known["own"]) / 9)
+    assert evals[""].accuracy == pytest.approx((5 * known["sums"] + 3 * known["guess"] + 2 * known["own"]) / 10)
     page = render_report(store)
     assert all(f">{name}<" in page for name in run.config.mixture)

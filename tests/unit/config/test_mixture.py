@@ -49,7 +49,7 @@ def test_the_order_is_the_same_from_any_position_on(seed):
 
 def test_the_order_of_round_weights_repeats_and_needs_no_memory_beyond_one_period():
     order = Interleave({"math": 0.5, "guess": 0.3, "gym": 0.2})
-    first = "math guess math gym math guess math guess math gym".split()
+    first = ["math", "guess", "math", "gym", "math", "guess", "math", "guess", "math", "gym"]
     assert [order.turn(position).part for position in range(10)] == first
     assert order.turn(10**12 + 1) == ("guess", 3 * 10**11)
     assert len(order._parts) == 10

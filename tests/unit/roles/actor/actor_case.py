@@ -54,9 +54,7 @@ NO_TOOLS = {"": TaskTools(config=load_config("quickstart"), codec=None, scorer=N
 
 def actor(link, engine=None):
     subscriber = SimpleNamespace(fetch=lambda manifest: SimpleNamespace(version=manifest.version))
-    parts = ActorParts(
-        engine=engine, tools=NO_TOOLS, subscriber=subscriber, segments=None, store=MemoryStore()
-    )
+    parts = ActorParts(engine=engine, tools=NO_TOOLS, subscriber=subscriber, segments=None, store=MemoryStore())
     return Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda registration: link)
 
 

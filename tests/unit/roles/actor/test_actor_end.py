@@ -11,7 +11,7 @@ from pipelinerl_core.data.segments import SealedSegment
 from pipelinerl_core.errors import HubUnavailable, RunOver, StoreError
 from pipelinerl_core.messages import Ack, Refused, SyncReply
 from pipelinerl_core.roles.actor.finished_group import FinishedGroup
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts
 from pipelinerl_core.roles.actor.sealing import Sealer
 from pipelinerl_core.testing.fakes import MemoryStore
 from tests.builders import group_named
@@ -176,9 +176,7 @@ def run_actor(link, stop):
     flushes = []
 
     async def main():
-        parts = ActorParts(
-            engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore()
-        )
+        parts = ActorParts(engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore())
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: link)
 
         async def flush():
@@ -259,9 +257,7 @@ def test_syncs_go_on_while_every_thread_of_other_work_waits_for_the_store():
         return SyncReply(re=0, boot_id="boot")
 
     async def main():
-        parts = ActorParts(
-            engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore()
-        )
+        parts = ActorParts(engine=Engine(), tools=NO_TOOLS, subscriber=None, segments=Segments(), store=MemoryStore())
         one = Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda _: Link(answers))
         one._log.flush = lambda: asyncio.sleep(0)
         one._log.run = lambda: asyncio.sleep(SECONDS)
