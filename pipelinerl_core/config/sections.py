@@ -492,7 +492,7 @@ class RunConfig(Section):
     prompts: PromptsConfig = SumsPrompts()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
-    mixture: dict[str, MixturePart] = {}
+    mixture: dict[str, MixturePart] = Field({})
     rollouts: RolloutsConfig = RolloutsConfig()
     engine: EngineConfig = EngineConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -72,8 +72,8 @@ def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> st
         rows.append("".join(f"<td>{cell}</td>" for cell in cells))
     table = "".join(f"<tr>{row}</tr>" for row in rows)
     return (
-        "<section><h2>Mixture</h2><p>The parts of the mixture: share of the groups by weight, groups by fate, and the "
-        "first and last mean of reward, length and held-out accuracy. Failed groups have fewer than two rewards; "
+        "<section><h2>Mixture</h2><p>The parts of the mixture: share of the groups by weight, groups by fate, and "
+        "the first and last mean of reward, length and held-out accuracy. Failed groups have fewer than two rewards; "
         "filtered groups have equal rewards.</p>"
         f'<table class="ledger"><tbody>{table}</tbody></table>'
         f"<figure><figcaption>Reward per part, moving mean over {_MEAN_STEPS} steps</figcaption>"

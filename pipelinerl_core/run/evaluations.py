@@ -54,8 +54,8 @@ def next_to_evaluate(
 def weighted_mean(records: Sequence[EvalRecord], weights: Mapping[str, float]) -> EvalRecord:
     """The record of a mixture from the records of its parts: means by weight, over the parts that have a reward.
 
-    The interval of the mean follows from the intervals of the parts, which are independent: its lower half is the root
-    of the sum of the squared, weighted lower halves (MOVER; Zou, Donner: Statistics in Medicine 2008).
+    The interval of the mean follows from the intervals of the parts, which are independent: its lower half is the
+    root of the sum of the squared, weighted lower halves (MOVER; Zou, Donner: Statistics in Medicine 2008).
     """
     scored = [one for one in records if one.known_accuracy is not None and one.num_prompts] or list(records)
     total = sum(weights[one.set] for one in scored)

@@ -349,8 +349,8 @@ class EvalRecord(Record):
     last_version: StepOrNone = -1
     """Version of the last sampled token; larger than `version` only on an actor's engine. -1: recorded before."""
     set: str = ""
-    """Name in eval.sets, or part of a mixture; empty: the run's own held-out prompts, of a mixture all parts together,
-    weighted."""
+    """Name in eval.sets, or part of a mixture; empty: the run's own held-out prompts, of a mixture the weighted mean
+    of all parts."""
     num_prompts: Count
     num_samples: Count = 1
     """Completions per prompt at temperature 1."""

@@ -104,7 +104,7 @@ def untrained_parts(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         else:
             counts = ", ".join(f"{num:,} {fate}" for fate, num in ended.items() if num)
             found[name] = (
-                f"mixture.{name}: none of {total:,} groups is trained ({counts}). Filtered groups have equal rewards: "
-                "choose easier or harder prompts for this part"
+                f"mixture.{name}: none of {total:,} groups is trained ({counts}). Filtered groups have equal "
+                "rewards: choose easier or harder prompts for this part"
             )
     return found

@@ -1,7 +1,4 @@
-"""A whole run with a mixture: every process is killed, the resumed run has the same order; a broken part stops nothing.
-
-Real processes.
-"""
+"""A whole run with a mixture: every process is killed, and the resumed run has the same order. Real processes."""
 
 import signal
 from collections import Counter
