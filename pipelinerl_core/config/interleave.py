@@ -1,8 +1,8 @@
 """The order of the parts of a mixture: earliest deadline first, with a window for each turn.
 
 Part i has the share s_i = weight_i / sum of weights. Its turn j (0, 1, ...) may take the positions from
-floor(j / s_i) to ceil((j + 1) / s_i) - 1. Of all parts whose next turn may take a position, the part whose window ends
-first takes the position; of equals, the first part. After n positions the number of turns of part i lies between
+floor(j / s_i) to ceil((j + 1) / s_i) - 1. Of all parts whose next turn may take a position, the part whose window
+ends first takes the position; of equals, the first part. After n positions the number of turns of part i lies between
 floor(n s_i) and ceil(n s_i): the deviation from n s_i is below 1. Source: the quota property of schedules of fair
 shares (Baruah, Cohen, Plaxton, Varvel: Proportionate progress, Algorithmica 1996).
 
