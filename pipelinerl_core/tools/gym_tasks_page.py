@@ -23,8 +23,8 @@ scorer compares texts. Tasks with **evaluates** have scorers that evaluate the a
 first, are evaluated in a fork of the sealed scoring process, and need `reward.isolation=auto`.
 
 The library itself cannot make entries at some of its levels (caesar_cipher 3, knight_swap, rubiks_cube 4, survo 3),
-and needs many seconds at others (jugs 3, n_queens 4, zebra_puzzles 5). Such a level is refused before the start, or the
-check of the prompts exceeds its time.
+and needs many seconds at others (jugs 3, n_queens 4, zebra_puzzles 5). Such a level is refused before the start,
+or the check of the prompts exceeds its time.
 
 | task | gate | levels | options (type, default) |
 |---|---|---|---|
