@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 from pipelinerl_core.rollouts.mixture import ErrorBudgets, MixtureRunner
 from pipelinerl_core.rollouts.runner import ErrorBudget
+from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import Outcome
-from tests.builders import rollout
 
 
 class Runner:
@@ -37,7 +37,9 @@ def test_a_group_goes_to_the_runner_of_its_part_and_the_log_has_all_parts():
 def test_a_run_ends_only_if_every_part_exceeds_its_budget_of_errors():
     def group(part, outcome):
         failure = None if outcome is Outcome.SCORED else f"{part} raised"
-        return [replace(rollout(), source=part, outcome=outcome, error=failure)] * ErrorBudget.WINDOW
+        return [
+            replace(build_group(0, group_id=0, size=2)[0], source=part, outcome=outcome, error=failure)
+        ] * ErrorBudget.WINDOW
 
     budgets = ErrorBudgets(["math", "guess"])
     budgets.add(group("math", Outcome.SCORED))

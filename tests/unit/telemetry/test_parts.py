@@ -7,15 +7,15 @@ import pytest
 from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.messages import FateRecord
 from pipelinerl_core.telemetry.parts import MIN_GROUPS, PartMetrics, parts_of, untrained_parts
+from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import Outcome, RewardComponent
-from tests.builders import rollout
 
 WEIGHTS = {"math": 2.0, "guess": 1.0}  # math guess math, math guess math, ...
 CONFIG = {"mixture": {name: {"weight": weight} for name, weight in WEIGHTS.items()}}
 
 
 def group(group_id, rewards):
-    rows = [rollout(group_id=group_id, rollout_index=index) for index in range(len(rewards))]
+    rows = build_group(0, group_id=group_id, size=len(rewards))
     return [
         replace(row, reward=reward, outcome=Outcome.SCORED if reward is not None else Outcome.ERROR,
                 reward_components=(RewardComponent("near", 2.0),) if reward is not None else ())
