@@ -56,3 +56,14 @@ def test_each_alarm_is_emitted_once_and_names_the_run(events):
     assert [event["event"] for event in events] == ["pipelinerl.reward.collapsed", "pipelinerl.run.stalled"]
     assert {event["resource"]["prefect.resource.id"] for event in events} == {"pipelinerl.run.quickstart-12345678"}
     assert events[0]["payload"]["message"] == "mean reward of the last 20 steps: 0.000; best mean: 0.479"
+
+
+def test_a_part_of_a_mixture_without_a_trained_group_is_named_once(events):
+    one = Alarms("mixed-12345678")
+    config = {"mixture": {"math": {"weight": 1.0}, "guess": {"weight": 1.0}}}
+    for num in (7, 8, 9):
+        metrics = {"part/math/groups_trained": 8.0, "part/guess/groups_failed": float(num)}
+        one.check_parts(config, SimpleNamespace(metrics=metrics))
+    assert [event["event"] for event in events] == ["pipelinerl.part.failed"]
+    assert events[0]["payload"]["message"].startswith("mixture.guess: all 8 groups failed")
+    Alarms("plain").check_parts({"seed": 0}, None)
