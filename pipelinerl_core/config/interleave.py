@@ -21,7 +21,7 @@ class Turn(NamedTuple):
     """A position of the mixture."""
 
     part: str
-    index: int
+    number: int
     """Number of earlier positions of the same part."""
 
 

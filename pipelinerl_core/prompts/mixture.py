@@ -21,9 +21,9 @@ class MixtureSource:
         self._order = order
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of group `index`: the position `turn.index` of its part's own training sequence."""
+        """The prompt of group `index`: the position `turn.number` of its part's own training sequence."""
         turn = self._order.turn(index)
-        return replace(self._sources[turn.part].prompt(turn.index), source=turn.part)
+        return replace(self._sources[turn.part].prompt(turn.number), source=turn.part)
 
     def held_out(self, count: int) -> list[Prompt]:
         """`count` held-out prompts of each part, part by part."""
