@@ -10,7 +10,7 @@ from pipelinerl_core.telemetry.parts import MIN_GROUPS, PartMetrics, parts_of, u
 from pipelinerl_core.testing.rollout_rows import build_group
 from pipelinerl_core.types import Outcome, RewardComponent
 
-WEIGHTS = {"math": 2.0, "guess": 1.0}  # math guess math, math guess math, ...
+WEIGHTS = {"math": 2.0, "guess": 1.0}  # math math guess, math math guess, ...
 CONFIG = {"mixture": {name: {"weight": weight} for name, weight in WEIGHTS.items()}}
 
 
@@ -29,14 +29,14 @@ def fate(group_id, name):
 
 def test_a_step_counts_rewards_and_fates_by_part_and_a_resume_continues_the_totals():
     metrics = PartMetrics(Interleave(WEIGHTS), WEIGHTS)
-    first = metrics.step([group(0, [1.0, 0.0]), group(2, [1.0, None])], [fate(1, "failed"), fate(3, "filtered")])
+    first = metrics.step([group(0, [1.0, 0.0]), group(1, [1.0, None])], [fate(2, "failed"), fate(3, "filtered")])
     assert first["part/math/reward"] == pytest.approx(2 / 3)
     assert (first["part/math/rollouts"], first["part/math/error_fraction"]) == (4, 0.25)
     assert first["part/math/component/near"] == 2
     assert "part/guess/reward" not in first
     resumed = PartMetrics(Interleave(WEIGHTS), WEIGHTS)
     resumed.adopt(first)
-    second = resumed.step([group(5, [1.0, 1.0])], [fate(4, "failed")])
+    second = resumed.step([group(4, [1.0, 1.0])], [fate(5, "failed")])
     assert {key: value for key, value in second.items() if "groups_" in key} == {
         "part/math/groups_trained": 3, "part/math/groups_filtered": 1, "part/math/groups_failed": 0,
         "part/math/groups_dropped_stale": 0, "part/guess/groups_trained": 0, "part/guess/groups_filtered": 0,
