@@ -4,15 +4,18 @@ actor samples from other weights than its tokens name."""
 import logging
 import statistics
 from collections.abc import Mapping
+from typing import Any
 
 from prefect.events import emit_event
 
 from pipelinerl_core.report.actor_alarms import alarm_lines
 from pipelinerl_core.run.records import Commit
+from pipelinerl_core.telemetry.parts import parts_of, untrained_parts
 
 logger = logging.getLogger(__name__)
 
 REWARD_COLLAPSED = "pipelinerl.reward.collapsed"
+PART_FAILED = "pipelinerl.part.failed"
 RUN_STALLED = "pipelinerl.run.stalled"
 ACTOR_MISMATCH = "pipelinerl.actor.mismatch"
 WINDOW_STEPS = 20
@@ -43,6 +46,14 @@ class Alarms:
         self._emitted: set[tuple[str, str]] = set()
         self._actors_through = -1
         self._rewards: dict[int, float | None] = {}
+
+    def check_parts(self, config: Mapping[str, Any], last: Commit | None) -> None:
+        """Emit an event for the first part of the mixture of which no group is trained.
+
+        config: the stored configuration; last: the newest commit.
+        """
+        for message in untrained_parts(parts_of(config, last.metrics if last else {})).values():
+            self.emit(PART_FAILED, message)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
         """Emit an event if the reward has collapsed, and for each actor under alarm."""

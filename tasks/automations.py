@@ -25,7 +25,7 @@ from prefect.events.actions import ChangeFlowRunState, DoNothing, SendNotificati
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from pipelinerl.tasks.alarms import ACTOR_MISMATCH, REWARD_COLLAPSED, RUN_STALLED
+from pipelinerl.tasks.alarms import ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED
 from pipelinerl_core.config.sections import PlacementConfig
 from pipelinerl_core.restart_budget import spent_text
 
@@ -146,10 +146,10 @@ def _alarm(notify_block: UUID | None) -> Automation:
     body = "{{ event.payload.message }}\nRun: {{ event.resource.id }}"
     return Automation(
         name="pipelinerl-alarm",
-        description="Sends a notification if a run's reward has collapsed, if it makes no progress, or if an actor's "
-        "tokens are not of the versions that they name.",
+        description="Sends a notification if the reward of a run has collapsed, a run makes no progress, no group of "
+        "a part of a mixture is trained, or the tokens of an actor are not of the versions that they name.",
         trigger=EventTrigger(
-            expect={ACTOR_MISMATCH, REWARD_COLLAPSED, RUN_STALLED},
+            expect={ACTOR_MISMATCH, PART_FAILED, REWARD_COLLAPSED, RUN_STALLED},
             match=ResourceSpecification({"prefect.resource.id": ["pipelinerl.run.*"]}),
             for_each={"prefect.resource.id"},
             posture=Posture.Reactive,

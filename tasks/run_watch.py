@@ -130,6 +130,8 @@ class RunWatch:
             self._progress_at = time.monotonic()
             _quietly("progress artifact", self._show_progress)
             _quietly("alarm", lambda: self._alarms.check(self.commits))
+            stored = self._follower.run.config
+            _quietly("alarm", lambda: self._alarms.check_parts(stored, self._follower.last))
 
     def look(self) -> None:
         """Read new objects if the pause is over, and update the view."""

@@ -116,7 +116,8 @@ def _stored(value: float) -> float:
 
 
 def _rewards(group: Sequence[Rollout], config: RunConfig) -> list[float]:
-    limits = {"max_tokens": config.rollouts.max_tokens, "overlong_tokens": config.reward.overlong_tokens}
+    own = config.with_part(group[0].source) if config.mixture and group else config
+    limits = {"max_tokens": own.rollouts.max_tokens, "overlong_tokens": own.reward.overlong_tokens}
     return [
         rollout.reward + overlong_penalty(rollout.num_tokens, **limits)
         for rollout in group

@@ -81,10 +81,10 @@ def measure(seeds: Sequence[int], root: Path, settings: Sequence[str]) -> dict[s
 
 def spearman(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) -> float:
     """Rank correlation (Spearman 1904): Pearson's correlation of the ranks, mean ranks for ties; nan if all tie."""
-    ranks = [_ranks(values) for values in (first_N, second_N)]
-    if any(np.ptp(one) == 0 for one in ranks):
+    first_rank_N, second_rank_N = _ranks(first_N), _ranks(second_N)
+    if np.ptp(first_rank_N) == 0 or np.ptp(second_rank_N) == 0:
         return float("nan")
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(first_rank_N, second_rank_N)[0, 1])
 
 
 def bootstrap(first_N: NDArray[np.float64], second_N: NDArray[np.float64]) -> tuple[float, float]:

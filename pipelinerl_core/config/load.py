@@ -135,9 +135,22 @@ def _read(source: str) -> dict[str, Any]:
             f"Presets: {', '.join(preset_names())}; or give a file that ends in .toml"
         )
     try:
-        return tomllib.loads(text)
+        return _with_named_parts(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not valid TOML: {error}") from None
+
+
+def _with_named_parts(values: dict[str, Any]) -> dict[str, Any]:
+    """[[mixture]] tables with a key `name` as [mixture.NAME] tables, so that overrides can name them."""
+    if not isinstance(parts := values.get("mixture"), list):
+        return values
+    named: dict[str, Any] = {}
+    for number, part in enumerate(parts, 1):
+        name = part.get("name") if isinstance(part, dict) else None
+        if not isinstance(name, str) or name in named:
+            raise ConfigError(f'mixture: table {number} needs a `name` of its own, for example name = "math"')
+        named[name] = {key: value for key, value in part.items() if key != "name"}
+    return {**values, "mixture": named}
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -199,6 +212,8 @@ def _hint(unknown: str, values: dict[str, Any]) -> str:
     if unknown in known_keys():
         return f"{unknown} {_needs(unknown, values)}"
     section, _, name = unknown.partition(".")
+    if section == "mixture":
+        name = f"<name>.{name.partition('.')[2]}"
     nearest = _SYNONYMS.get(unknown)
     if nearest is None and section in RunConfig.model_fields:
         near = difflib.get_close_matches(name, [key.partition(".")[2] for key in known_keys(section)], n=1)
@@ -255,11 +270,12 @@ def fields() -> list[tuple[str, FieldInfo]]:
     leaves: dict[str, FieldInfo] = {}
     for section, info in RunConfig.model_fields.items():
         models = [model for model in _models(info.annotation) if issubclass(model, BaseModel)]
+        prefix = f"{section}.<name>" if section == "mixture" else section
         if not models:
             leaves[section] = info
         for model in models:
             for name, leaf in model.model_fields.items():
-                leaves.setdefault(f"{section}.{name}", leaf)
+                leaves.setdefault(f"{prefix}.{name}", leaf)
     return list(leaves.items())
 
 

@@ -54,22 +54,70 @@ def explain_schedule(config: "RunConfig") -> list[str]:
 def first_problem(config: "RunConfig") -> str | None:
     """The message (what, why, what to set) of the first broken rule; None if the configuration breaks no rule."""
     return (
-        _prompts_problem(config)
+        _parts_problem(config)
         or _eval_problem(config)
         or _window_problem(config)
         or _schedule_problem(config)
         or _placement_problem(config)
         or _engine_problem(config)
         or _loss_problem(config)
-        or _reward_problem(config)
-        or _environment_problem(config)
         or _learner_problem(config)
         or _weights_problem(config)
         or _arithmetic_problem(config)
     )
 
 
+def _parts_problem(config: "RunConfig") -> str | None:
+    """A problem of prompts, reward or environment: of the run, or of one part of its mixture."""
+    if not config.mixture:
+        return _task_problem(config)
+    for name in config.mixture:
+        key = f"mixture.{name[:40]}"
+        if not _SET_NAME.fullmatch(name):
+            return f"{key}: a name has lower-case letters, digits and _, at most 40. Rename the part"
+        if name in config.eval.sets:
+            return f"{key} and eval.sets.{name} have the same name. Rename one of them"
+        if config.mixture[name].max_tokens > config.rollouts.max_tokens:
+            return (
+                f"{key}.max_tokens={config.mixture[name].max_tokens} is above rollouts.max_tokens="
+                f"{config.rollouts.max_tokens}, the limit of every part. Set rollouts.max_tokens higher"
+            )
+        try:
+            problem = _task_problem(config.with_part(name))
+        except ValidationError as error:
+            problem = _section_problem(error)
+        if problem is not None:
+            return f"{key}: {problem}"
+    return None
+
+
+def _task_problem(config: "RunConfig") -> str | None:
+    return (
+        _prompts_problem(config)
+        or _overlong_problem(config)
+        or _reward_problem(config)
+        or _environment_problem(config)
+    )
+
+
+def _section_problem(error: ValidationError) -> str:
+    """The first mistake in the prompts of a set of eval.sets, or in a section of a part of the mixture."""
+    detail = error.errors()[0]
+    kind, *key = ("", *map(str, detail["loc"])) if "Config" in error.title else map(str, detail["loc"] or ("",))
+    if detail["type"] == "extra_forbidden":
+        owner = f"prompts.kind={kind}" if kind else error.title.removesuffix("Config").lower()
+        return f"{'.'.join(key)}: no key of {owner}"
+    return f"{'.'.join(key) or 'kind'}: {detail['msg'].lower()}"
+
+
 def _prompts_problem(config: "RunConfig") -> str | None:
+    tasks = getattr(config.prompts, "tasks", ())
+    for key in ("options", "levels"):
+        if unused := [task for task in getattr(config.prompts, key, ()) if task not in tasks]:
+            return (
+                f"prompts.{key}.{unused[0]}: the task is not in prompts.tasks={list(tasks)}. Add the task, or remove "
+                f"prompts.{key}.{unused[0]}"
+            )
     system = config.prompts.system
     if system not in ("default", "none") and not config.model.chat_template:
         return (
@@ -86,12 +134,7 @@ def _eval_problem(config: "RunConfig") -> str | None:
         try:
             problem = _prompts_problem(config.with_set(name))
         except ValidationError as error:
-            detail = error.errors()[0]
-            key = ".".join(str(part) for part in detail["loc"][1:]) or "kind"
-            is_unknown = detail["type"] == "extra_forbidden"
-            problem = f"{key}: " + (
-                f"no key of prompts.kind={detail['loc'][0]}" if is_unknown else detail["msg"].lower()
-            )
+            problem = _section_problem(error)
         if problem is not None:
             return f"eval.sets.{name}: {problem}"
     return None
@@ -247,6 +290,10 @@ def _loss_problem(config: "RunConfig") -> str | None:
             "rollouts.filter_zero_variance=true discards groups of equal rewards, which have a gradient with "
             f"{config.other_term}. Set rollouts.filter_zero_variance=false, or change {config.other_term}"
         )
+    return None
+
+
+def _overlong_problem(config: "RunConfig") -> str | None:
     if config.reward.overlong_tokens > config.rollouts.max_tokens:
         return (
             f"reward.overlong_tokens={config.reward.overlong_tokens} is more than rollouts.max_tokens="

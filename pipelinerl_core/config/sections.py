@@ -1,12 +1,15 @@
 """One frozen section per stage. A default lives on its field and nowhere else; the text below a field is its help."""
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, model_validator
 
 from pipelinerl_core.config.dtype import Dtype
+from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
+from pipelinerl_core.config.mixture import MixturePart
 from pipelinerl_core.config.rules import first_problem
 from pipelinerl_core.config.section import Section
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
@@ -64,7 +67,12 @@ class ReasoningGymPrompts(PromptsSection):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     tasks: tuple[str, ...] = Field(("chain_sum",), min_length=1)
-    """Names of reasoning-gym tasks (see `reasoning_gym.factory`), drawn uniformly."""
+    """Names of reasoning-gym tasks (docs/gym_tasks.md), drawn uniformly."""
+    options: dict[str, dict[str, Any]] = Field({})
+    """Options of tasks, by task; docs/gym_tasks.md lists them. Example: prompts.options.chain_sum.max_terms=4."""
+    levels: dict[str, int] = Field({})
+    """Level of difficulty of tasks, by task, from 0: the library's curriculum sets the options of the task, and
+    prompts.options replaces single ones. Example: prompts.levels.chain_sum=3."""
 
 
 class EnvironmentPrompts(PromptsSection):
@@ -205,6 +213,9 @@ class EnvironmentConfig(Section):
         if isinstance(values, dict) and values.get("kind") == "code" and not values.get("path"):
             return {**values, "path": "builtin:code"}
         return values
+
+
+_ENVIRONMENT: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)
 
 
 class RolloutsConfig(Section):
@@ -491,6 +502,7 @@ class RunConfig(Section):
     prompts: PromptsConfig = SumsPrompts()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    mixture: dict[str, MixturePart] = Field({})
     rollouts: RolloutsConfig = RolloutsConfig()
     engine: EngineConfig = EngineConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -532,13 +544,14 @@ class RunConfig(Section):
     def group_seconds(self) -> float:
         """Longest wait of the trainer for another finished group: a whole rollout at ten tokens per second, the time
         of its environment, and ten minutes."""
-        episode = self.environment.episode_seconds if self.environment.path else 0.0
+        sections = [part.environment for part in self.parts.values()]
+        episode = max(section.episode_seconds if section.path else 0.0 for section in sections)
         return 600.0 + self.rollouts.max_tokens / 10.0 + episode
 
     @property
     def evaluation_seconds(self) -> float:
         """Deadline of one evaluation: half an hour, and several times the limit of the first evaluation per set."""
-        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (1 + len(self.eval.sets))
+        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (len(self.parts) + len(self.eval.sets))
 
     @property
     def evaluates_on_actors(self) -> bool:
@@ -555,6 +568,30 @@ class RunConfig(Section):
             return 0
         return self.eval.every_steps or -(-self.trainer.steps // EVALS_PER_RUN)
 
+    @property
+    def parts(self) -> "Mapping[str, RunConfig]":
+        """Part -> its configuration, without a mixture; {"": this configuration} without a mixture. Raises
+        ValidationError for keys that a section of a part does not have."""
+        return {name: self.with_part(name) for name in self.mixture} or {"": self}
+
+    def with_part(self, name: str) -> "RunConfig":
+        """The configuration of one part of the mixture, without a mixture. Raises ValidationError."""
+        part, changes = self.mixture[name], dict[str, Any](mixture={})
+        if part.prompts:
+            own = {"kind": self.prompts.kind, "system": self.prompts.system}
+            changes["prompts"] = _PROMPTS.validate_python({**own, **part.prompts})
+        if part.reward:
+            changes["reward"] = RewardConfig.model_validate(part.reward)
+        if part.environment:
+            changes["environment"] = _ENVIRONMENT.validate_python(part.environment)
+        if part.max_tokens:
+            changes["rollouts"] = self.rollouts.model_copy(update={"max_tokens": part.max_tokens})
+        return self.model_copy(update=changes)
+
+    def mixture_order(self) -> Interleave:
+        """The part of each group of a mixture; keep the object, because it computes the order step by step."""
+        return Interleave({name: part.weight for name, part in self.mixture.items()})
+
     def with_set(self, name: str) -> "RunConfig":
         """This configuration with the prompts of a set of eval.sets; of another kind of prompts only prompts.system
         is kept. Raises ValidationError for keys that these prompts do not have."""
@@ -567,7 +604,8 @@ class RunConfig(Section):
             every_row = {"held_out_path": changes["path"]}
         elif kind == "huggingface" and changes.keys() & {"path", "config_name", "split"}:
             every_row = {"held_out_split": changes.get("split", own.get("split", "train"))}
-        return self.model_copy(update={"prompts": _PROMPTS.validate_python({**own, **every_row, **changes})})
+        prompts = _PROMPTS.validate_python({**own, **every_row, **changes})
+        return self.model_copy(update={"prompts": prompts, "mixture": {}})
 
     @property
     def other_term(self) -> str:

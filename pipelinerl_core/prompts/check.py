@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig, build_config
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import PromptSource
@@ -29,16 +30,25 @@ def check(config: RunConfig) -> list[str]:
 
     Lengths are included if the model is on this host; the sums of the built-in model always fit.
     """
-    source = build_source(config)
-    source.prompt(0)
-    source.held_out(min(1, config.eval.num_prompts))
-    lines = source.summary() if isinstance(source, TableSource) else []
+    lines: list[str] = []
+    for name, part in config.parts.items():
+        with naming(name):
+            lines += [f"mixture.{name}: {line}" if name else line for line in _check_part(part)]
     for name in config.eval.sets:
         try:
             found = build_source(config.with_set(name)).held_out(config.eval.num_prompts)
         except ConfigError as error:
             raise ConfigError(f"eval.sets.{name}: {error}") from None
         lines.append(f"eval.sets.{name}: {len(found):,} prompts")
+    return lines
+
+
+def _check_part(config: RunConfig) -> list[str]:
+    """`check` for the prompts of one part of a mixture, or of a run without a mixture."""
+    source = build_source(config)
+    source.prompt(0)
+    source.held_out(min(1, config.eval.num_prompts))
+    lines = source.summary() if isinstance(source, TableSource) else []
     directory = resolve_model_path(config.model.path)
     is_known_to_fit = config.prompts.kind == "sums" and not config.model.chat_template
     if directory is None or is_known_to_fit or config.environment.path:  # an environment writes its own messages

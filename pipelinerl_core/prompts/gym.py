@@ -3,12 +3,14 @@
 import difflib
 import random
 import sys
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from pipelinerl_core.config.gym_tasks import check_task
+from pipelinerl_core.config.gym_options import TaskOptions, dataset_options, options_of, options_text
+from pipelinerl_core.config.gym_tasks import COMPOSITE, check_task
 from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError
@@ -35,10 +37,10 @@ HASH_SEEDED = {"isomorphic_strings", "knight_swap", "polynomial_multiplication",
 def build(config: RunConfig) -> "GymSource":
     """The source of a configuration; raises ConfigError if a task is unknown or unusable."""
     assert isinstance(config.prompts, ReasoningGymPrompts)
-    for task in config.prompts.tasks:
-        _check(task)
+    given = {task: options_of(config.prompts, task) for task in config.prompts.tasks}
+    options = {task: _check(task, given[task]) for task in given}
     scored_tasks(config)
-    return GymSource(config.prompts.tasks, config.seed, verifier_name(config))
+    return GymSource(config.prompts.tasks, config.seed, verifier_name(config), options)
 
 
 class GymSource:
@@ -46,8 +48,11 @@ class GymSource:
 
     name = NAME
 
-    def __init__(self, tasks: tuple[str, ...], seed: int, env: str) -> None:
-        """`tasks` are names of the library, drawn uniformly."""
+    def __init__(
+        self, tasks: tuple[str, ...], seed: int, env: str, options: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """`tasks` are names of the library, drawn uniformly; options: of their data sets, by task."""
+        self._page = lru_cache(maxsize=256)(partial(_page, options or {}))
         self._tasks = tasks
         self._seed = seed
         self._env = env
@@ -78,7 +83,7 @@ class GymSource:
 
     def _entry(self, task: str, index: int, stream: object, draw: int) -> Prompt:
         number, position = divmod(index, PAGE_ENTRIES)
-        entry = _page(task, stable_seed(stream, NAME, number, draw) % 2**31)[position]
+        entry = self._page(task, stable_seed(stream, NAME, number, draw) % 2**31)[position]
         text = entry["question"] + INSTRUCTION
         return Prompt(
             prompt_id=prompt_id(NAME, text),
@@ -89,10 +94,9 @@ class GymSource:
         )
 
 
-@lru_cache(maxsize=256)
-def _page(task: str, seed: int) -> Any:
+def _page(options: Mapping[str, Mapping[str, Any]], task: str, seed: int) -> Any:
     """The library's data set of PAGE_ENTRIES entries for one seed."""
-    return create_dataset(task, seed=seed, size=PAGE_ENTRIES)
+    return create_dataset(task, seed=seed, size=PAGE_ENTRIES, **options.get(task, {}))
 
 
 def with_tagged_tuples(value: Any) -> Any:
@@ -106,21 +110,30 @@ def with_tagged_tuples(value: Any) -> Any:
     return value
 
 
-def _check(task: str) -> None:
+def _check(task: str, given: TaskOptions) -> dict[str, Any]:
+    """The options of the task's data set. Raises ConfigError if the task is unknown or unusable."""
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0)[0]
         raise ConfigError(f"prompts.tasks={task}: reasoning-gym has no such task; did you mean {close}?")
     check_task(task)
-    if task in HASH_SEEDED and sys.flags.hash_randomization:
+    options = dataset_options(task, given)
+    names = {task, *(part.name for part in options.get("datasets") or () if task == COMPOSITE)}
+    if names & HASH_SEEDED and sys.flags.hash_randomization:
         raise ConfigError(
             f"prompts.tasks={task}: its entries depend on Python's hash seed, which differs between processes. "
             "Set PYTHONHASHSEED=0 in the environment or leave the task out"
         )
     try:
-        create_dataset(task, seed=0, size=PAGE_ENTRIES)[0]
+        create_dataset(task, seed=0, size=PAGE_ENTRIES, **options)[0]
     except Exception as error:  # noqa: BLE001  (a task of the library may raise any error)
         reason = (str(error).splitlines() or [""])[0]
+        if options:
+            raise ConfigError(
+                f"prompts.options.{task}: reasoning-gym refuses these options: {type(error).__name__}: {reason}. "
+                f"{options_text(task)}"
+            ) from None
         raise ConfigError(
             f"prompts.tasks={task}: reasoning-gym cannot make an entry: {type(error).__name__}: {reason}. "
             "Remove the task"
         ) from None
+    return options

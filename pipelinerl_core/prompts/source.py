@@ -7,8 +7,10 @@ function in SOURCES. The function imports the file, because datasets and reasoni
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.sections import RunConfig
 from pipelinerl_core.interfaces import PromptSource
+from pipelinerl_core.prompts.mixture import MixtureSource
 
 
 def _sums(config: RunConfig) -> PromptSource:
@@ -61,4 +63,10 @@ SOURCES: Mapping[str, Callable[[RunConfig], PromptSource]] = MappingProxyType(
 
 def build_source(config: RunConfig) -> PromptSource:
     """The prompt source of a run. Raises ConfigError, one line, if the source cannot be used as configured."""
-    return SOURCES[config.prompts.kind](config)
+    if not config.mixture:
+        return SOURCES[config.prompts.kind](config)
+    sources: dict[str, PromptSource] = {}
+    for name, part in config.parts.items():
+        with naming(name):
+            sources[name] = build_source(part)
+    return MixtureSource(sources, config.mixture_order())

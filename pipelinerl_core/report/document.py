@@ -16,10 +16,12 @@ from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
+from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.report.predicted import model_advice, predicted
 from pipelinerl_core.run.records import WEIGHTS_TABLE_KEY, Commit, EvalRecord, RunRecord, SwapRecord
 from pipelinerl_core.telemetry import measures
 from pipelinerl_core.telemetry.length_bias import length_report
+from pipelinerl_core.telemetry.parts import untrained_parts
 from pipelinerl_core.telemetry.redact import redact_text
 
 # First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
@@ -77,10 +79,13 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         found = {**found, "advice": " ".join(filter(None, (found["advice"], model_advice(prediction))))}
     found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
     reward = equal_reward(commits)
-    warning = None
-    if reward is not None:  # before any advice on speed
+    parts = parts_report(facts)
+    warnings = [f"{text}." for text in untrained_parts(parts).values()]
+    if reward is not None:
         first = headline(reward, len(facts.steps), is_over=True)
-        warning = f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {NEXT_STEP}"
+        warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {NEXT_STEP}")
+    warning = " ".join(warnings) or None
+    if warning:  # before any advice on speed
         found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
     alarm = alarm_text(commits)
     if alarm is not None:  # before anything else: the run has trained on tokens of unknown versions
@@ -96,6 +101,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "wall_seconds": commits[-1].committed_at - facts.run.created_at if commits else 0.0,
         "seconds": _seconds(facts, commits),
         **_learning(facts),
+        "parts": parts,
         **_tokens(facts),
         "tokens_per_second": use.tokens_per_second if use else None,
         "rollouts_per_second": _rollouts_per_second(facts),

@@ -54,6 +54,8 @@ def comparison_text(config: Mapping[str, Any]) -> str:
     """What the verifier of a stored configuration compares; empty if the configuration is unreadable."""
     try:
         run_config = stored_config(config)
+        if run_config.mixture:
+            return f"The parts of the mixture are {', '.join(run_config.mixture)}."
         name = verifier_name(run_config)
     except PipelineRLError:
         return ""

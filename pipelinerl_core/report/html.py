@@ -13,6 +13,7 @@ from pipelinerl_core.report import charts, figures, samples
 from pipelinerl_core.report.document import report_of, weights_table
 from pipelinerl_core.report.equal_rewards import example_of
 from pipelinerl_core.report.facts import RunFacts, collect
+from pipelinerl_core.report.parts import parts_section
 from pipelinerl_core.report.predicted import predicted_table
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, WEIGHTS_TABLE_KEY
@@ -69,6 +70,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
         tiles=_tiles(facts, report),
         reward_over_time=figures.reward_over_time(facts),
         reward_over_samples=figures.reward_over_samples(facts),
+        parts=parts_section(facts, report["parts"]),
         timeline=figures.timeline(facts),
         lag_histogram=figures.lag_histogram(facts),
         length_histogram=figures.length_histogram(facts),

@@ -21,6 +21,7 @@ from pipelinerl_core.run.hub_status import HEARTBEAT_SECONDS, HubWatch, may_be_l
 from pipelinerl_core.run.records import Commit, HubRecord
 from pipelinerl_core.telemetry.length_bias import length_line, length_report
 from pipelinerl_core.telemetry.metrics import short_key
+from pipelinerl_core.telemetry.parts import FATES, parts_of, untrained_parts
 from pipelinerl_core.types import LengthTotals
 
 # Without a terminal: shortest time between two lines.
@@ -32,6 +33,7 @@ _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _SPARK_WIDTH = 40
 _BAR_WIDTH = 40
 _ETA_STEPS = 20
+_PART_STEPS = 20
 _SHOWN = ("reward/mean", "lag/mean", "importance/ess", "rollouts/max_versions")
 
 
@@ -99,6 +101,7 @@ def format_status(store: ObjectStore) -> str:
         lines.append("tokens: " + ", ".join(f"{name} {num:,}" for name, num in status["ledger"].items()))
     if status["length_bias"]["classes"]:
         lines.append(f"lengths: {length_line(status['length_bias'])}")
+    lines += [f"mixture: {part_line(name, part)}" for name, part in status["parts"].items()]
     for name, one in status["actors"].items():
         slots = f"{one['running']} of {one['concurrency']} slots, {one['waiting']} waiting"
         lines.append(f"{name}: version {one['engine_version']}, {slots}")
@@ -125,11 +128,14 @@ def status_of(
     is_over = bool(last and step >= steps)
     live = hub.live if hub is not None and is_alive and not is_over else {}
     reward = equal_reward(follower.commits.values(), 1 if is_over else WARN_STEPS)
+    parts = _parts(follower, metrics)
+    alarm = alarm_text([last] if last else [])
+    first = alarm or (headline(reward, step, is_over=is_over) if reward is not None else None)
+    warnings = [*filter(None, (first,)), *untrained_parts(parts).values()]
     return {
         "run_id": follower.run.run_id,
         "state": "finished" if is_over else "running" if is_alive else "stopped",
-        "warning": alarm_text([last] if last else [])
-        or (headline(reward, step, is_over=is_over) if reward is not None else None),
+        "warning": "; ".join(warnings) or None,
         "step": step,
         "steps": steps,
         "metrics": {**metrics, **(eval_metrics(evals[-1]) if evals else {})},
@@ -139,6 +145,7 @@ def status_of(
         "eval_last": evals[-1].known_accuracy if evals else None,
         "eval_version": evals[-1].version if evals else None,
         "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
+        "parts": parts,
         "progress": progress,
         "swap_pause_seconds": live.get("swap_pause_seconds", metrics.get("swap/pause_seconds_max")),
         "tokens_per_second": live.get("tokens_per_second", metrics.get("actor/tokens_per_second")),
@@ -150,6 +157,38 @@ def status_of(
         "length_bias": length_report(_lengths(live.get("lengths"), last)),
         "hub": {"url": hub.url, "silent_seconds": silent_seconds} if hub else None,
     }
+
+
+def _parts(follower: RunFollower, metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Part of the mixture -> its figures of the newest step (telemetry/parts.py), and its newest held-out accuracy.
+
+    A part without a rollout in the newest step has the reward of the last step that has one.
+    """
+    parts: dict[str, dict[str, Any]] = dict(parts_of(follower.run.config, metrics))
+    recent = follower.commits.newest(_PART_STEPS) if parts else []
+    for name, part in parts.items():
+        rewards = [one.metrics[key] for one in recent if (key := f"part/{name}/reward") in one.metrics]
+        part["reward"] = rewards[-1] if rewards else None
+        evals = list(follower.set_evals.get(name, {}).values())
+        part["eval_first"] = evals[0].known_accuracy if evals else None
+        part["eval_last"] = evals[-1].known_accuracy if evals else None
+        part["eval_error"] = evals[-1].error if evals else ""
+    return parts
+
+
+def part_line(name: str, part: Mapping[str, Any]) -> str:
+    """Example: math 50 %: reward 0.41, held-out 40.0%, groups 120 trained, 3 filtered, 1 failed."""
+    groups = ", ".join(
+        f"{num:,.0f} {fate}"
+        for fate in FATES
+        if (num := part.get(f"groups_{fate}")) or (fate == "trained" and num == 0)
+    )
+    fields = [
+        None if part["reward"] is None else f"reward {part['reward']:.3f}",
+        None if part["eval_last"] is None else f"held-out {part['eval_last']:.1%}",
+        f"groups {groups}" if groups else None,
+    ]
+    return f"{name} {part['weight']:.0%}: {', '.join(filter(None, fields)) or 'no step yet'}"
 
 
 def status_line(status: Mapping[str, Any]) -> str:
@@ -195,6 +234,7 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
     facts = status_line({**status, **elsewhere}).partition("  ")[2]
     warning = [Text(status["warning"], style="bold red")] if status["warning"] else []
     rows: list[Any] = [*warning, head, body, Text(facts or "waiting for the first step", style="dim")]
+    rows += [Text(part_line(name, part)) for name, part in status["parts"].items()]
     for name, one in status["actors"].items():
         line = Table.grid(padding=(0, 2))
         slots = ProgressBar(total=max(1, one["concurrency"]), completed=one["running"], width=_BAR_WIDTH // 2)

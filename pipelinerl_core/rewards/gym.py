@@ -1,6 +1,6 @@
 """The verifiers of the reasoning-gym library. Importing the library takes seconds, so only scoring processes do."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +9,7 @@ from reasoning_gym.factory import create_dataset
 from reasoning_gym.games import countdown, puzzle24
 from sympy.parsing.sympy_parser import parse_expr
 
+from pipelinerl_core.config.gym_options import TaskOptions, dataset_options
 from pipelinerl_core.config.gym_tasks import COMPOSITE, EVALUATING, GATES, evaluating
 from pipelinerl_core.rewards.gate import CONSTANTS, FUNCTIONS, UNSOLVED, passes
 from pipelinerl_core.rewards.verifiers import Evaluation
@@ -17,19 +18,23 @@ _OPENING, _CLOSING = "<answer>", "</answer>"
 
 NUM_WARM_UP = 10
 
+_GIVEN: dict[str, TaskOptions] = {}
+"""Options of the tasks of the run."""
 _PARSER_NAMES = {"Symbol", "Function", "Integer", "Float", "Rational"}
 _NAMES = {name: getattr(sympy, name) for name in _PARSER_NAMES | FUNCTIONS | CONSTANTS | UNSOLVED} | {
     "__builtins__": {}
 }
 
 
-def prepare(tasks: Iterable[str]) -> Callable[[], object]:
+def prepare(tasks: Mapping[str, Sequence[Any]]) -> Callable[[], object]:
     """Build the data sets of these tasks, whose scorers are used; returns the warm-up function of a fork.
 
+    tasks: task -> its options and its level, the fields of `TaskOptions`.
     Tasks that evaluate score some reference answers here, to fill sympy's caches before the process forks.
     """
     for module in (sympy, countdown, puzzle24):
         module.parse_expr = parse_formula
+    _GIVEN.update({task: TaskOptions(*given) for task, given in tasks.items()})
     for task in tasks:
         dataset = _dataset(task)
         if evaluating([task]):
@@ -97,7 +102,7 @@ def _score(name: str, answer: str, entry: dict[str, Any]) -> float:
 @lru_cache(maxsize=128)
 def _dataset(name: str) -> Any:
     """The library's data set, used for its scorer only, because a prompt carries its entry."""
-    return create_dataset(name, seed=0)
+    return create_dataset(name, seed=0, **dataset_options(name, _GIVEN.get(name, TaskOptions({}))))
 
 
 def _with_tuples(value: Any) -> Any:

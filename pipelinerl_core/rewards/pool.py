@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+from pipelinerl_core.config.gym_options import TaskOptions, options_of
 from pipelinerl_core.config.gym_tasks import evaluating
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.sections import ReasoningGymPrompts, RunConfig
 from pipelinerl_core.config.verifier import scored_tasks, verifier_name
 from pipelinerl_core.errors import ConfigError, RewardError
 from pipelinerl_core.rewards.child import ChildSpec, ScoringChild
@@ -54,13 +55,19 @@ def build_scorer(
         function=function,
         timeout_seconds=config.reward.timeout_seconds,
         memory_bytes=memory_bytes,
-        prepare=tasks or None,
+        prepare=_options(config, tasks) or None,
         is_sealed=config.reward.isolation == "auto",
         forks=bool(evaluating(tasks)),
     )
     if spec.is_sealed:
         _check_host(spec, evaluating(tasks))
     return ProcessScorer(spec, config.reward.workers, count_lost)
+
+
+def _options(config: RunConfig, tasks: Sequence[str]) -> dict[str, TaskOptions]:
+    """Task of reasoning-gym -> its options and level, which its scorer may read."""
+    prompts = config.prompts
+    return {task: options_of(prompts, task) for task in tasks if isinstance(prompts, ReasoningGymPrompts)}
 
 
 def _function_spec(config: RunConfig, name: str, code: str | None) -> ChildSpec:

@@ -257,7 +257,9 @@ class ErrorBudget:
     WINDOW = 200
     SHARE = 0.2
 
-    def __init__(self) -> None:
+    def __init__(self, part: str = "") -> None:
+        """part: of a mixture, for the log."""
+        self._what = f"mixture.{part}: " if part else ""
         self._recent: list[bool] = []
         self.first_error: str | None = None
         self.num_errors = 0
@@ -271,7 +273,10 @@ class ErrorBudget:
             if failed and self.first_error is None:
                 self.first_error = rollout.error
             if failed and self.num_errors & (self.num_errors - 1) == 0:  # the 1st, 2nd, 4th, 8th
-                logger.warning("%d rollouts without a reward so far; the newest: %s", self.num_errors, rollout.error)
+                logger.warning(
+                    "%s%d rollouts without a reward so far; the newest: %s",
+                    self._what, self.num_errors, rollout.error,
+                )  # fmt: skip
         del self._recent[: -self.WINDOW]
 
     @property

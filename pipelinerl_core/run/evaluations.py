@@ -1,6 +1,8 @@
 """Selection of the next weight version to evaluate."""
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.run.records import EvalRecord
@@ -8,6 +10,7 @@ from pipelinerl_core.run.records import EvalRecord
 PASSES = 2
 """An accuracy counts as reached after this many versions at or above it; then later versions need no evaluation."""
 
+_NUM_SHOWN = 12
 SCHEDULED = "scheduled"
 """--version of the evaluator that runs beside training."""
 
@@ -46,6 +49,47 @@ def next_to_evaluate(
             return version
         passes += enough is not None and accuracies[version] >= enough
     return None
+
+
+def weighted_mean(records: Sequence[EvalRecord], weights: Mapping[str, float]) -> EvalRecord:
+    """The record of a mixture from the records of its parts: means by weight, over the parts that have a reward.
+
+    The interval of the mean follows from the intervals of the parts, which are independent: its lower half is the
+    root of the sum of the squared, weighted lower halves (MOVER; Zou, Donner: Statistics in Medicine 2008).
+    """
+    scored = [one for one in records if one.known_accuracy is not None and one.num_prompts] or list(records)
+    total = sum(weights[one.set] for one in scored)
+    shares = [weights[one.set] / total for one in scored]
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [share * value for share, value in zip(shares, values, strict=True) if value is not None]
+        return sum(known) if len(known) == len(scored) else None
+
+    def half(ends: Iterable[float | None]) -> float | None:
+        known = [(share * (one.accuracy - end)) ** 2
+                 for share, one, end in zip(shares, scored, ends, strict=True) if end is not None]  # fmt: skip
+        return math.sqrt(sum(known)) if len(known) == len(scored) else None
+
+    accuracy = mean(one.accuracy for one in scored) or 0.0
+    below, above = half(one.low for one in scored), half(one.high for one in scored)
+    failed = next((one for one in records if one.error), None)
+    return EvalRecord(
+        version=min(one.version for one in records),
+        last_version=max(one.last_version for one in records),
+        num_prompts=sum(one.num_prompts for one in records),
+        num_samples=records[0].num_samples,
+        accuracy=accuracy,
+        low=None if below is None else accuracy - below,
+        high=None if above is None else accuracy + above,
+        best=mean(one.best for one in scored),
+        greedy=mean(one.greedy for one in scored),
+        mean_tokens=mean(one.mean_tokens for one in scored) or 0.0,
+        errors=sum(one.errors for one in records),
+        seconds=sum(one.seconds for one in records),
+        finished_at=max(one.finished_at for one in records),
+        samples=tuple(chain.from_iterable(zip(*(one.samples for one in records), strict=False)))[:_NUM_SHOWN],
+        error=f"mixture.{failed.set}: {failed.error}" if failed else "",
+    )
 
 
 def evaluation_line(record: EvalRecord) -> str:

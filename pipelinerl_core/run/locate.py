@@ -98,6 +98,7 @@ def find_run(url: str) -> RunContext | None:
 def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowRef | None) -> RunContext:
     """Write run.json and open the run; an existing run.json stays."""
     store = open_store(url)
+    code = store_code(store, config)
     record = RunRecord(
         run_id=url.rpartition("/")[2],
         created_at=time.time(),
@@ -106,7 +107,8 @@ def create_run(url: str, config: RunConfig, *, flow_run_id: str, mlflow: MlflowR
         flow_run_id=flow_run_id,
         mlflow_run_id=mlflow.run_id if mlflow else None,
         mlflow_uri=mlflow.uri if mlflow else None,
-        reward_sha256=store_code(store, config),
+        reward_sha256=code.pop("", None),
+        part_sha256=code,
     )
     try:
         store.put(RUN_KEY, record.model_dump_json(indent=2).encode(), create_only=True)

@@ -106,7 +106,7 @@ def run_tags(config: RunConfig) -> dict[str, str]:
         "loss": config.loss.kind,
         "placement": config.placement.kind,
         "model": config.model.path,
-        "prompts": config.prompts.kind,
+        "prompts": "mixture" if config.mixture else config.prompts.kind,
     }
 
 

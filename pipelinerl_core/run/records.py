@@ -19,7 +19,7 @@
   compacted/commits/<a>-<b>.<k>.parquet  the commits of steps a to b of trainer epoch k, instead of the objects above
   compacted/rollouts/<a>-<b>.<k>.parquet the rows of the groups that these commits decided
   evals/<version>.json                   held-out accuracy of a version
-  evals/<version>.<set>.json             the same on a set of eval.sets
+  evals/<version>.<set>.json             the same on a set of eval.sets, or on a part of a mixture
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   prediction.json                        speed and lag that the simulation predicts; written once
   report.json report.html weights.parquet
@@ -206,6 +206,12 @@ class RunRecord(Record):
     """The file of reward.function or environment.path, stored as `code_key`; None without such a file."""
     replay_of: ReplayOf | None = None
     """Set in the run.json of an arm of a what-if replay (docs/what-if.md), which no trainer continues."""
+    part_sha256: dict[str, str] = {}
+    """Part of a mixture -> the same of the part; without parts that have no such file."""
+
+    def code_sha256(self, part: str) -> str | None:
+        """The file of a part of the mixture, or of the run (part "")."""
+        return self.part_sha256.get(part) if part else self.reward_sha256
 
 
 class EpochRecord(Record):
@@ -436,7 +442,8 @@ class EvalRecord(Record):
     last_version: StepOrNone = -1
     """Version of the last sampled token; larger than `version` only on an actor's engine. -1: recorded before."""
     set: str = ""
-    """Name in eval.sets; empty: the run's own held-out prompts."""
+    """Name in eval.sets, or part of a mixture; empty: the run's own held-out prompts, of a mixture the weighted mean
+    of all parts."""
     num_prompts: Count
     num_samples: Count = 1
     """Completions per prompt at temperature 1."""

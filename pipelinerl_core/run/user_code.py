@@ -4,6 +4,7 @@ import hashlib
 import logging
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.verifier import code_file
 from pipelinerl_core.errors import ChecksumMismatch, ConfigError
 from pipelinerl_core.interfaces import ObjectStore
@@ -30,38 +31,47 @@ def local_code(config: RunConfig) -> str | None:
         ) from None
 
 
-def store_code(store: ObjectStore, config: RunConfig) -> str | None:
-    """Store the user's file; returns its sha256, None without such a file. Raises ConfigError."""
-    code = local_code(config)
-    if code is None:
-        return None
-    sha256 = _sha256(code)
-    store.put(code_key(sha256), code.encode())
-    return sha256
+def store_code(store: ObjectStore, config: RunConfig) -> dict[str, str]:
+    """Store the user's files; returns part of the mixture -> sha256 of its file, without parts that have no file.
+
+    The part is "" without a mixture, and for eval.sets beside a mixture. Raises ConfigError.
+    """
+    found: dict[str, str] = {}
+    own = {"": config} if config.eval.sets else {}
+    for name, part in {**own, **config.parts}.items():
+        with naming(name):
+            code = local_code(part)
+        if code is not None:
+            found[name] = _sha256(code)
+            store.put(code_key(found[name]), code.encode())
+    return found
 
 
-def stored_code(run: RunContext) -> str | None:
-    """Text of the file that is stored with the run; None without such a file. Raises ChecksumMismatch."""
-    if run.record.reward_sha256 is None:
+def stored_code(run: RunContext, part: str = "") -> str | None:
+    """Text of the file that is stored for a part of the mixture, or for the run without a mixture; None without such
+    a file. Raises ChecksumMismatch."""
+    sha256 = run.record.code_sha256(part)
+    if sha256 is None:
         return None
-    key = code_key(run.record.reward_sha256)
+    key = code_key(sha256)
     code = run.store.get(key).decode(errors="replace")
-    if _sha256(code) != run.record.reward_sha256:
+    if _sha256(code) != sha256:
         raise ChecksumMismatch(f"{key}: the bytes differ from the sha256 in the key")
     return code
 
 
 def warn_of_changed_code(run: RunContext) -> None:
-    """Log one line if the user's local file differs from the copy that the run uses."""
-    path = code_file(run.config)
-    if run.record.reward_sha256 is None or path is None or not path.is_file():
-        return
-    sha256 = _sha256(path.read_text(encoding="utf-8", errors="replace"))
-    if sha256 != run.record.reward_sha256:
-        logger.warning(
-            "%s has changed since the run started: sha256 %s, stored %s. The run uses the stored copy; start a new "
-            "run to use the changed file", path, sha256, run.record.reward_sha256,
-        )  # fmt: skip
+    """Log one line for each local file of the user that differs from the copy that the run uses."""
+    for name, part in run.config.parts.items():
+        path, stored = code_file(part), run.record.code_sha256(name)
+        if stored is None or path is None or not path.is_file():
+            continue
+        sha256 = _sha256(path.read_text(encoding="utf-8", errors="replace"))
+        if sha256 != stored:
+            logger.warning(
+                "%s has changed since the run started: sha256 %s, stored %s. The run uses the stored copy; start a "
+                "new run to use the changed file", path, sha256, stored,
+            )  # fmt: skip
 
 
 def _sha256(code: str) -> str:

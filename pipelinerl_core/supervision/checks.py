@@ -18,6 +18,7 @@ from safetensors import safe_open
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.hub_models import is_hub_model
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import RunContext
@@ -245,19 +246,30 @@ def check_reward(config: RunConfig, run: RunContext | None = None) -> list[str]:
     Returns warnings: one line with file and line for each exception of the function, because the completions are no
     real ones.
     """
+    warnings: list[str] = []
+    for name, part in config.parts.items():
+        with naming(name):
+            warnings += [f"mixture.{name}: {line}" if name else line for line in _check_part(part, name, run)]
+    return warnings
+
+
+def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[str]:
+    """`check_reward` for one part of a mixture, or for a run without a mixture (name "")."""
     if config.environment.path:
         seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
         return _check_in_child(
-            "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, run), seconds
+            "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, name, run), seconds
         )
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds
-    return _check_in_child("reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, run), seconds)
+    return _check_in_child(
+        "reward.function", "pipelinerl_core.tools.check_reward", _with_code(config, name, run), seconds
+    )
 
 
-def _with_code(config: RunConfig, run: RunContext | None) -> dict[str, Any]:
-    code = local_code(config) if run is None else stored_code(run)
+def _with_code(config: RunConfig, part: str, run: RunContext | None) -> dict[str, Any]:
+    code = local_code(config) if run is None else stored_code(run, part)
     return {"config": config.model_dump(mode="json"), "code": code}
 
 

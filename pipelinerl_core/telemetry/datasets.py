@@ -7,7 +7,7 @@ the same dataset.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +35,18 @@ class DatasetNote:
 
 
 def run_datasets(config: RunConfig) -> list[DatasetNote]:
-    """The dataset of the training prompts, and of the held-out prompts if the run evaluates."""
+    """The dataset of the training prompts, and of the held-out prompts if the run evaluates; of a mixture for each
+    part, with the name of the part before the name of the dataset."""
+    return [
+        replace(note, name=f"{name}-{note.name}" if name else note.name)
+        for name, part in config.parts.items()
+        for note in _datasets(part)
+    ]
+
+
+def _datasets(config: RunConfig) -> list[DatasetNote]:
     prompts = config.prompts.model_dump(mode="json", exclude={"system"})  # the same problems with another message
+    prompts = {key: value for key, value in prompts.items() if value != {}}  # options of reasoning-gym, if any
     kind = config.prompts.kind
     path = str(prompts.get("path", ""))
     name = Path(path).stem if path else kind

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelinerl_core.telemetry import measures
-from pipelinerl_core.types import Outcome, TrainingRow
+from pipelinerl_core.types import Fate, Outcome, TrainingRow
 
 Group = Literal["trainer", "evaluator", "tracker", "system", "run", "role"]
 Kind = Literal["gauge", "counter", "histogram"]
@@ -261,6 +261,16 @@ _DECLARED = (
            "Enough groups were ready, but schedule.stale=wait held the step back.", "tracker"),
     Metric("wait/actors_seconds", "seconds", "sum over actors since the previous reservation",
            "Engine time lost to slots that were empty because no group was granted.", "tracker"),
+    Metric("part/<part>/reward", "reward", "mean over scored rollouts", "Of one part of a mixture.", "tracker"),
+    Metric("part/<part>/length_mean", "tokens", "mean over rollouts", "Completion length of the part.", "tracker"),
+    Metric("part/<part>/turns", "turns", "mean over rollouts", "Turns of the model in the part.", "tracker"),
+    Metric("part/<part>/rollouts", "rollouts", "count", "Rollouts of the part in the step's groups.", "tracker"),
+    Metric("part/<part>/error_fraction", "share", "errors over rollouts of the step's groups",
+           "Rollouts of the part without a reward; failed groups are not among them.", "tracker"),
+    Metric("part/<part>/component/<component>", "reward", "mean over scored rollouts",
+           "Component of the reward of the part, before its weight.", "tracker"),
+    *(Metric(f"part/<part>/groups_{fate}", "groups", "running total", f"Groups of the part with fate {fate}.",
+             "tracker") for fate in Fate),
     *(Metric(f"system/{key}", unit, how, text, "system") for key, unit, how, text in _SYSTEM),
     _run("step", "", "Newest committed optimizer step."),
     _run("steps", "", "Steps of the run."),
@@ -275,6 +285,10 @@ _DECLARED = (
     _run("actor_waiting", "", "Sequences that wait for a slot.", labels=("actor",)),
     _run("actor_slots", "", "Slots.", labels=("actor",)),
     _run("actor_weight_version", "", "Weight version in the engine.", labels=("actor",)),
+    _run("part_reward", "", "Mixture: newest reward of the part.", labels=("part",)),
+    _run("part_accuracy", "", "Mixture: newest held-out accuracy of the part.", labels=("part",)),
+    *(_run(f"part_{fate}_groups_total", "", f"Mixture: groups of the part with fate {fate}.", "counter", ("part",))
+      for fate in Fate),
     _run("tokens_total", "tokens", "Tokens by class of the ledger.", "counter", ("class",)),
     _role("gauge", "role_info", ALL_ROLES, "1; the labels identify the process.", ("run", "role", "name")),
     _role("gauge", "role_healthy", ALL_ROLES, "1 while the main loop runs (/healthz)."),

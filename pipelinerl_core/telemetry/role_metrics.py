@@ -18,6 +18,7 @@ from prometheus_client import (
 )
 
 from pipelinerl_core.telemetry.metrics import METRICS, Metric
+from pipelinerl_core.types import Fate
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STATES = ("running", "stopped", "finished")
@@ -92,6 +93,9 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
     def of_actors(key: str) -> dict[str, int]:
         return {name: one[key] for name, one in actors.items()}
 
+    def of_parts(key: str) -> dict[str, float]:
+        return {name: part[key] for name, part in status["parts"].items() if part.get(key) is not None}
+
     hub = status["hub"]
     of_steps = {one.name for one in METRICS.values() if one.group in ("trainer", "evaluator")}
     return {
@@ -109,6 +113,9 @@ def _run_values(status: Mapping[str, Any]) -> dict[str, Any]:
         "actor_waiting": of_actors("waiting"),
         "actor_slots": of_actors("concurrency"),
         "actor_weight_version": of_actors("engine_version"),
+        "part_reward": of_parts("reward"),
+        "part_accuracy": of_parts("eval_last"),
+        **{f"part_{fate}_groups_total": of_parts(f"groups_{fate}") for fate in Fate},
         "tokens_total": dict(status["ledger"]),
     }
 

@@ -23,7 +23,7 @@ _MAX_TURNS = 4
 _EVAL_PROMPTS = 8
 _HOST_KEYS = "kind gpus_per_actor gpu trainer_nodes trainer_host hub_host hub_port cores threads"
 """Keys of placement that describe other hosts than this one."""
-_FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets")
+_FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.teacher=", "eval.sets", "mixture.")
 """Overrides that decide what is made small; all others win over the small values."""
 
 
@@ -36,7 +36,7 @@ def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     values = config.model_dump(mode="json")
     for key, value in _small(config).items():
         section, _, name = key.partition(".")
-        values[section][name] = value
+        values[section] = {**values[section], name: value} if name else value
     small = build_config(values)
     return override_config(small, [one for one in overrides if not one.startswith(_FIXED)])
 
@@ -94,11 +94,35 @@ def _small(config: RunConfig) -> dict[str, Any]:
     if engine.kind == "vllm":
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
         small |= {"engine.batched_tokens": 0, "engine.compile": "never"}
-    if config.environment.path:
+    if config.mixture:
+        small["mixture"] = _small_parts(config)
+    if any(part.environment.path for part in config.parts.values()):
         small["rollouts.max_tokens"] = BYTES_PER_TOKEN * rollouts.max_tokens  # counts the messages, too
+    if config.environment.path:
         small["environment.turn_tokens"] = _MAX_TOKENS
         small["environment.max_turns"] = min(_MAX_TURNS, config.environment.max_turns)
     return small
+
+
+def _small_parts(config: RunConfig) -> dict[str, Any]:
+    """The parts of a mixture with small data and short turns."""
+    parts: dict[str, Any] = {}
+    for name, part in config.parts.items():
+        values = config.mixture[name].model_dump(mode="json")
+        values["max_tokens"] = 0
+        if small_prompts := _small_prompts(part):
+            values["prompts"] = {**part.prompts.model_dump(mode="json"), "path": small_prompts["prompts.path"]}
+        if part.reward.overlong_tokens:
+            values["reward"] = {
+                **part.reward.model_dump(mode="json"),
+                "overlong_tokens": min(_MAX_TOKENS // 2, part.reward.overlong_tokens),
+            }
+        if part.environment.path:
+            turns = min(_MAX_TURNS, part.environment.max_turns)
+            limits = {"turn_tokens": _MAX_TOKENS, "max_turns": turns}
+            values["environment"] = {**part.environment.model_dump(mode="json"), **limits}
+        parts[name] = values
+    return parts
 
 
 def _small_prompts(config: RunConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.engine.embedded.engine import EmbeddedEngine
 from pipelinerl_core.rewards.pool import build_scorer
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import build_codec, build_engine
 from pipelinerl_core.roles.trainer.learners import build_alone
@@ -68,8 +68,7 @@ def run_actor(url: str, engine: EmbeddedEngine, stop: threading.Event, faults: C
         )
         parts = ActorParts(
             engine=engine,
-            scorer=scorer,
-            codec=build_codec(context.config),
+            tools={"": TaskTools(config=context.config, codec=build_codec(context.config), scorer=scorer)},
             subscriber=WeightSubscriber(context.store),
             segments=segments,
             store=context.store,

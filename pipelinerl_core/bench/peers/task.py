@@ -87,6 +87,10 @@ def open_task(arguments: argparse.Namespace) -> PeerTask:
             f"prompts.tasks={', '.join(evaluated)}: reference trainers score without isolation. "
             "Set prompts.tasks without these tasks"
         )
+    if config.mixture:
+        raise ConfigError(
+            f"mixture.{next(iter(config.mixture))}: reference trainers train on one task. Remove the mixture"
+        )
     if config.environment.path:
         raise ConfigError(
             f"environment.path={config.environment.path}: reference trainers sample one turn. Remove environment.path"

@@ -10,6 +10,7 @@ from pipelinerl_core.data.partials import PartialLog, PartialReader
 from pipelinerl_core.errors import StoreError
 from pipelinerl_core.interfaces import Engine, ObjectStore
 from pipelinerl_core.messages import Lease
+from pipelinerl_core.rollouts.mixture import MixtureRunner
 from pipelinerl_core.rollouts.runner import GroupRunner
 from pipelinerl_core.types import PartialRow
 
@@ -29,7 +30,7 @@ class GroupLog:
         config: RunConfig,
         store: ObjectStore,
         engine: Engine,
-        runner: GroupRunner,
+        runner: GroupRunner | MixtureRunner,
         *,
         actor: str,
         epoch: int,

@@ -22,7 +22,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -50,8 +51,9 @@ from pipelinerl_core.roles.actor.watch import ActorWatch
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
 from pipelinerl_core.rollouts.episode import EpisodePlayer
+from pipelinerl_core.rollouts.mixture import ErrorBudgets, MixtureRunner
 from pipelinerl_core.rollouts.pace import Pacer
-from pipelinerl_core.rollouts.runner import ErrorBudget, GroupRunner, TextCodec
+from pipelinerl_core.rollouts.runner import GroupRunner, TextCodec
 from pipelinerl_core.run.records import SwapRecord
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.broadcast import GROUP_COUNTER
@@ -64,19 +66,29 @@ _SWAP_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTools:
+    """What samples and scores the prompts of a run, or of one part of a mixture."""
+
+    config: RunConfig
+    """Of the part."""
+    codec: TextCodec
+    scorer: Scorer | None
+    """None with an environment."""
+    player: EpisodePlayer | None = None
+    """Only with an environment: plays the rollouts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorParts:
     """What an actor is built from."""
 
     engine: Engine
-    scorer: Scorer | None
-    """None with an environment."""
-    codec: TextCodec
+    tools: Mapping[str, TaskTools]
+    """By part of the mixture; of a run without a mixture by ""."""
     subscriber: Subscriber
     segments: SegmentWriter
     store: ObjectStore
     """The run's store; the log of open groups is written there."""
-    player: EpisodePlayer | None = None
-    """Only with an environment: plays the rollouts."""
     broadcasts: BroadcastSubscriber | None = None
     """Only with weights.transport=nccl."""
     evaluation: ActorEvaluation | None = None
@@ -102,8 +114,12 @@ class Actor:
         self._subscriber = parts.subscriber
         self._broadcasts = parts.broadcasts
         self._evaluation = parts.evaluation
-        self._player = parts.player
-        self._runner = GroupRunner(parts.engine, parts.scorer, parts.codec, config, actor=name, player=parts.player)
+        self._players = [one.player for one in parts.tools.values() if one.player is not None]
+        runners = {
+            part: GroupRunner(parts.engine, one.scorer, one.codec, one.config, actor=name, player=one.player)
+            for part, one in parts.tools.items()
+        }
+        self._runner = runners[""] if "" in runners else MixtureRunner(runners)
         self._log = GroupLog(
             config, parts.store, parts.engine, self._runner, actor=name, epoch=epoch,
             seal=lambda: self._sealer.seal(everything=True),
@@ -126,7 +142,7 @@ class Actor:
         self._credit = 0
         self._credit_granted = asyncio.Event()
         self._sync_seconds = 0.05
-        self._errors = ErrorBudget()
+        self._errors = ErrorBudgets(list(parts.tools))
         self._pacer = Pacer(config.trainer.groups_per_step)
         self._paced_at = time.monotonic()
         self._process = psutil.Process()
@@ -263,13 +279,14 @@ class Actor:
         )
 
     def _num_tokens(self) -> int:
-        """Tokens of completions so far: sampled, and given by an environment."""
-        return self._engine.stats().num_tokens + (self._player.counts.given if self._player is not None else 0)
+        """Tokens of completions so far: sampled, and given by environments."""
+        return self._engine.stats().num_tokens + sum(player.counts.given for player in self._players)
 
     def _episode_counters(self) -> dict[str, float]:
-        if self._player is None:
-            return {}
-        return {f"environment_{name}_tokens": float(number) for name, number in asdict(self._player.counts).items()}
+        totals: Counter[str] = Counter()
+        for player in self._players:
+            totals.update(asdict(player.counts))
+        return {f"environment_{name}_tokens": float(number) for name, number in totals.items()}
 
     async def _next_sync(self) -> None:
         """Wait for the sync interval, or less if slots are about to run empty or the hub has sent a nudge."""

@@ -5,17 +5,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.data.segments import SegmentWriter
 from pipelinerl_core.environments.pool import EnvironmentPool, build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.interfaces import BroadcastReceiver, Engine, ObjectStore
 from pipelinerl_core.messages import Register
-from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.rewards.pool import ProcessScorer, build_scorer
 from pipelinerl_core.roles.actor.broadcast_subscriber import BroadcastSubscriber
 from pipelinerl_core.roles.actor.evaluating import ActorEvaluation
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.inference import base_weights, build_chat, build_codec, open_engine
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
@@ -48,14 +51,8 @@ def next_epoch(store: ObjectStore, name: str) -> int:
 async def run_actor(context: RunContext, name: str, stop: threading.Event, monitor: RoleMonitor) -> None:
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
-    code = stored_code(context)
-    scorer, environments = None, None  # before the engine, which takes minutes to load: may raise ConfigError
-    if context.config.environment.path:
-        environments = await _loaded(build_environments(context.config, code))
-    else:
-        scorer = build_scorer(
-            context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
-        )
+    # Before the engine, which takes minutes to load: may raise ConfigError.
+    tasks = {part: await _open_task(context, part, monitor) for part in context.config.parts}
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     segments = SegmentWriter(
         context.store,
@@ -69,14 +66,10 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     evaluation = ActorEvaluation(context, engine) if is_evaluated else None
     parts = ActorParts(
         engine=engine,
-        scorer=scorer,
-        codec=build_codec(context.config),
+        tools={part: _tools(task, engine) for part, task in tasks.items()},
         subscriber=WeightSubscriber(context.store, base_weights(context.config)),
         segments=segments,
         store=context.store,
-        player=EpisodePlayer(engine, environments, build_chat(context.config), context.config)
-        if environments is not None
-        else None,
         broadcasts=_broadcast_subscriber(context, engine, name),
         evaluation=evaluation,
     )
@@ -96,11 +89,49 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     finally:
         if evaluation is not None:
             await evaluation.close()
-        if environments is not None:
-            await environments.close()
-        if scorer is not None:
-            await scorer.close()
+        for task in tasks.values():
+            await task.close()
         await engine.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """The processes that score the prompts of a run, or of one part of a mixture."""
+
+    config: RunConfig
+    scorer: ProcessScorer | None = None
+    environments: EnvironmentPool | None = None
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self.environments is not None:
+            await self.environments.close()
+        if self.scorer is not None:
+            await self.scorer.close()
+
+
+async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> _Task:
+    """The scorer or the environments of a part. Raises ConfigError."""
+    config, code = context.config.parts[part], stored_code(context, part)
+    with naming(part):
+        if config.environment.path:
+            return _Task(config=config, environments=await _loaded(build_environments(config, code)))
+        return _Task(
+            config=config,
+            scorer=build_scorer(
+                config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
+            ),
+        )
+
+
+def _tools(task: _Task, engine: Engine) -> TaskTools:
+    config, environments = task.config, task.environments
+    return TaskTools(
+        config=config,
+        codec=build_codec(config),
+        scorer=task.scorer,
+        player=EpisodePlayer(engine, environments, build_chat(config), config) if environments is not None else None,
+    )
 
 
 async def _loaded(environments: EnvironmentPool) -> EnvironmentPool:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.mixture import naming
 from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import EngineError, RewardError
 from pipelinerl_core.interfaces import ChatCodec, Engine, Environments, Scorer
@@ -29,7 +30,7 @@ from pipelinerl_core.rollouts.group_scoring import GroupScoring
 from pipelinerl_core.rollouts.progress import Progress
 from pipelinerl_core.rollouts.runner import TextCodec, rollout_seed
 from pipelinerl_core.run.context import RunContext
-from pipelinerl_core.run.evaluations import evaluation_line
+from pipelinerl_core.run.evaluations import evaluation_line, weighted_mean
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import EvalRecord, eval_key
 from pipelinerl_core.run.user_code import stored_code
@@ -49,7 +50,7 @@ class EvalSet:
     """The prompts of one set, and what encodes and scores them."""
 
     name: str
-    """Name in eval.sets; empty: the run's own held-out prompts."""
+    """Name in eval.sets, or part of a mixture; empty: the run's own held-out prompts."""
     prompts: Sequence[Prompt]
     codec: TextCodec
     scorer: Scorer | None
@@ -80,8 +81,8 @@ class _Answer:
 
 
 def build_set(config: RunConfig, name: str = "", code: str | None = None) -> EvalSet:
-    """A set of eval.sets, or the run's own held-out prompts. code: see `build_scorer`. Raises ConfigError."""
-    config = config.with_set(name) if name else config
+    """The held-out prompts of a configuration, as a set with this name. code: see `build_scorer`. Raises
+    ConfigError."""
     return EvalSet(
         name=name,
         prompts=build_source(config).held_out(config.eval.num_prompts),
@@ -111,8 +112,14 @@ class Evaluation:
         self._config = context.config
         self._store = context.store
         self._engine = engine
-        code = stored_code(context)
-        self._sets = [build_set(context.config, name, code) for name in (*context.config.eval.sets, "")]
+        config, code = context.config, stored_code(context)
+        self._sets: list[tuple[EvalSet, RunConfig]] = []
+        for name in config.eval.sets:
+            of_set = config.with_set(name)
+            self._sets.append((build_set(of_set, name, code), of_set))
+        for name, part in config.parts.items():
+            with naming(name):
+                self._sets.append((build_set(part, name, stored_code(context, name)), part))
         self._slots = slots
         self._newest_step = newest_step
         self._report = report
@@ -122,22 +129,31 @@ class Evaluation:
 
         max_seconds: after this time, no further prompt of a set is taken. Later evaluations take at most the prompts
         that the evaluation of version 0 has taken. Returns the record of the run's own prompts, which is written
-        last: if this record exists, the records of all sets exist.
+        last: if this record exists, the records of all sets exist. With a mixture, each part is a set, and the
+        record of the run is the weighted mean of the parts.
         """
-        for one in self._sets:
+        records: list[EvalRecord] = []
+        for one, config in self._sets:
             record = await measure(
-                self._engine, one, self._config, slots=self._slots, num_prompts=self._limit(one.name, num_prompts),
+                self._engine, one, config, slots=self._slots, num_prompts=self._limit(one.name, num_prompts),
                 max_seconds=max_seconds, report=self._report,
             )  # fmt: skip
-            record = record.model_copy(update={"newest_step": await asyncio.to_thread(self._newest_step)})
-            data = record.model_dump_json().encode()
-            await asyncio.to_thread(self._store.put, eval_key(record.version, one.name), data)
-            logger.info("%s", evaluation_line(record))
+            records.append(await self._write(record))
+        if not self._config.mixture:
+            return records[-1]
+        weights = {name: part.weight for name, part in self._config.mixture.items()}
+        return await self._write(weighted_mean([one for one in records if one.set in weights], weights))
+
+    async def _write(self, record: EvalRecord) -> EvalRecord:
+        record = record.model_copy(update={"newest_step": await asyncio.to_thread(self._newest_step)})
+        data = record.model_dump_json().encode()
+        await asyncio.to_thread(self._store.put, eval_key(record.version, record.set), data)
+        logger.info("%s", evaluation_line(record))
         return record
 
     async def close(self) -> None:
         """End the scoring processes."""
-        for one in self._sets:
+        for one, _ in self._sets:
             await one.close()
 
     def _limit(self, name: str, num_prompts: int) -> int:

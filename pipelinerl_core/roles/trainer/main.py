@@ -54,6 +54,7 @@ from pipelinerl_core.run.drain import stop_when_drained
 from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, read_commit, take_over
 from pipelinerl_core.run.records import EpochRecord, batch_key, quarantined_key
 from pipelinerl_core.telemetry.metrics import step_metrics
+from pipelinerl_core.telemetry.parts import PartMetrics
 from pipelinerl_core.types import FileEntry, GroupKey, GroupRef, Rollout, TrainingRow
 from pipelinerl_core.weights.files import entry_of
 
@@ -117,6 +118,8 @@ class Trainer:
         self._started_at = time.time()
         self._samples = 0
         self._tokens = 0
+        mixture = self._config.mixture
+        self._parts = PartMetrics(self._config.mixture_order(), mixture) if mixture else None
         self._parity_checked = False
         self._rescoring = Rescoring(getattr(learner, "rescorer", None), context.config)
 
@@ -148,6 +151,8 @@ class Trainer:
         self._committer.republish(commit, weights)
         self._samples = int(commit.metrics.get("progress/samples", 0))
         self._tokens = int(commit.metrics.get("progress/tokens", 0))
+        if self._parts is not None:
+            self._parts.adopt(commit.metrics)
         first = read_commit(self._store, commits[min(commits)])
         self._started_at = first.committed_at
 
@@ -232,6 +237,8 @@ class Trainer:
         metrics["time/prepare_seconds"] = worked_seconds - metrics["time/compute_seconds"]
         metrics["time/cpu_seconds"] = time.process_time()
         metrics["train/quarantined_groups"] = len(self._held(step).quarantined)
+        if self._parts is not None:
+            metrics |= self._parts.step(groups, reserved.fates)
         self._watch.computed(step, rows, metrics, (waited_from, reserved_at, computed_at))
         logger.info("step %d: reward %.3f loss %.4f", step, metrics["reward/mean"], metrics["train/loss"])
         weights = self._learner.weights()

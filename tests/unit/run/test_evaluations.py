@@ -1,7 +1,9 @@
-"""Which versions are evaluated, and when there are enough."""
+"""Which versions are evaluated, and when there are enough; the record of a mixture."""
+
+import pytest
 
 from pipelinerl_core.config import load_config
-from pipelinerl_core.run.evaluations import evaluation_line, next_scheduled, next_to_evaluate
+from pipelinerl_core.run.evaluations import evaluation_line, next_scheduled, next_to_evaluate, weighted_mean
 from pipelinerl_core.run.records import EvalRecord
 from pipelinerl_core.run.versions import names_several
 
@@ -54,3 +56,29 @@ def test_an_evaluation_without_a_reward_has_no_accuracy_and_names_the_error():
     assert some.known_accuracy == 0.0
     assert evaluation_line(some).endswith("1.0 s; 3 completions failed: reward: ValueError")
     assert EvalRecord(version=0, errors=0, **values).known_accuracy == 0.0
+
+
+def of_part(name, accuracy, half=0.1, **values):
+    known = {"num_prompts": 10, "mean_tokens": 4.0, "errors": 0, "seconds": 1.0}
+    if half is not None:
+        known |= {"low": accuracy - half, "high": accuracy + half}
+    return EvalRecord(version=3, last_version=4, set=name, accuracy=accuracy, **{**known, **values})
+
+
+def test_the_accuracy_of_a_mixture_is_the_weighted_mean_of_its_parts():
+    record = weighted_mean([of_part("math", 0.2), of_part("guess", 0.8, mean_tokens=8.0)], {"math": 3, "guess": 1})
+    assert (record.set, record.version, record.last_version, record.num_prompts) == ("", 3, 4, 20)
+    assert record.accuracy == pytest.approx(0.75 * 0.2 + 0.25 * 0.8)
+    assert record.mean_tokens == 5.0
+    # Half widths of independent means: root of (0.75 * 0.1)^2 + (0.25 * 0.1)^2 = 0.0790569.
+    assert record.accuracy - record.low == pytest.approx(0.0790569)
+    assert record.high - record.accuracy == pytest.approx(0.0790569)
+
+
+def test_a_part_without_a_reward_is_left_out_of_the_mean_and_named():
+    broken = of_part("guess", 0.0, half=None, errors=10, error="process died")
+    record = weighted_mean([of_part("math", 0.2), broken], {"math": 3, "guess": 1})
+    assert record.accuracy == pytest.approx(0.2)
+    assert (record.errors, record.error) == (10, "mixture.guess: process died")
+    assert record.known_accuracy == pytest.approx(0.2)
+    assert weighted_mean([broken], {"guess": 1}).known_accuracy is None

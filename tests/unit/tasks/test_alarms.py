@@ -68,3 +68,14 @@ def test_each_actor_under_alarm_is_named_once(events):
     assert [event["event"] for event in events] == ["pipelinerl.actor.mismatch"] * 2
     assert [event["payload"]["message"].split()[0] for event in events] == ["a/1", "b/1"]
     assert events[0]["payload"]["message"].endswith("mean 0.2")
+
+
+def test_a_part_of_a_mixture_without_a_trained_group_is_named_once(events):
+    one = Alarms("mixed-12345678")
+    config = {"mixture": {"math": {"weight": 1.0}, "guess": {"weight": 1.0}}}
+    for num in (7, 8, 9):
+        metrics = {"part/math/groups_trained": 8.0, "part/guess/groups_failed": float(num)}
+        one.check_parts(config, SimpleNamespace(metrics=metrics))
+    assert [event["event"] for event in events] == ["pipelinerl.part.failed"]
+    assert events[0]["payload"]["message"].startswith("mixture.guess: all 8 groups failed")
+    Alarms("plain").check_parts({"seed": 0}, None)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import SwapError
 from pipelinerl_core.messages import Ack
-from pipelinerl_core.roles.actor.loop import Actor, ActorParts
+from pipelinerl_core.roles.actor.loop import Actor, ActorParts, TaskTools
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import SwapReport
 
@@ -48,11 +48,13 @@ class Engine:
         return SwapReport(version=update.version, pause_seconds=0.0, num_bytes=0, num_running=0)
 
 
+NO_TOOLS = {"": TaskTools(config=load_config("quickstart"), codec=None, scorer=None)}
+"""For actors that work on no lease."""
+
+
 def actor(link, engine=None):
     subscriber = SimpleNamespace(fetch=lambda manifest: SimpleNamespace(version=manifest.version))
-    parts = ActorParts(
-        engine=engine, scorer=None, codec=None, subscriber=subscriber, segments=None, store=MemoryStore()
-    )
+    parts = ActorParts(engine=engine, tools=NO_TOOLS, subscriber=subscriber, segments=None, store=MemoryStore())
     return Actor(load_config("quickstart"), parts, run_id="run", name="a", epoch=1, link=lambda registration: link)
 
 

@@ -1,0 +1,102 @@
+"""The parts of a mixture in report.json and report.html."""
+
+import itertools
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from pipelinerl_core.report import charts
+from pipelinerl_core.report.charts import Axis, Point, Series
+from pipelinerl_core.report.facts import RunFacts
+from pipelinerl_core.telemetry.parts import FATES, PREFIX, parts_of
+
+_CSS = ("train", "held", "generate", "swap", "commit", "again", "wait", "other")
+_WINDOW = 10
+_MAX_POINTS = 400
+_MEAN_STEPS = 9
+
+
+def parts_report(facts: RunFacts) -> dict[str, dict[str, Any]]:
+    """Part -> its share of the groups, counts of groups by fate, first and last reward, length and accuracy.
+
+    First and last are means over up to a tenth of the steps, as for the reward of the run. Empty without a mixture.
+    """
+    commits = list(facts.commits.values())
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in parts_of(facts.run.config, commits[-1].metrics if commits else {}).items():
+        evals = list(facts.set_evals.get(name, {}).values())
+        found[name] = {
+            "weight": part["weight"],
+            **{f"groups_{fate}": int(part.get(f"groups_{fate}", 0)) for fate in FATES},
+            **_first_and_last(facts, name, "reward"),
+            **_first_and_last(facts, name, "length_mean"),
+            "error_fraction": part.get("error_fraction"),
+            "eval_first": evals[0].known_accuracy if evals else None,
+            "eval_last": evals[-1].known_accuracy if evals else None,
+            "eval_error": evals[-1].error if evals else "",
+        }
+    return found
+
+
+def _first_and_last(facts: RunFacts, name: str, key: str) -> dict[str, float | None]:
+    values = [value for _, value in _points(facts, name, key)]
+    window = max(1, min(_WINDOW, len(values) // 10))
+    return {
+        f"{key}_{end}": sum(some) / len(some) if some else None
+        for end, some in (("first", values[:window]), ("last", values[-window:]))
+    }
+
+
+def _points(facts: RunFacts, name: str, key: str) -> list[Point]:
+    """(step, value) of a metric of a part, where the part has one."""
+    full = f"{PREFIX}{name}/{key}"
+    return [(float(commit.step), commit.metrics[full]) for commit in facts.trained_commits if full in commit.metrics]
+
+
+def parts_section(facts: RunFacts, parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table of the parts and the curves of their rewards; empty without a mixture."""
+    if not parts:
+        return ""
+    heads = ("part", "share", *FATES, "reward", "length", "held-out", "error")
+    rows = ["".join(f"<th>{escape(head.replace('_', ' '))}</th>" for head in heads)]
+    for (name, part), css in zip(parts.items(), itertools.cycle(_CSS), strict=False):
+        cells = [
+            f'<i class="key {css}"></i>{escape(name)}',
+            f"{part['weight']:.1%}",
+            *(f"{part[f'groups_{fate}']:,}" for fate in FATES),
+            _change(part["reward_first"], part["reward_last"], ".3f"),
+            _change(part["length_mean_first"], part["length_mean_last"], ".1f"),
+            _change(part["eval_first"], part["eval_last"], ".1%"),
+            escape(part["eval_error"]),
+        ]
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    table = "".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        "<section><h2>Mixture</h2><p>The parts of the mixture: share of the groups by weight, groups by fate, and "
+        "the first and last mean of reward, length and held-out accuracy. Failed groups have fewer than two rewards; "
+        "filtered groups have equal rewards.</p>"
+        f'<table class="ledger"><tbody>{table}</tbody></table>'
+        f"<figure><figcaption>Reward per part, moving mean over {_MEAN_STEPS} steps</figcaption>"
+        f"{_curves(facts, parts)}</figure></section>"
+    )
+
+
+def _curves(facts: RunFacts, parts: Mapping[str, Any]) -> str:
+    series = []
+    for name, css in zip(parts, itertools.cycle(_CSS), strict=False):
+        points = _points(facts, name, "reward")
+        half = _MEAN_STEPS // 2
+        means = [
+            (x, sum(y for _, y in near) / len(near))
+            for index, (x, _) in enumerate(points)
+            if (near := points[max(0, index - half) : index + half + 1])
+        ]
+        stride = max(1, -(-len(means) // _MAX_POINTS))
+        series.append(Series(name, [*means[:-1:stride], *means[-1:]], css))
+    return charts.line_chart("Reward per part", series, Axis("optimizer step", is_whole=True), Axis("reward"))
+
+
+def _change(first: float | None, last: float | None, form: str) -> str:
+    if first is None or last is None:
+        return "&ndash;"
+    return f"{first:{form}} &rarr; {last:{form}}"
