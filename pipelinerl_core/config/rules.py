@@ -285,16 +285,47 @@ def _environment_problem(config: "RunConfig") -> str | None:
         if config.prompts.kind == "environment":
             return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
+    if problem := _environment_kind_problem(config):
+        return problem
     location, _, name = environment.path.rpartition(":")
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
         return (
             f"environment.path={environment.path}: names no class. Write FILE.py:CLASS, for example my_env.py:Guess, "
             "or package.module:CLASS, or builtin:NAME"
         )
-    if reward.function or reward.kind != "auto":
+    if not environment.is_judged and (reward.function or reward.kind != "auto"):
         chosen = f"reward.function={reward.function}" if reward.function else f"reward.kind={reward.kind}"
         return f"environment.path scores its episodes, and {chosen} chooses a verifier. Remove one of them"
     return _variables_problem("environment.variables", environment.variables)
+
+
+def _environment_kind_problem(config: "RunConfig") -> str | None:
+    environment = config.environment
+    for kind, keys in (("command", ("command", "preload", "programs", "reward")), ("verifiers", ("id", "python"))):
+        given = [key for key in keys if key in environment.model_dump(exclude_defaults=True)]
+        if environment.kind != kind and given:
+            return f"environment.{given[0]} is for environment.kind={kind}. Set environment.kind={kind} too"
+        if environment.kind == kind and not getattr(environment, keys[0]):
+            example = '["python", "agent.py"]' if kind == "command" else "gsm8k_v1"
+            return f"environment.kind={kind}: environment.{keys[0]} is empty. Set it, for example {example}"
+    if environment.kind == "class":
+        return None
+    if environment.path != f"builtin:{environment.kind}":
+        return f"environment.kind={environment.kind} has no class. Remove environment.path={environment.path}"
+    if environment.kind == "verifiers":
+        return None if config.prompts.kind == "environment" else (
+            f"environment.kind=verifiers has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
+            "prompts.kind=environment"
+        )  # fmt: skip
+    if config.prompts.kind == "environment" or environment.options:
+        key = "environment.options" if environment.options else "prompts.kind=environment"
+        return f"{key}: an agent program has no tasks and options of its own. Set prompts.kind=file, for example"
+    if environment.preload and (len(environment.command) < 2 or not environment.command[1].endswith(".py")):
+        return (
+            "environment.preload is for a command that runs a Python file. Set environment.command to "
+            '["python", "FILE.py", ...], or remove environment.preload'
+        )
+    return None
 
 
 def _learner_problem(config: "RunConfig") -> str | None:

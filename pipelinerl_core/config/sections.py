@@ -166,11 +166,33 @@ class EnvironmentConfig(Section):
     """Episodes of several turns: a class of your own plays and scores them in processes of its own
     (docs/environments.md)."""
 
+    kind: Literal["class", "command", "verifiers"] = "class"
+    """What plays the episodes. class: the class of environment.path; command: an agent program per episode, which
+    speaks chat completions (docs/agents.md); verifiers: an environment of the library verifiers (docs/verifiers.md)."""
     path: str = ""
     """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
     the file. Empty: rollouts of one turn, scored by `reward`."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of the class. Example: environment.options.limit=50."""
+    """Keyword arguments of the class. Example: environment.options.limit=50. kind=verifiers: configuration of the
+    task set."""
+    command: tuple[str, ...] = ()
+    """kind=command: the program and its arguments, for example ["python", "agent.py", "{prompt}"]. The name of a
+    column in braces becomes the column of the task's row. The task is on stdin as JSON."""
+    preload: tuple[str, ...] = ()
+    """kind=command: Python modules that the interpreter of the command imports once per environment process, for
+    example ["openai"]; each episode then runs the command's Python file in a fork. Saves the time of the imports."""
+    programs: int = Field(16, ge=1)
+    """kind=command: programs that run at once, per actor. Lower if the programs use up the cores; raise if the slots
+    of the engine stay empty."""
+    reward: Literal["answer", "stdout", "posted"] = "answer"
+    """kind=command: what is scored. answer, stdout: reward.kind or reward.function scores the last answer of the
+    model, or what the program has printed; posted: the program sends its reward to the endpoint."""
+    id: str = ""
+    """kind=verifiers: name of the environment, a module that is installed in the environment of
+    environment.python."""
+    python: str = ".venv-verifiers/bin/python"
+    """kind=verifiers: the Python that has the library verifiers; `make install ENVIRONMENTS=verifiers` creates the
+    default one."""
     workers: int = Field(1, ge=1)
     """Environment processes per actor; each plays many episodes at once on one core. Raise if the environments
     compute for longer than the model."""
@@ -194,7 +216,19 @@ class EnvironmentConfig(Section):
     isolation: Literal["auto", "none"] = "auto"
     """auto: environment processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
-    environment starts programs."""
+    environment starts programs. Environments of kind command and verifiers are not isolated (docs/security.md)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_of_kind(cls, given: Any) -> Any:
+        """Kinds other than class get a path too, because an empty path means that there is no environment."""
+        kind = given.get("kind", "class") if isinstance(given, dict) else "class"
+        return given if kind == "class" or given.get("path") else {**given, "path": f"builtin:{kind}"}
+
+    @property
+    def is_judged(self) -> bool:
+        """reward.kind or reward.function scores the episodes; else the environment does."""
+        return self.kind == "command" and self.reward != "posted"
 
 
 class RolloutsConfig(Section):

@@ -228,9 +228,11 @@ def check_reward(config: RunConfig, run: RunContext | None = None) -> list[str]:
     """
     if config.environment.path:
         seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
-        return _check_in_child(
+        warnings = _check_in_child(
             "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, run), seconds
         )
+        if not config.reward.function:
+            return warnings
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds

@@ -42,7 +42,7 @@ async def check(config: RunConfig, code: str | None) -> None:
 
     Raises ConfigError if any of this fails.
     """
-    subject = f"environment.path={config.environment.path}"
+    subject = _subject(config)
     environments = build_environments(config, code)
     source = build_source(config)
     try:
@@ -58,6 +58,15 @@ async def check(config: RunConfig, code: str | None) -> None:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
     finally:
         await environments.close()
+
+
+def _subject(config: RunConfig) -> str:
+    environment = config.environment
+    if environment.kind == "command":
+        return f"environment.command={' '.join(environment.command)}"
+    if environment.kind == "verifiers":
+        return f"environment.id={environment.id}"
+    return f"environment.path={environment.path}"
 
 
 def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
@@ -82,7 +91,7 @@ async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Promp
         return ""
     except EnvironmentFailed as error:
         return _reason(str(error))
-    return "play returned without a call of ask"
+    return "the episode ended without a turn of the model"
 
 
 def _hint(error: str) -> str:

@@ -49,13 +49,16 @@ async def run_actor(context: RunContext, name: str, stop: threading.Event, monit
     """Build the parts of an actor and run it."""
     epoch = next_epoch(context.store, name)
     code = stored_code(context)
+
+    def count_lost(cause: str) -> None:
+        monitor.metrics.add("actor_lost_scorings_total", label=cause)
+
     scorer, environments = None, None  # before the engine, which takes minutes to load: may raise ConfigError
     if context.config.environment.path:
-        environments = await _loaded(build_environments(context.config, code))
+        judge = build_scorer(context.config, count_lost, code) if context.config.environment.is_judged else None
+        environments = await _loaded(build_environments(context.config, code, judge))
     else:
-        scorer = build_scorer(
-            context.config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
-        )
+        scorer = build_scorer(context.config, count_lost, code)
     engine = await open_engine(context.config, run_id=context.run_id, name=name, epoch=epoch)
     segments = SegmentWriter(
         context.store,
