@@ -278,6 +278,8 @@ def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
 
 def _environment_problem(config: "RunConfig") -> str | None:
     environment, reward = config.environment, config.reward
+    if problem := _environment_kind_problem(config):
+        return problem
     if not environment.path:
         if environment != type(environment)():
             keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
@@ -285,8 +287,6 @@ def _environment_problem(config: "RunConfig") -> str | None:
         if config.prompts.kind == "environment":
             return "prompts.kind=environment: environment.path is empty. Set environment.path to FILE.py:CLASS"
         return None
-    if problem := _environment_kind_problem(config):
-        return problem
     location, _, name = environment.path.rpartition(":")
     if not name.isidentifier() or not (location.endswith(".py") or location.replace(".", "").isidentifier()):
         return (

@@ -99,8 +99,8 @@ class _Judge:
         text = json.loads(transcript.text)[self._field].strip()
         prompt = Prompt(prompt_id="", source="", env=self._env, text=str(task.get("prompt", "")), task=dict(task))
         score = await self._scorer.score(prompt, text)
-        components = score.components or (RewardComponent("reward", score.reward),)
-        return Played(score=Score(score.reward, components))
+        components = score.components or (RewardComponent("reward", score),)
+        return Played(score=Score(score, components))
 
     async def close(self) -> None:
         await self._scorer.close()

@@ -13,6 +13,7 @@ request. Equal bodies alone are no retry.
 import asyncio
 import hmac
 import json
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,8 +140,8 @@ class Endpoint:
         if not isinstance(values, dict) or "reward" not in body or set(body) - {"reward", "components"}:
             raise BadRequest('a reward is {"reward": number}, with further {"components": {name: number}} or without')
         numbers = {**values, "reward": body["reward"]}
-        if wrong := [name for name, value in numbers.items() if type(value) not in (int, float)]:
-            raise BadRequest(f"{wrong[0]} is no number")
+        if wrong := [name for name, value in numbers.items() if not _is_number(value)]:
+            raise BadRequest(f"{wrong[0]} is no finite number")
         self.posted = numbers
         return answer(200, {"object": "reward"})
 
@@ -220,6 +221,10 @@ def _parsed(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequest("the body is no JSON object")
     return body
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -45,7 +45,9 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
     first, *lines = head.decode("latin-1").split("\r\n")
     try:
         method, path, _ = first.split(" ")
-        headers = {name.strip().lower(): value.strip() for name, value in (line.split(":", 1) for line in lines if line)}
+        headers = {
+            name.strip().lower(): value.strip() for name, value in (line.split(":", 1) for line in lines if line)
+        }
         body = await _read_body(reader, headers)
     except ValueError:
         raise BadRequest("this is no HTTP request") from None

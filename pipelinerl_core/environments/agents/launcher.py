@@ -99,6 +99,8 @@ def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) ->
         os.environ.update(environment)
         _run_python(command[1:])
     except SystemExit as error:
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
         _leave(error.code if isinstance(error.code, int) else int(error.code is not None))
     except OSError as error:
         sys.stderr.write(f"{error}\n")

@@ -167,6 +167,8 @@ class _AgentProgram:
                     if endpoint.is_spent:
                         raise BudgetSpent
                     raise Invalid(f"the program {_end(status)}: {_last_words(program.stderr.text)}")
+                if ask.num_turns == 0:
+                    raise Invalid("the program ended without a request to the model")
                 return {"answer": endpoint.answer, "stdout": program.stdout.text, "posted": endpoint.posted}
 
 
