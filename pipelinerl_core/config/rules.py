@@ -301,22 +301,14 @@ def _environment_problem(config: "RunConfig") -> str | None:
 
 def _environment_kind_problem(config: "RunConfig") -> str | None:
     environment = config.environment
-    for kind, keys in (("command", ("command", "preload", "programs", "reward")), ("verifiers", ("id", "python"))):
-        given = [key for key in keys if key in environment.model_dump(exclude_defaults=True)]
-        if environment.kind != kind and given:
-            return f"environment.{given[0]} is for environment.kind={kind}. Set environment.kind={kind} too"
-        if environment.kind == kind and not getattr(environment, keys[0]):
-            example = '["python", "agent.py"]' if kind == "command" else "gsm8k_v1"
-            return f"environment.kind={kind}: environment.{keys[0]} is empty. Set it, for example {example}"
+    given = environment.model_dump(exclude_defaults=True)
     if environment.kind == "class":
-        return None
+        keys = [key for key in ("command", "preload", "programs", "reward") if key in given]
+        return f"environment.{keys[0]} is for agent programs. Set environment.kind=command too" if keys else None
+    if not environment.command:
+        return 'environment.kind=command: environment.command is empty. Set it, for example ["python", "agent.py"]'
     if environment.path != f"builtin:{environment.kind}":
         return f"environment.kind={environment.kind} has no class. Remove environment.path={environment.path}"
-    if environment.kind == "verifiers":
-        return None if config.prompts.kind == "environment" else (
-            f"environment.kind=verifiers has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
-            "prompts.kind=environment"
-        )  # fmt: skip
     if config.prompts.kind == "environment" or environment.options:
         key = "environment.options" if environment.options else "prompts.kind=environment"
         return f"{key}: an agent program has no tasks and options of its own. Set prompts.kind=file, for example"

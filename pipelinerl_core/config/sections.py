@@ -166,15 +166,14 @@ class EnvironmentConfig(Section):
     """Episodes of several turns: a class of your own plays and scores them in processes of its own
     (docs/environments.md)."""
 
-    kind: Literal["class", "command", "verifiers"] = "class"
+    kind: Literal["class", "command"] = "class"
     """What plays the episodes. class: the class of environment.path; command: an agent program per episode, which
-    speaks chat completions (docs/agents.md); verifiers: an environment of the library verifiers (docs/verifiers.md)."""
+    speaks chat completions (docs/agents.md)."""
     path: str = ""
     """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
     the file. Empty: rollouts of one turn, scored by `reward`."""
     options: dict[str, Any] = Field({})
-    """Keyword arguments of the class. Example: environment.options.limit=50. kind=verifiers: configuration of the
-    task set."""
+    """Keyword arguments of the class. Example: environment.options.limit=50."""
     command: tuple[str, ...] = ()
     """kind=command: the program and its arguments, for example ["python", "agent.py", "{prompt}"]. The name of a
     column in braces becomes the column of the task's row. The task is on stdin as JSON."""
@@ -187,12 +186,6 @@ class EnvironmentConfig(Section):
     reward: Literal["answer", "stdout", "posted"] = "answer"
     """kind=command: what is scored. answer, stdout: reward.kind or reward.function scores the last answer of the
     model, or what the program has printed; posted: the program sends its reward to the endpoint."""
-    id: str = ""
-    """kind=verifiers: name of the environment, a module that is installed in the environment of
-    environment.python."""
-    python: str = ".venv-verifiers/bin/python"
-    """kind=verifiers: the Python that has the library verifiers; `make install ENVIRONMENTS=verifiers` creates the
-    default one."""
     workers: int = Field(1, ge=1)
     """Environment processes per actor; each plays many episodes at once on one core. Raise if the environments
     compute for longer than the model."""
@@ -216,7 +209,7 @@ class EnvironmentConfig(Section):
     isolation: Literal["auto", "none"] = "auto"
     """auto: environment processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
-    environment starts programs. Environments of kind command and verifiers are not isolated (docs/security.md)."""
+    environment starts programs. Not for kind=command: agent programs are not isolated (docs/security.md)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -45,9 +45,8 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
     first, *lines = head.decode("latin-1").split("\r\n")
     try:
         method, path, _ = first.split(" ")
-        headers = {
-            name.strip().lower(): value.strip() for name, value in (line.split(":", 1) for line in lines if line)
-        }
+        pairs = (line.split(":", 1) for line in lines if line)
+        headers = {name.strip().lower(): value.strip() for name, value in pairs}
         body = await _read_body(reader, headers)
     except ValueError:
         raise BadRequest("this is no HTTP request") from None
@@ -83,5 +82,5 @@ def event_stream(chunks: Sequence[Any]) -> bytes:
 
 
 def _response(status: int, kind: str, body: bytes) -> bytes:
-    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    first = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+    return f"{first}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body

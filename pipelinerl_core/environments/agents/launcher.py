@@ -4,16 +4,17 @@
 
     environment process --request, four descriptors--> launcher --fork--> guard --fork--> program --> its children
 
-A request is one message of JSON, {"command": [...], "environment": {...}}, with the descriptors of the guard's socket,
-stdin, stdout and stderr. The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so no process can leave its
-tree. If the program ends, or the environment process closes the socket or dies, the guard kills the tree, and then
-sends the exit status of the program (negative: a signal) as JSON. The launcher ends when SOCKET closes.
+A request is one message of JSON, {"command": [...], "environment": {...}}, with the descriptors of the guard's
+socket, stdin, stdout and stderr. The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so no process can
+leave its tree. If the program ends, or the environment process closes the socket or dies, the guard kills the tree,
+and then sends the exit status of the program (negative: a signal) as JSON. The launcher ends when SOCKET closes.
 
 The interpreter of a user's program runs this file with preloaded modules: Python 3.9 is enough.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -78,10 +79,8 @@ def _guard(request: dict[str, Any], descriptors: list[int], *, is_forked: bool) 
         os.dup2(null, one)
     status = _watch(program, control)
     status = _kill_tree(program, status)
-    try:
+    with contextlib.suppress(OSError):  # the environment process has ended
         control.send(json.dumps({"status": -signal.SIGKILL if status is None else status}).encode())
-    except OSError:
-        pass  # the environment process has ended
 
 
 def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) -> None:
@@ -144,10 +143,8 @@ def _reap(except_for: int) -> None:
     """Wait for adopted children that have ended."""
     for pid in _descendants(os.getpid()):
         if pid != except_for:
-            try:
+            with contextlib.suppress(ChildProcessError):  # the child of another process
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                pass  # the child of another process
 
 
 def _kill_tree(program: int, status: int | None) -> int | None:
@@ -155,10 +152,8 @@ def _kill_tree(program: int, status: int | None) -> int | None:
     deadline = time.monotonic() + _KILL_SECONDS
     while time.monotonic() < deadline:
         for pid in _descendants(os.getpid()):
-            try:
+            with contextlib.suppress(OSError):  # ended meanwhile, or another user's program
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass  # ended meanwhile, or another user's program
         try:
             while True:
                 pid, code = os.waitpid(-1, os.WNOHANG)

@@ -93,7 +93,7 @@ def test_a_program_plays_turns_and_sends_its_reward(tmp_path):
     code = """
 messages = [user(sys.argv[1])]
 first = chat(messages)
-messages += [{**message(first), "refusal": None, "content": " one\\n"}, user([{"type": "text", "text": "more"}][0]["text"])]
+messages += [{**message(first), "refusal": None, "content": " one\\n"}, user([{"type": "text", "text": "more"}])]
 second = chat(messages)
 show([first, second, call("GET", "/models"), os.environ["PIPELINERL_SEED"], reward(0.5, turns=2)])
 """
