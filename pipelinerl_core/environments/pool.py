@@ -131,7 +131,9 @@ class EnvironmentPool:
         judge: scores episodes. limit: episodes at once; the time until an episode starts counts for no deadline.
         """
         self._judge = judge
-        self._places = asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        self._places: asyncio.Semaphore | contextlib.nullcontext[None] = (
+            asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        )
         self._name = spec.name
         self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
         self._is_closed = False

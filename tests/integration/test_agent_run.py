@@ -1,4 +1,4 @@
-"""The example of docs/agents.md: the official openai client as an agent program. An actor dies within its episodes."""
+"""The example of docs/agents.md: the official openai client as an agent program. An actor dies in an episode."""
 
 import json
 import signal

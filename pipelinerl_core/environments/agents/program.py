@@ -49,6 +49,11 @@ class Launcher:
             reason = json.loads(answer)["failed"] if answer else "the interpreter of the command ended"
             raise Invalid(f"environment.preload={', '.join(preload)}: {reason}")
 
+    @property
+    def has_ended(self) -> bool:
+        """The process has ended, for example for lack of memory."""
+        return self._process.poll() is not None
+
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Send a request, as described in launcher.py. Raises Invalid."""
         try:
@@ -142,10 +147,13 @@ class _AgentProgram:
     def __init__(self, command: list[str], preload: list[str]) -> None:
         """See environment.command, environment.preload."""
         self._command = command
+        self._preload = preload
         self._launcher = Launcher(command, preload)
 
     async def play(self, task: dict[str, Any], ask: Ask, seed: int) -> dict[str, Any]:
         """Run the program; returns its output, its last answer and the reward that it has sent."""
+        if self._launcher.has_ended:
+            self._launcher = Launcher(self._command, self._preload)
         with tempfile.TemporaryDirectory(prefix="pipelinerl-agent-", ignore_cleanup_errors=True) as directory:
             async with Endpoint(ask) as endpoint:
                 environment = program_environment(
