@@ -130,6 +130,8 @@ class Reply:
     """STOP, or LENGTH if the turn was cut off by a limit of tokens."""
     num_tokens: int = 0
     """Tokens of the turn."""
+    num_tokens_before: int = 0
+    """Tokens of the conversation before the turn."""
     tokens_left: int = 0
     """Completion tokens that the episode may still have."""
 

@@ -336,6 +336,8 @@ def _variables_problem(key: str, names: tuple[str, ...]) -> str | None:
 
 def _environment_problem(config: "RunConfig") -> str | None:
     environment, reward = config.environment, config.reward
+    if problem := _environment_kind_problem(config):
+        return problem
     if not environment.path:
         if environment != type(environment)():
             keys = ", ".join(f"environment.{key}" for key in environment.model_dump(exclude_defaults=True))
@@ -360,10 +362,31 @@ def _environment_problem(config: "RunConfig") -> str | None:
             f"environment.path={environment.path}: names no class. Write FILE.py:CLASS, for example my_env.py:Guess, "
             "or package.module:CLASS, or builtin:NAME"
         )
-    if reward.function or reward.kind != "auto":
+    if not environment.is_judged and (reward.function or reward.kind != "auto"):
         chosen = f"reward.function={reward.function}" if reward.function else f"reward.kind={reward.kind}"
         return f"environment.path scores its episodes, and {chosen} chooses a verifier. Remove one of them"
     return _variables_problem("environment.variables", environment.variables)
+
+
+def _environment_kind_problem(config: "RunConfig") -> str | None:
+    environment = config.environment
+    given = environment.model_dump(exclude_defaults=True)
+    if environment.kind != "command":
+        keys = [key for key in ("command", "preload", "programs", "reward") if key in given]
+        return f"environment.{keys[0]} is for agent programs. Set environment.kind=command too" if keys else None
+    if not environment.command:
+        return 'environment.kind=command: environment.command is empty. Set it, for example ["python", "agent.py"]'
+    if environment.path != f"builtin:{environment.kind}":
+        return f"environment.kind={environment.kind} has no class. Remove environment.path={environment.path}"
+    if config.prompts.kind == "environment" or environment.options:
+        key = "environment.options" if environment.options else "prompts.kind=environment"
+        return f"{key}: an agent program has no tasks and options of its own. Set prompts.kind=file, for example"
+    if environment.preload and (len(environment.command) < 2 or not environment.command[1].endswith(".py")):
+        return (
+            "environment.preload is for a command that runs a Python file. Set environment.command to "
+            '["python", "FILE.py", ...], or remove environment.preload'
+        )
+    return None
 
 
 def _learner_problem(config: "RunConfig") -> str | None:

@@ -174,14 +174,27 @@ class EnvironmentConfig(Section):
     """Episodes of several turns: a class of your own plays and scores them in processes of its own
     (docs/environments.md)."""
 
-    kind: Literal["class", "code"] = "class"
-    """class: the class that `path` names; code: the model writes Python programs, which run in a sandbox and are
-    scored by tests (docs/code.md)."""
+    kind: Literal["class", "code", "command"] = "class"
+    """What plays the episodes. class: the class of environment.path; code: the model writes Python programs, which
+    run in a sandbox and are scored by tests (docs/code.md); command: an agent program per episode, which speaks chat
+    completions (docs/agents.md)."""
     path: str = ""
     """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
     the file. Empty: rollouts of one turn, scored by `reward`."""
     options: dict[str, Any] = Field({})
     """Keyword arguments of the class. Example: environment.options.limit=50."""
+    command: tuple[str, ...] = ()
+    """kind=command: the program and its arguments, for example ["python", "agent.py", "{prompt}"]. The name of a
+    column in braces becomes the column of the task's row. The task is on stdin as JSON."""
+    preload: tuple[str, ...] = ()
+    """kind=command: Python modules that the interpreter of the command imports once per environment process, for
+    example ["openai"]; each episode then runs the command's Python file in a fork. Saves the time of the imports."""
+    programs: int = Field(16, ge=1)
+    """kind=command: programs that run at once, per actor. Lower if the programs use up the cores; raise if the slots
+    of the engine stay empty."""
+    reward: Literal["answer", "stdout", "posted"] = "answer"
+    """kind=command: what is scored. answer, stdout: reward.kind or reward.function scores the last answer of the
+    model, or what the program has printed; posted: the program sends its reward to the endpoint."""
     workers: int = Field(1, ge=1)
     """Environment processes per actor; each plays many episodes at once on one core. Raise if the environments
     compute for longer than the model."""
@@ -205,14 +218,19 @@ class EnvironmentConfig(Section):
     isolation: Literal["auto", "none"] = "auto"
     """auto: environment processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
-    environment starts programs."""
+    environment starts programs. Not for kind=command: agent programs are not isolated (docs/security.md)."""
 
     @model_validator(mode="before")
     @classmethod
-    def _path_of_kind(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("kind") == "code" and not values.get("path"):
-            return {**values, "path": "builtin:code"}
-        return values
+    def _path_of_kind(cls, given: Any) -> Any:
+        """Kinds other than class get a path too, because an empty path means that there is no environment."""
+        kind = given.get("kind", "class") if isinstance(given, dict) else "class"
+        return given if kind == "class" or given.get("path") else {**given, "path": f"builtin:{kind}"}
+
+    @property
+    def is_judged(self) -> bool:
+        """reward.kind or reward.function scores the episodes; else the environment does."""
+        return self.kind == "command" and self.reward != "posted"
 
 
 _ENVIRONMENT: TypeAdapter[EnvironmentConfig] = TypeAdapter(EnvironmentConfig)

@@ -19,7 +19,7 @@ AUTOMATIC = {
 def verifier_name(config: RunConfig) -> str:
     """Name of the run's verifier or environment, `auto` resolved; raises ConfigError if the verifier cannot score
     these prompts."""
-    if own := config.environment.path or config.reward.function:
+    if own := _scoring_environment(config) or config.reward.function:
         return Path(own).name
     prompts, reward = config.prompts.kind, config.reward.kind
     if reward == "auto":
@@ -35,8 +35,13 @@ def verifier_name(config: RunConfig) -> str:
 def code_file(config: RunConfig) -> Path | None:
     """The file that reward.function or environment.path names, relative to the working directory; None for a module
     or neither."""
-    location = (config.environment.path or config.reward.function).rpartition(":")[0]
+    location = (_scoring_environment(config) or config.reward.function).rpartition(":")[0]
     return Path(location).expanduser() if location.endswith(".py") else None
+
+
+def _scoring_environment(config: RunConfig) -> str:
+    """environment.path, if the environment scores its episodes itself."""
+    return "" if config.environment.is_judged else config.environment.path
 
 
 def scored_tasks(config: RunConfig) -> list[str]:

@@ -46,6 +46,8 @@ class Reply:
     """stop, or length if a limit of tokens cut the turn off."""
     num_tokens: int = 0
     """Tokens of the turn."""
+    num_tokens_before: int = 0
+    """Tokens of the conversation before the turn."""
     tokens_left: int = 0
     """Tokens that the episode may still have."""
 

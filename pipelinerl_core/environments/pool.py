@@ -1,23 +1,30 @@
 """The environments of a run: a pool of environment processes."""
 
 import asyncio
+import contextlib
+import json
 import logging
+import os
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.environments.process import EnvironmentProcess, EnvironmentSpec, Loaded
 from pipelinerl_core.environments.worker import Prepare
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
-from pipelinerl_core.interfaces import EpisodeHost
+from pipelinerl_core.interfaces import EpisodeHost, Scorer
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import check_variables
-from pipelinerl_core.types import Played, Transcript
+from pipelinerl_core.types import Played, Prompt, RewardComponent, Score, Transcript
 
 logger = logging.getLogger(__name__)
 
+PROGRAM_VARIABLES = ("PATH", "LANG", "LC_ALL", "USER", "LOGNAME", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables of the actor's environment that agent programs get, if they are set."""
 MEMORY_BYTES = 16 << 30
 """Limit of a process's address space; the environment may import any library."""
 BUILTIN: Mapping[str, str] = MappingProxyType(
@@ -31,14 +38,18 @@ BUILTIN: Mapping[str, str] = MappingProxyType(
 """Name of environment.path=builtin:NAME -> module:CLASS."""
 
 
-def build_environments(config: RunConfig, code: str | None) -> "EnvironmentPool":
+def build_environments(config: RunConfig, code: str | None, scorer: Scorer | None = None) -> "EnvironmentPool":
     """The environments of a run; starts no process.
 
-    code: text of the file that environment.path names; None for a module. Raises ConfigError if the name of a
-    built-in environment is unknown, or a variable of environment.variables is not set.
+    code: text of the file that environment.path names; None for a module. scorer: scores the episodes of an agent
+    program; the pool closes the scorer. Raises ConfigError if the name of a built-in environment is unknown, or a
+    variable of environment.variables is not set.
     """
     section = config.environment
     check_variables("environment.variables", section.variables)
+    if section.kind == "command":
+        judge = _Judge(config, scorer) if scorer else None
+        return EnvironmentPool(_program_spec(config), section.workers, judge, limit=section.programs)
     prepare = Prepare(
         path=_location(section.path, has_rows=config.prompts.kind != "environment"),
         code=code,
@@ -54,6 +65,46 @@ def build_environments(config: RunConfig, code: str | None) -> "EnvironmentPool"
     if prepare.is_sealed and (lacks := " and ".join(isolation.missing())):
         logger.warning("environment %s: processes are only partly isolated: this host has no %s", spec.name, lacks)
     return EnvironmentPool(spec, section.workers)
+
+
+def _program_spec(config: RunConfig) -> EnvironmentSpec:
+    """Agent programs start other programs, with any amount of address space: their processes are not isolated."""
+    section = config.environment
+    name = "Judged" if section.is_judged else "Posted"
+    prepare = Prepare(
+        path=f"pipelinerl_core.environments.agents.program:{name}",
+        code=None,
+        options={"command": section.command, "preload": section.preload},
+        weights={} if section.is_judged else config.reward.weights,
+        call_seconds=section.call_seconds,
+        episode_seconds=section.episode_seconds,
+        network=True,
+        is_sealed=False,
+        memory_bytes=resource.RLIM_INFINITY,
+    )
+    passed_on = tuple(name for name in PROGRAM_VARIABLES if name in os.environ)
+    program = Path(section.command[0]).name
+    return EnvironmentSpec(name=f"command {program}", prepare=prepare, variables=(*section.variables, *passed_on))
+
+
+class _Judge:
+    """Scores what agent programs have produced with the verifier or reward function of the run."""
+
+    def __init__(self, config: RunConfig, scorer: Scorer) -> None:
+        self._field = config.environment.reward
+        self._env = verifier_name(config)
+        self._scorer = scorer
+
+    async def played(self, task: Mapping[str, Any], transcript: Transcript) -> Played:
+        """The scored episode. Raises RewardError."""
+        text = json.loads(transcript.text)[self._field].strip()
+        prompt = Prompt(prompt_id="", source="", env=self._env, text=str(task.get("prompt", "")), task=dict(task))
+        score = await self._scorer.score(prompt, text)
+        components = score.components or (RewardComponent("reward", score),)
+        return Played(score=Score(score, components))
+
+    async def close(self) -> None:
+        await self._scorer.close()
 
 
 def _location(path: str, *, has_rows: bool) -> str:
@@ -75,8 +126,17 @@ class EnvironmentPool:
     Processes start with the first episodes. All methods run on one event loop, whose thread must outlive the pool.
     """
 
-    def __init__(self, spec: EnvironmentSpec, num_workers: int) -> None:
-        """Start no process yet; `spec` applies to each of the `num_workers` processes."""
+    def __init__(
+        self, spec: EnvironmentSpec, num_workers: int, judge: _Judge | None = None, *, limit: int | None = None
+    ) -> None:
+        """Start no process yet; `spec` applies to each of the `num_workers` processes.
+
+        judge: scores episodes. limit: episodes at once; the time until an episode starts counts for no deadline.
+        """
+        self._judge = judge
+        self._places: asyncio.Semaphore | contextlib.nullcontext[None] = (
+            asyncio.Semaphore(limit) if limit else contextlib.nullcontext()
+        )
         self._name = spec.name
         self._processes = [EnvironmentProcess(spec) for _ in range(num_workers)]
         self._is_closed = False
@@ -88,7 +148,11 @@ class EnvironmentPool:
         prompt; JSON values. Raises EnvironmentFailed (one line), or the exception of `host.ask`. If the process dies
         during a turn of the model, `host.ask` is cancelled before `host.restart` is called.
         """
-        return await self._process().play(task, seed, host)
+        async with self._places:
+            result = await self._process().play(task, seed, host)
+        if self._judge is not None and isinstance(result, Transcript):
+            return await self._judge.played(task, result)
+        return result
 
     async def score_group(self, task: Mapping[str, Any], transcripts: Sequence[Transcript]) -> list[Played]:
         """Score the episodes of a group, as described in interfaces.py. Raises EnvironmentFailed (one line)."""
@@ -107,3 +171,5 @@ class EnvironmentPool:
         """End the processes; unfinished episodes fail with EnvironmentFailed."""
         self._is_closed = True
         await asyncio.gather(*(process.close() for process in self._processes))
+        if self._judge is not None:
+            await self._judge.close()

@@ -474,5 +474,6 @@ def _fields(reply: Reply) -> dict[str, Any]:
         "tool_calls": [{"name": call.name, "arguments": dict(call.arguments)} for call in reply.tool_calls],
         "finish_reason": str(reply.finish_reason),
         "num_tokens": reply.num_tokens,
+        "num_tokens_before": reply.num_tokens_before,
         "tokens_left": reply.tokens_left,
     }

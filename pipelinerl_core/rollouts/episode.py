@@ -151,7 +151,8 @@ class Episode:
         assert turn.finish_reason is not None
         self._asked += 1
         reply = self._chat.reply(self._progress.completion().token_ids[turn.start : turn.end], turn.finish_reason)
-        return replace(reply, tokens_left=self._config.rollouts.max_tokens - turn.end)
+        num_before = len(self.prompt_token_ids) + turn.start
+        return replace(reply, num_tokens_before=num_before, tokens_left=self._config.rollouts.max_tokens - turn.end)
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 

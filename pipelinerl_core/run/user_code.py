@@ -24,9 +24,10 @@ def local_code(config: RunConfig) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = f"no such file in {path.parent.resolve()}" if isinstance(error, FileNotFoundError) else str(error)
-        key, kind = ("environment.path", "CLASS") if config.environment.path else ("reward.function", "FUNCTION")
+        is_function = bool(config.reward.function)
+        key, kind = ("reward.function", "FUNCTION") if is_function else ("environment.path", "CLASS")
         raise ConfigError(
-            f"{key}={config.environment.path or config.reward.function}: {reason}. Set {key} to FILE.py:{kind}, with "
+            f"{key}={config.reward.function or config.environment.path}: {reason}. Set {key} to FILE.py:{kind}, with "
             f"FILE.py relative to the working directory, or to package.module:{kind}"
         ) from None
 

@@ -257,9 +257,11 @@ def _check_part(config: RunConfig, name: str, run: RunContext | None) -> list[st
     """`check_reward` for one part of a mixture, or for a run without a mixture (name "")."""
     if config.environment.path:
         seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.environment.call_seconds
-        return _check_in_child(
+        warnings = _check_in_child(
             "environment.path", "pipelinerl_core.tools.check_environment", _with_code(config, name, run), seconds
         )
+        if not config.reward.function:
+            return warnings
     if not config.reward.function:
         return []
     seconds = REWARD_SECONDS + PROMPTS_SECONDS + 2 * config.reward.timeout_seconds

@@ -42,7 +42,7 @@ async def check(config: RunConfig, code: str | None) -> str:
 
     Returns what the class says about this host, or nothing. Raises ConfigError if any of this fails.
     """
-    subject = f"environment.path={config.environment.path}"
+    subject = _subject(config)
     environments = build_environments(config, code)
     source = build_source(config)
     try:
@@ -59,6 +59,13 @@ async def check(config: RunConfig, code: str | None) -> str:
         raise ConfigError(f"{subject}: {_reason(str(error))}") from None
     finally:
         await environments.close()
+
+
+def _subject(config: RunConfig) -> str:
+    environment = config.environment
+    if environment.kind == "command":
+        return f"environment.command={' '.join(environment.command)}"
+    return f"environment.path={environment.path}"
 
 
 def _check_tasks(config: RunConfig, subject: str, *, has_tasks: bool) -> None:
@@ -83,7 +90,7 @@ async def _trial(environments: EnvironmentPool, config: RunConfig, prompt: Promp
         return ""
     except EnvironmentFailed as error:
         return _reason(str(error))
-    return "play returned without a call of ask"
+    return "the episode ended without a turn of the model"
 
 
 def _hint(error: str) -> str:

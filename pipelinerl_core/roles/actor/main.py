@@ -113,15 +113,15 @@ class _Task:
 async def _open_task(context: RunContext, part: str, monitor: RoleMonitor) -> _Task:
     """The scorer or the environments of a part. Raises ConfigError."""
     config, code = context.config.parts[part], stored_code(context, part)
+
+    def count_lost(cause: str) -> None:
+        monitor.metrics.add("actor_lost_scorings_total", label=cause)
+
     with naming(part):
-        if config.environment.path:
-            return _Task(config=config, environments=await _loaded(build_environments(config, code)))
-        return _Task(
-            config=config,
-            scorer=build_scorer(
-                config, lambda cause: monitor.metrics.add("actor_lost_scorings_total", label=cause), code
-            ),
-        )
+        if not config.environment.path:
+            return _Task(config=config, scorer=build_scorer(config, count_lost, code))
+        judge = build_scorer(config, count_lost, code) if config.environment.is_judged else None
+        return _Task(config=config, environments=await _loaded(build_environments(config, code, judge)))
 
 
 def _tools(task: _Task, engine: Engine) -> TaskTools:

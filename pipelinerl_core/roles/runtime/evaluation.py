@@ -83,12 +83,14 @@ class _Answer:
 def build_set(config: RunConfig, name: str = "", code: str | None = None) -> EvalSet:
     """The held-out prompts of a configuration, as a set with this name. code: see `build_scorer`. Raises
     ConfigError."""
+    environment = config.environment
+    scorer = None if environment.path and not environment.is_judged else build_scorer(config, code=code)
     return EvalSet(
         name=name,
         prompts=build_source(config).held_out(config.eval.num_prompts),
         codec=build_codec(config),
-        scorer=None if config.environment.path else build_scorer(config, code=code),
-        environments=build_environments(config, code) if config.environment.path else None,
+        scorer=None if environment.path else scorer,
+        environments=build_environments(config, code, scorer) if environment.path else None,
         chat=build_chat(config) if config.environment.path else None,
     )
 

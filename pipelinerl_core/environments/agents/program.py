@@ -1,0 +1,233 @@
+"""An agent program per episode: its start, its output, its end, its reward."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipelinerl_core.environments.agents.endpoint import Endpoint
+from pipelinerl_core.environments.api import Ask, BudgetSpent
+from pipelinerl_core.sandbox.user_code import Invalid
+
+OUTPUT_BYTES = 64 << 10
+"""End of the output that is kept; the rest is read and dropped."""
+ERROR_LETTERS = 300
+"""End of stderr in an error."""
+END_SECONDS = 4.0
+"""Time for the guard to kill the tree of a program whose episode was ended."""
+_LAUNCHER = str(Path(__file__).with_name("launcher.py"))
+_NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHASHSEED")
+"""Variables of the environment process for itself; the program has an interpreter and packages of its own."""
+
+
+class Launcher:
+    """The process that starts programs, and ends with this process."""
+
+    def __init__(self, command: Sequence[str], preload: Sequence[str]) -> None:
+        """Start the launcher, and wait until it has imported `preload`. Raises Invalid if it has not."""
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        interpreter = [command[0]] if preload else [sys.executable, "-I", "-S"]
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [*interpreter, _LAUNCHER, str(theirs.fileno()), *preload],
+                    env=program_environment({}), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError as error:
+                raise Invalid(f"{interpreter[0]}: {error.strerror}") from None
+        self._socket = own
+        answer = own.recv(1 << 16)
+        if b'"ready"' not in answer:
+            reason = json.loads(answer)["failed"] if answer else "the interpreter of the command ended"
+            raise Invalid(f"environment.preload={', '.join(preload)}: {reason}")
+
+    @property
+    def has_ended(self) -> bool:
+        """The process has ended, for example for lack of memory."""
+        return self._process.poll() is not None
+
+    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Send a request, as described in launcher.py. Raises Invalid."""
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors))
+        except OSError as error:
+            raise Invalid(f"the program could not be started: {error}") from None
+
+
+def program_environment(further: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a program: those of this process, and `further`. Requests to loopback use no proxy."""
+    own = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    return {**own, "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost", **further}
+
+
+class Output:
+    """Reads a pipe to its end and keeps the last bytes."""
+
+    def __init__(self) -> None:
+        """`write_end` is for the program; the caller closes it."""
+        self._loop = asyncio.get_running_loop()
+        self._read_end, self.write_end = os.pipe()
+        self._kept = bytearray()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when all writers have closed the pipe."""
+        os.set_blocking(self._read_end, False)
+        self._loop.add_reader(self._read_end, self._read)
+
+    @property
+    def text(self) -> str:
+        """The end of the output."""
+        return self._kept.decode(errors="replace")
+
+    def _read(self) -> None:
+        data = os.read(self._read_end, OUTPUT_BYTES)
+        if not data:
+            self.close()
+            return
+        self._kept += data
+        del self._kept[:-OUTPUT_BYTES]
+
+    def close(self) -> None:
+        """Stop reading."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+            self._loop.remove_reader(self._read_end)
+            os.close(self._read_end)
+
+
+class Program:
+    """One running program."""
+
+    def __init__(
+        self, launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], given: bytes
+    ) -> None:
+        """Start the program; given: its stdin. Raises Invalid."""
+        self.stdout, self.stderr = Output(), Output()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        request = {"command": list(command), "environment": dict(environment)}
+        with tempfile.TemporaryFile() as stdin, theirs:
+            stdin.write(given)
+            stdin.seek(0)
+            try:
+                ends = (self.stdout.write_end, self.stderr.write_end)
+                launcher.start(request, (theirs.fileno(), stdin.fileno(), *ends))
+            finally:
+                os.close(self.stdout.write_end)
+                os.close(self.stderr.write_end)
+
+    async def wait(self) -> int:
+        """The exit status when the program and everything that it has started have ended; negative: a signal."""
+        answer = await asyncio.get_running_loop().sock_recv(self._control, 1 << 10)
+        await asyncio.wait({self.stdout.ended, self.stderr.ended})
+        return int(json.loads(answer)["status"]) if answer else -9
+
+    async def end(self) -> None:
+        """Kill the program with everything that it has started, if it runs; returns when all have ended."""
+        with contextlib.suppress(OSError, TimeoutError):
+            self._control.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(END_SECONDS):
+                while await asyncio.get_running_loop().sock_recv(self._control, 1 << 10):
+                    pass
+        self._control.close()
+        self.stdout.close()
+        self.stderr.close()
+
+
+class _AgentProgram:
+    weights = {"reward": 1.0}  # noqa: RUF012  (the form of environments)
+
+    def __init__(self, command: list[str], preload: list[str]) -> None:
+        """See environment.command, environment.preload."""
+        self._command = command
+        self._preload = preload
+        self._launcher = Launcher(command, preload)
+
+    async def play(self, task: dict[str, Any], ask: Ask, seed: int) -> dict[str, Any]:
+        """Run the program; returns its output, its last answer and the reward that it has sent."""
+        if self._launcher.has_ended:
+            self._launcher = Launcher(self._command, self._preload)
+        with tempfile.TemporaryDirectory(prefix="pipelinerl-agent-", ignore_cleanup_errors=True) as directory:
+            async with Endpoint(ask) as endpoint:
+                environment = program_environment(
+                    {
+                        "OPENAI_BASE_URL": endpoint.url,
+                        "OPENAI_API_KEY": endpoint.key,
+                        "PIPELINERL_SEED": str(seed),
+                        "TMPDIR": directory,
+                    }
+                )
+                given = json.dumps(task).encode()
+                program = Program(self._launcher, _filled(self._command, task), environment, given)
+                try:
+                    status = await _ended(program, endpoint)
+                    await endpoint.finish_turn()
+                finally:
+                    await program.end()
+                if status != 0:
+                    if endpoint.is_spent:
+                        raise BudgetSpent
+                    raise Invalid(f"the program {_end(status)}: {_last_words(program.stderr.text)}")
+                if ask.num_turns == 0:
+                    raise Invalid("the program ended without a request to the model")
+                return {"answer": endpoint.answer, "stdout": program.stdout.text, "posted": endpoint.posted}
+
+
+class Posted(_AgentProgram):
+    """The environment of environment.kind=command: a program per episode, which sends its reward to /reward."""
+
+    def score(self, task: dict[str, Any], transcript: dict[str, Any]) -> dict[str, float]:
+        """The posted reward and components."""
+        if transcript["posted"] is None:
+            raise Invalid("the program ended without a POST to /reward. Send one, or set environment.reward=answer")
+        posted: dict[str, float] = transcript["posted"]
+        return posted
+
+
+class Judged(_AgentProgram):
+    """The same, scored by the verifier or reward function of the run, in its scoring processes.
+
+    `score_group` makes the process hand the transcript to the actor.
+    """
+
+    def score_group(self, task: dict[str, Any], transcripts: list[Any]) -> list[dict[str, float]]:
+        """Never called: the actor scores the transcripts."""
+        raise NotImplementedError
+
+
+async def _ended(program: Program, endpoint: Endpoint) -> int:
+    """The exit status; raises the error of the episode, if that comes first."""
+    waiting = asyncio.create_task(program.wait())
+    try:
+        either: set[asyncio.Future[Any]] = {waiting, endpoint.failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if endpoint.failed.done():
+            endpoint.failed.result()
+        return await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+
+def _filled(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
+    """The command with "{column}" replaced by the columns of the task, in arguments that name a column."""
+    if not task:
+        return list(command)
+    columns = re.compile("|".join(re.escape(f"{{{name}}}") for name in task))
+    return [columns.sub(lambda found: str(task[found[0][1:-1]]), argument) for argument in command]
+
+
+def _end(status: int) -> str:
+    return f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
+
+
+def _last_words(stderr: str) -> str:
+    words = " ".join(stderr.split())
+    return words[-ERROR_LETTERS:] or "no message on stderr"

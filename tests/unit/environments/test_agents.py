@@ -1,0 +1,317 @@
+"""Agent programs: real processes that speak HTTP with the endpoint of their episode; the model is scripted."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelinerl_core.config import load_config
+from pipelinerl_core.environments.pool import build_environments
+from pipelinerl_core.errors import ConfigError, EnvironmentFailed
+from pipelinerl_core.rewards.pool import build_scorer
+from pipelinerl_core.types import Reply, ToolCall
+from tests.unit.environments.episode_case import LIMIT_SECONDS, ScriptedHost
+from tests.waiting import wait_for
+
+HELPERS = """
+import http.client, json, os, subprocess, sys, time, urllib.parse
+
+task = json.load(sys.stdin)
+url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
+
+def call(method, path, body=None, key=os.environ["OPENAI_API_KEY"], **headers):
+    connection = http.client.HTTPConnection(url.hostname, url.port)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, url.path + path, json.dumps(body), {"Authorization": "Bearer " + key, **named})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    return answer.status, json.loads(text) if answer.headers["Content-Type"] == "application/json" else text
+
+def chat(messages, **further):
+    return call("POST", "/chat/completions", {"model": "any", "messages": messages}, **further)
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def message(answer):
+    return answer[1]["choices"][0]["message"]
+
+def reward(number, **components):
+    return call("POST", "/reward", {"reward": number, "components": components})
+
+def show(value):
+    open(task["file"], "a").write(json.dumps(value) + "\\n")
+"""
+SETTINGS = ("environment.kind=command", "prompts.kind=file", "prompts.path=tasks.jsonl", "model.chat_template=true")
+
+
+class Played:
+    """The result of `played`: the scored episode or the text of its error, and what the program has shown."""
+
+    def __init__(self, result, host, file):
+        self.result = str(result) if isinstance(result, EnvironmentFailed) else result
+        self.host = host
+        self.shown = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    @property
+    def components(self):
+        return {component.name: component.value for component in self.result.score.components}
+
+
+def played(directory, code, *turns, overrides=("environment.reward=posted",), task=(), restart=False, host=None):
+    """Play one episode with a program of this code; no process is left afterwards. turns: of the model."""
+    script, file = directory / "agent.py", directory / "shown.jsonl"
+    script.write_text(HELPERS + code)
+    command = f"environment.command={json.dumps([sys.executable, '-I', '-S', str(script), '{word}'])}"
+    config = load_config("quickstart", [*SETTINGS, command, *overrides])
+    host = host or ScriptedHost(*turns)
+
+    async def main():
+        scorer = build_scorer(config) if config.environment.is_judged else None
+        pool = build_environments(config, None, scorer)
+        try:
+            async with asyncio.timeout(LIMIT_SECONDS):
+                return await pool.play({"file": str(file), "word": "hello", **dict(task)}, 11, host)
+        except EnvironmentFailed as error:
+            return error
+        finally:
+            await pool.close()
+
+    result = asyncio.run(main())
+    wait_for(lambda: not _runs(str(script)), "the end of the program", seconds=20)
+    return Played(result, host, file)
+
+
+def _runs(script):
+    return any(script in (one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
+
+
+def test_a_program_plays_turns_and_sends_its_reward(tmp_path):
+    code = """
+messages = [user(sys.argv[1])]
+first = chat(messages)
+messages += [{**message(first), "refusal": None, "content": " one\\n"}, user([{"type": "text", "text": "more"}])]
+second = chat(messages)
+show([first, second, call("GET", "/models"), os.environ["PIPELINERL_SEED"], reward(0.5, turns=2)])
+"""
+    one = played(tmp_path, code, "one", Reply(text="two", content="two", num_tokens=3, num_tokens_before=9))
+    assert [messages for messages, _ in one.host.asked] == [[user("hello")], [user("more")]]
+    assert one.components == {"reward": 0.5, "turns": 2.0}
+    first, second, models, seed, rewarded = one.shown[0]
+    assert first[1]["choices"][0] == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "one"},
+        "finish_reason": "stop",
+        "logprobs": None,
+    }
+    assert second[1]["usage"] == {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12}
+    assert models[1]["data"][0]["id"] == "policy"
+    assert (seed, rewarded[0]) == ("11", 200)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_tool_calls_go_out_with_ids_and_come_back_as_the_stored_turn(tmp_path):
+    code = """
+messages, tools = [user("add")], [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+body = {"model": "any", "messages": messages, "tools": tools}
+answer = call("POST", "/chat/completions", body)
+show(answer)
+(call_,) = message(answer)["tool_calls"]
+messages += [message(answer), {"role": "tool", "tool_call_id": call_["id"], "content": "3"}]
+show(call("POST", "/chat/completions", body)[0])
+reward(1)
+"""
+    calls = Reply(text="<call>", content="", tool_calls=(ToolCall("add", {"a": 1}),), num_tokens=2)
+    one = played(tmp_path, code, calls, "done")
+    answer, status = one.shown
+    choice = answer[1]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"] == [
+        {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    ]
+    assert status == 200
+    assert one.host.asked[1][0] == [{"role": "tool", "tool_call_id": "call00000", "content": "3"}]
+    assert one.host.asked[0][1] == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert one.result.score == 1
+
+
+def test_a_repeated_request_is_one_turn_and_an_equal_body_alone_is_no_repetition(tmp_path):
+    code = """
+first = chat([user("a")], Idempotency_Key="k1")
+again = chat([user("a")], Idempotency_Key="k1")
+messages = [user("a"), message(first), user("b")]
+second = chat(messages, X_Stainless_Retry_Count="0")
+third = chat(messages, X_Stainless_Retry_Count="2")
+show([first == again, second == third])
+show(chat(messages)[0])
+"""
+    one = played(tmp_path, code, "one", "two")
+    assert one.shown == [[True, True], 400]
+    assert len(one.host.asked) == 2
+    assert "the history was rewritten: messages[3] is missing" in one.result
+
+
+def test_a_stream_has_the_turn_and_its_usage(tmp_path):
+    code = """
+body = {"messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}}
+show(call("POST", "/chat/completions", body)[1])
+reward(1)
+"""
+    events = played(tmp_path, code, "one").shown[0].removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "one"}
+    assert chunks[1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[2]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("chat([user('a')])\nchat([user('b'), user('c')])\ntime.sleep(60)", "the history was rewritten: messages[0]"),
+        ("chat([user('a')])\nsys.stderr.write('no luck')\nsys.exit(3)", "ended with exit code 3: no luck"),
+        ("chat([user('a')])\nos.kill(os.getpid(), 15)", "was killed by signal 15: no message on stderr"),
+        ("chat([user('a')])", "the program ended without a POST to /reward"),
+        ("reward(1)", "the program ended without a request to the model"),
+        ("chat([user('a')])\ntime.sleep(60)", "took more than environment.call_seconds=3"),
+        (
+            "chat([user('a')])\nsys.exit(reward(1e400)[1]['error']['message'])",
+            "exit code 1: reward is no finite number",
+        ),
+    ],
+)
+def test_a_program_without_a_result_is_an_error_that_says_why(tmp_path, code, says):
+    overrides = ("environment.reward=posted", "environment.call_seconds=3")
+    one = played(tmp_path, code, "one", "two", overrides=overrides)
+    assert says in one.result, one.result
+    assert one.result.startswith("environment command python")
+
+
+def test_a_wrong_request_is_refused_and_the_program_may_go_on(tmp_path):
+    code = """
+show([
+    call("POST", "/chat/completions", {"messages": [user("a")]}, key="sk-other")[0],
+    call("POST", "/chat/completions", {"messages": "a"})[0],
+    call("POST", "/chat/completions", {"messages": [user("a")], "n": 2})[1]["error"]["message"],
+    call("POST", "/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})[0],
+    call("GET", "/embeddings")[0],
+    call("POST", "/reward", {"reward": "high"})[1]["error"]["message"],
+    chat([user("a")])[0],
+])
+reward(0)
+"""
+    one = played(tmp_path, code, "one")
+    assert one.shown[0] == [401, 400, "n must be 1: the run samples the episodes of a group", 400, 404,
+                            "reward is no finite number", 200]  # fmt: skip
+    assert one.result.score == 0
+
+
+def test_a_budget_that_is_used_up_is_a_refusal_and_a_program_that_fails_then_has_reward_0(tmp_path):
+    code = """
+messages = [user("a")]
+first = chat(messages)
+messages += [message(first), user("b")]
+status, body = chat(messages)
+show([status, body["error"]["code"]])
+sys.exit(task["exit"])
+"""
+    cut = played(tmp_path, code, "one", task={"exit": 1}.items())
+    assert cut.shown == [[400, "context_length_exceeded"]]
+    assert (cut.result.is_cut, cut.result.score) == (True, 0)
+    handled = played(tmp_path, "reward(0.25)\n" + code, "one", task={"exit": 0}.items())
+    assert (handled.result.is_cut, handled.result.score) == (False, 0.25)
+
+
+@pytest.mark.parametrize(("what", "reward"), [("answer", 1), ("stdout", 0)])
+def test_the_verifier_of_the_run_scores_the_answer_or_the_output(tmp_path, what, reward):
+    code = "message(chat([user('7+8?')]))\nprint('x' * 200000)\nprint(14)"
+    overrides = (f"environment.reward={what}", "reward.kind=last_number")
+    one = played(tmp_path, code, "it is 15", overrides=overrides, task={"answer": "15"}.items())
+    assert one.result.score == reward
+
+
+def test_nothing_that_a_program_has_started_outlives_its_episode(tmp_path):
+    code = """
+inner = "import os, time; os.setsid(); open(%r, 'a').write(str(os.getpid()) + chr(10)); time.sleep(300)"
+child = "import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-S', '-c', %r])" % (inner % task["file"])
+subprocess.run([sys.executable, "-I", "-S", "-c", child])
+while not os.path.exists(task["file"]):
+    time.sleep(0.01)
+chat([user("a")])
+reward(1)
+time.sleep(task["wait"])
+"""
+    for wait, overrides in ((0, ()), (60, ("environment.call_seconds=2",))):
+        Path(tmp_path / "shown.jsonl").unlink(missing_ok=True)
+        one = played(tmp_path, code, "one", task={"wait": wait}.items(),
+                     overrides=("environment.reward=posted", *overrides))  # fmt: skip
+        (pid,) = one.shown
+        wait_for(lambda pid=pid: not psutil.pid_exists(pid), "the end of the orphan", seconds=20)
+        assert isinstance(one.result, str) == bool(wait)
+
+
+def test_a_key_is_dead_after_its_episode(tmp_path):
+    code = """
+show([url.port, os.environ["OPENAI_API_KEY"]])
+chat([user("a")])
+reward(1)
+"""
+    ports = [played(tmp_path, code, "one").shown[-1] for _ in range(2)]
+    assert ports[0][1] != ports[1][1]
+
+    async def refused():
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", ports[1][0])
+
+    asyncio.run(refused())
+
+
+def test_modules_are_imported_once_and_each_episode_runs_in_a_fork(tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(
+        HELPERS + "show(['wave' in sys.modules, __name__, sys.argv[1]])\nchat([user('a')])\nsys.exit('bad luck')\n"
+    )
+    command = json.dumps([sys.executable, str(script), "{word}"])
+
+    def play(preload):
+        overrides = ["environment.reward=posted", f"environment.command={command}", f"environment.preload={preload}"]
+        pool = build_environments(load_config("quickstart", [*SETTINGS, *overrides]), None)
+
+        async def main():
+            try:
+                host = ScriptedHost("one")
+                with pytest.raises(EnvironmentFailed) as raised:
+                    await pool.play({"file": str(tmp_path / "shown"), "word": "hello"}, 1, host)
+                return str(raised.value)
+            finally:
+                await pool.close()
+
+        return asyncio.run(main())
+
+    assert "ended with exit code 1: bad luck" in play('["wave"]')
+    assert json.loads((tmp_path / "shown").read_text()) == [True, "__main__", "hello"]
+    assert "environment.preload=no_such: ModuleNotFoundError: No module named 'no_such'" in play('["no_such"]')
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["environment.kind=command"], "environment.command is empty. Set it, for example"),
+        (['environment.command=["a"]'], "Set environment.kind=command too"),
+        (["environment.kind=command", 'environment.command=["a"]', "prompts.kind=environment"], "no tasks"),
+        ([*SETTINGS, 'environment.command=["a"]', "environment.path=x.py:Y"], "Remove environment.path=x.py:Y"),
+        ([*SETTINGS, 'environment.command=["a"]', 'environment.preload=["b"]'], "a command that runs a Python file"),
+        ([*SETTINGS, 'environment.command=["a"]', "environment.reward=posted", "reward.kind=sums"], "Remove one"),
+    ],
+)
+def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(overrides, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        load_config("quickstart", overrides)
+    assert "\n" not in str(raised.value)
