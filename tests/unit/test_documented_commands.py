@@ -56,8 +56,11 @@ def problems(line: str) -> list[str]:
 
 
 def is_key(key: str) -> bool:
-    """A key, or an entry of a key whose value is a table (reward.weights.correct)."""
-    return key in KEYS or key.rpartition(".")[0] in KEYS
+    """A key, or an entry of a key whose value is a table (prompts.options.gcd.max_numbers)."""
+    if key.startswith("mixture."):  # mixture.NAME has a weight, a limit, and sections
+        inner = key.split(".", 2)[2]
+        return inner in ("weight", "max_tokens") or is_key(inner)
+    return any(key == known or key.startswith(f"{known}.") for known in KEYS)
 
 
 def test_the_check_finds_what_is_wrong():

@@ -49,7 +49,7 @@ def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newes
     remember_latest(f"file://{tmp_path}/of-another-command")
 
     def interrupted(job, *, is_checked, on_open):
-        on_open(SimpleNamespace(run_id="of-this-command"))
+        on_open(SimpleNamespace(run_id="of-this-command", store=SimpleNamespace(url="file:///r")))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "_prefect_server", lambda config, root: nullcontext())

@@ -17,6 +17,7 @@ from pipelinerl_core.run.records import (
     CONTROL_KEY,
     HUB_KEY,
     PREDICTION_KEY,
+    REPLAY_KEY,
     RESUME_KEY,
     RUN_KEY,
     STARTS_KEY,
@@ -26,6 +27,7 @@ from pipelinerl_core.run.records import (
     PredictionRecord,
     Record,
     RendezvousRecord,
+    ReplayRecord,
     ResumeRecord,
     RoleRecord,
     StartsRecord,
@@ -73,6 +75,11 @@ RECORDS = {
         ),
         "mean_lag",
         lambda store: read_record(store, PREDICTION_KEY, PredictionRecord),
+    ),
+    REPLAY_KEY: (
+        ReplayRecord(first_difference=None, cpu_seconds=1.0, seconds=1.0, finished_at=1.0),
+        "cpu_seconds",
+        lambda store: read_record(store, REPLAY_KEY, ReplayRecord),
     ),
     STARTS_KEY: (
         StartsRecord(flow_run_id="f", run_count=1, step=-1),
@@ -123,7 +130,7 @@ def test_a_record_that_cannot_be_read_is_one_line_that_names_its_key(store, key,
 
 
 def test_every_kind_of_record_with_a_key_of_its_own_is_here():
-    parts = {"SwapRecord", "ActorSample", "CheckpointRef"}  # of a commit
+    parts = {"SwapRecord", "ActorSample", "CheckpointRef", "RescoredActor"}  # of a commit
     assert {type(record) for record, _, _ in RECORDS.values()} == {
         kind for kind in Record.__subclasses__() if kind.__name__ not in parts
     }

@@ -130,9 +130,9 @@ def test_an_actor_that_is_fenced_again_and_again_is_given_up(tmp_path):
 
 
 def test_an_expelled_actor_is_not_restarted_and_does_not_end_the_run(tmp_path, caplog):
-    program = COUNT + "print('Expelled: actor a: its engine', file=sys.stderr); sys.exit(5)"
+    program = COUNT + "print('Expelled: actor a: its engine', file=sys.stderr); sys.exit(6)"
     report = run(tmp_path, program, is_replaced=lambda: False)
-    assert (report.exit_code, report.restarts, report.stopped) == (5, 0, False)
+    assert (report.exit_code, report.restarts, report.stopped) == (6, 0, False)
     assert (tmp_path / "starts").read_text() == "x"
     assert "ended for good: Expelled: actor a: its engine" in caplog.text
 

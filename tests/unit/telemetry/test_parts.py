@@ -39,7 +39,8 @@ def test_a_step_counts_rewards_and_fates_by_part_and_a_resume_continues_the_tota
     second = resumed.step([group(4, [1.0, 1.0])], [fate(5, "failed")])
     assert {key: value for key, value in second.items() if "groups_" in key} == {
         "part/math/groups_trained": 3, "part/math/groups_filtered": 1, "part/math/groups_failed": 0,
-        "part/math/groups_dropped_stale": 0, "part/guess/groups_trained": 0, "part/guess/groups_filtered": 0,
+        "part/math/groups_dropped_stale": 0, "part/math/groups_quarantined": 0, "part/guess/groups_quarantined": 0,
+        "part/guess/groups_trained": 0, "part/guess/groups_filtered": 0,
         "part/guess/groups_failed": 2, "part/guess/groups_dropped_stale": 0,
     }  # fmt: skip
 
