@@ -63,6 +63,9 @@ class Page:
         """Open a URL in a window of this size; what it shows comes later."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url="about:blank")  # a URL that differs after the # alone is no navigation
+        if url.startswith("file:"):  # a page of the web may not open a file
+            self.call("Page.navigate", url=url)
+            return
         # Page.navigate would wait for the server's answer.
         self.call("Runtime.evaluate", expression=f"location.href = {json.dumps(url)}")
 

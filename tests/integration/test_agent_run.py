@@ -25,6 +25,7 @@ def settings(directory):
         f"trainer.steps={STEPS}",
         f"trainer.groups_per_step={GROUPS}",
         "rollouts.group_size=4",
+        "engine.concurrency=16",
         "environment.kind=command",
         f"environment.command={json.dumps(command)}",
         'environment.preload=["openai", "openai.resources.chat.completions"]',
