@@ -43,7 +43,7 @@ def model_advice(found: dict[str, Any] | None) -> str:
 
 
 def predicted_table(found: dict[str, Any] | None) -> str:
-    """The rows as HTML; empty without a prediction."""
+    """The section of the page as HTML; empty without a prediction."""
     if found is None:
         return ""
     rows = "".join(
@@ -51,8 +51,12 @@ def predicted_table(found: dict[str, Any] | None) -> str:
         f"<td>{_text(found['measured'][key], form)}</td></tr>"
         for key, title, form in _ROWS
     )
-    head = f"<tr><th>{found['source']}</th><th>predicted</th><th>measured</th></tr>"
-    return f"<h2>Prediction</h2><table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+    head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+    return (
+        f"<section><h2>Prediction</h2><p>A simulation of this run at the speeds of: {found['source']}. Lengths of "
+        "completions that change during training are not known to it.</p>"
+        f'<table class="ledger"><tbody>{head}{rows}</tbody></table></section>'
+    )
 
 
 def _text(value: float | None, form: str) -> str:

@@ -203,6 +203,26 @@ def close_assistant(page: Page) -> None:
     page.value("[...document.querySelectorAll('button[aria-label=Close]')].forEach(one => one.click())")
 
 
+HERO = """
+    const hide = one => { one.style.display = 'none'; };
+    document.querySelectorAll('.tiles, header .meta, header .advice').forEach(hide);
+    const named = name => [...document.querySelectorAll('section')].find(
+        one => one.querySelector('h2')?.innerText === name);
+    named('Evaluations').querySelectorAll(':scope > p:first-of-type, .pair:first-of-type').forEach(hide);
+    named('Evaluations').querySelector('h2').innerText = 'Before and after';
+    named('Freshness').getBoundingClientRect().top + scrollY - 30
+"""
+"""JavaScript that leaves roles, reward and completions of a report; its value is their height in pixels."""
+
+
+def test_the_report_begins_with_roles_reward_and_completions(world, page, picture):
+    page.go(f"{world.live}/", width=1200)
+    page.sees("Roles over time", "Reward against wall clock", *(("Version 0",) if UPDATES else ()))
+    height = int(page.value(HERO))
+    assert 400 < height < 2000
+    picture("report.png", height=height)
+
+
 def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world, page, picture):
     page.go(f"{world.live}/")
     page.sees(f"{world.report['run_id']}: finished, step {STEPS}/{STEPS}")
