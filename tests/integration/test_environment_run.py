@@ -25,7 +25,7 @@ SETTINGS = [
     "environment.turn_tokens=8",
     "prompts.kind=environment",
     "rollouts.max_tokens=64",
-    "placement.lease_seconds=10",
+    "placement.lease_seconds=4",  # the second actor needs longer to start
     "store.partial_seconds=0.2",
     "eval.num_prompts=0",
 ]

@@ -76,7 +76,7 @@ def test_a_refused_start_is_one_error_and_leaves_no_run(tmp_path):
 
 
 def test_stop_now_ends_all_processes_and_resume_continues(tmp_path):
-    overrides = ["trainer.steps=400", "trainer.groups_per_step=4", "eval.num_prompts=0"]
+    overrides = ["trainer.steps=400", "eval.num_prompts=0"]
     run = pipelinerl.start("quickstart", overrides, root=str(tmp_path))
     with pytest.raises(TimeoutError):
         run.wait(0.5)

@@ -7,6 +7,7 @@ import psutil
 import pytest
 from reasoning_gym.factory import create_dataset
 
+from pipelinerl_core.config.gym_options import TaskOptions
 from pipelinerl_core.config.gym_tasks import GATES
 from pipelinerl_core.prompts.gym import with_tagged_tuples
 from pipelinerl_core.rewards.child import ChildSpec
@@ -78,7 +79,7 @@ def test_hostile_answers_to_every_task_are_wrong_answers_and_change_nothing(tmp_
     function, memory = VERIFIERS["reasoning_gym"]
     spec = ChildSpec(
         name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory,
-        prepare=sorted(GATES), forks=True,
+        prepare={task: TaskOptions({}) for task in sorted(GATES)}, forks=True,
     )  # fmt: skip
     before = {child.pid for child in psutil.Process().children(recursive=True)}
 
@@ -111,8 +112,9 @@ def test_answers_that_are_evaluated_get_the_rewards_of_the_library(task):
     entries = [dataset[index] for index in range(20)]
     function, memory = VERIFIERS["reasoning_gym"]
     spec = ChildSpec(
-        name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory, prepare=[task], forks=True
-    )
+        name="reasoning_gym", function=function, timeout_seconds=20, memory_bytes=memory,
+        prepare={task: TaskOptions({})}, forks=True,
+    )  # fmt: skip
 
     def prompt(entry):
         known = {"task": task, "answer": entry["answer"], "metadata": with_tagged_tuples(entry["metadata"])}
