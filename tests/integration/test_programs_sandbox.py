@@ -326,10 +326,11 @@ def test_a_failed_test_is_told_without_the_expected_output():
 def test_after_the_end_of_the_sandbox_the_episode_is_played_in_a_new_process():
     """The host kills the server of the sandbox, as it does if its memory is used up."""
     hosts = [ScriptedHost(f"```\n{RIGHT_ADD}\n```") for _ in range(2)]
+    others = set(psutil.Process().children())  # of earlier tests of this process
 
     async def work(pool):
         first = await pool.play(ADD, 1, hosts[0])
-        (process,) = psutil.Process().children()
+        (process,) = set(psutil.Process().children()) - others
         for one in process.children(recursive=True):
             one.kill()
         return first, await pool.play(ADD, 2, hosts[1])
