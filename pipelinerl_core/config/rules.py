@@ -371,6 +371,11 @@ def _environment_problem(config: "RunConfig") -> str | None:
 def _environment_kind_problem(config: "RunConfig") -> str | None:
     environment = config.environment
     given = environment.model_dump(exclude_defaults=True)
+    own = [key for key in ("id", "python", "harness") if key in given]
+    if environment.kind != "verifiers" and own:
+        return f"environment.{own[0]} is for environments of verifiers. Set environment.kind=verifiers too"
+    if environment.kind == "verifiers":
+        return _verifiers_problem(config)
     if environment.kind != "command":
         keys = [key for key in ("command", "preload", "programs", "reward") if key in given]
         return f"environment.{keys[0]} is for agent programs. Set environment.kind=command too" if keys else None
@@ -385,6 +390,23 @@ def _environment_kind_problem(config: "RunConfig") -> str | None:
         return (
             "environment.preload is for a command that runs a Python file. Set environment.command to "
             '["python", "FILE.py", ...], or remove environment.preload'
+        )
+    return None
+
+
+def _verifiers_problem(config: "RunConfig") -> str | None:
+    environment = config.environment
+    given = environment.model_dump(exclude_defaults=True)
+    if not environment.id:
+        return "environment.kind=verifiers: environment.id is empty. Set it to the name of an installed taskset"
+    if keys := [key for key in ("command", "preload", "reward") if key in given]:
+        return f"environment.{keys[0]} is for agent programs, not for environment.kind=verifiers. Remove it"
+    if environment.path != "builtin:verifiers":
+        return f"environment.kind=verifiers has no class. Remove environment.path={environment.path}"
+    if config.prompts.kind != "environment":
+        return (
+            f"environment.kind=verifiers has tasks of its own, but prompts.kind={config.prompts.kind}. Set "
+            "prompts.kind=environment"
         )
     return None
 

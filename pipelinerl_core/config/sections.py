@@ -174,10 +174,10 @@ class EnvironmentConfig(Section):
     """Episodes of several turns: a class of your own plays and scores them in processes of its own
     (docs/environments.md)."""
 
-    kind: Literal["class", "code", "command"] = "class"
+    kind: Literal["class", "code", "command", "verifiers"] = "class"
     """What plays the episodes. class: the class of environment.path; code: the model writes Python programs, which
     run in a sandbox and are scored by tests (docs/code.md); command: an agent program per episode, which speaks chat
-    completions (docs/agents.md)."""
+    completions (docs/agents.md); verifiers: an environment of the verifiers library (docs/verifiers.md)."""
     path: str = ""
     """Class that plays the episodes: FILE.py:CLASS, package.module:CLASS, or builtin:NAME. The run stores a copy of
     the file. Empty: rollouts of one turn, scored by `reward`."""
@@ -192,6 +192,13 @@ class EnvironmentConfig(Section):
     programs: int = Field(16, ge=1)
     """kind=command: programs that run at once, per actor. Lower if the programs use up the cores; raise if the slots
     of the engine stay empty."""
+    id: str = ""
+    """kind=verifiers: name of an installed taskset, or of a module in the working directory."""
+    python: str = ".venv-verifiers/bin/python"
+    """kind=verifiers: the interpreter that has the library and the environment installed."""
+    harness: str = ""
+    """kind=verifiers: a harness of the library, for example null; empty: the harness of the taskset, or one reply in
+    the same process."""
     reward: Literal["answer", "stdout", "posted"] = "answer"
     """kind=command: what is scored. answer, stdout: reward.kind or reward.function scores the last answer of the
     model, or what the program has printed; posted: the program sends its reward to the endpoint."""

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PROGRAM_VARIABLES = ("PATH", "LANG", "LC_ALL", "USER", "LOGNAME", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables of the actor's environment that agent programs get, if they are set."""
+VERIFIERS_PROGRAM = Path(__file__).parent / "programs" / "verifiers_episode.py"
+VERIFIERS_MODULES = ("verifiers.v1", "verifiers.v1.envs.single_agent", "verifiers.v1.clients.eval", "openai")
 MEMORY_BYTES = 16 << 30
 """Limit of a process's address space; the environment may import any library."""
 BUILTIN: Mapping[str, str] = MappingProxyType(
@@ -47,7 +49,7 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
     """
     section = config.environment
     check_variables("environment.variables", section.variables)
-    if section.kind == "command":
+    if section.kind in ("command", "verifiers"):
         judge = _Judge(config, scorer) if scorer else None
         return EnvironmentPool(_program_spec(config), section.workers, judge, limit=section.programs)
     prepare = Prepare(
@@ -70,11 +72,15 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
 def _program_spec(config: RunConfig) -> EnvironmentSpec:
     """Agent programs start other programs, with any amount of address space: their processes are not isolated."""
     section = config.environment
-    name = "Judged" if section.is_judged else "Posted"
+    name = "Verifiers" if section.kind == "verifiers" else "Judged" if section.is_judged else "Posted"
+    command, preload = section.command, section.preload
+    if section.kind == "verifiers":
+        command = (section.python, str(VERIFIERS_PROGRAM), section.id, json.dumps(section.options), section.harness)
+        preload = VERIFIERS_MODULES
     prepare = Prepare(
         path=f"pipelinerl_core.environments.agents.program:{name}",
         code=None,
-        options={"command": section.command, "preload": section.preload},
+        options={"command": command, "preload": preload},
         weights={} if section.is_judged else config.reward.weights,
         call_seconds=section.call_seconds,
         episode_seconds=section.episode_seconds,
@@ -83,8 +89,8 @@ def _program_spec(config: RunConfig) -> EnvironmentSpec:
         memory_bytes=resource.RLIM_INFINITY,
     )
     passed_on = tuple(name for name in PROGRAM_VARIABLES if name in os.environ)
-    program = Path(section.command[0]).name
-    return EnvironmentSpec(name=f"command {program}", prepare=prepare, variables=(*section.variables, *passed_on))
+    shown = f"verifiers {section.id}" if section.kind == "verifiers" else f"command {Path(command[0]).name}"
+    return EnvironmentSpec(name=shown, prepare=prepare, variables=(*section.variables, *passed_on))
 
 
 class _Judge:

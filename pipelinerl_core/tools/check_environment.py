@@ -65,6 +65,8 @@ def _subject(config: RunConfig) -> str:
     environment = config.environment
     if environment.kind == "command":
         return f"environment.command={' '.join(environment.command)}"
+    if environment.kind == "verifiers":
+        return f"environment.id={environment.id}"
     return f"environment.path={environment.path}"
 
 

@@ -21,6 +21,10 @@ OUTPUT_BYTES = 64 << 10
 """End of the output that is kept; the rest is read and dropped."""
 ERROR_LETTERS = 300
 """End of stderr in an error."""
+COUNT_SECONDS = 300.0
+"""Time for a taskset of verifiers to load its data."""
+FEW_TASKS = 80
+"""Of fewer tasks, a fifth is held out; else a twentieth."""
 END_SECONDS = 4.0
 """Time for the guard to kill the tree of a program whose episode was ended."""
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -189,6 +193,39 @@ class Posted(_AgentProgram):
             raise Invalid("the program ended without a POST to /reward. Send one, or set environment.reward=answer")
         posted: dict[str, float] = transcript["posted"]
         return posted
+
+
+class Verifiers(Posted):
+    """The environment of environment.kind=verifiers: verifiers_episode.py plays a task of the library per episode."""
+
+    def __init__(self, command: list[str], preload: list[str]) -> None:
+        """Count the tasks of the taskset, which loads its data. Raises Invalid."""
+        super().__init__(command, preload)
+        try:
+            ended = subprocess.run(
+                [*command, "--count"], env=program_environment({}), stdin=subprocess.DEVNULL, capture_output=True,
+                text=True, timeout=COUNT_SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Invalid(f"the tasks were not counted within {COUNT_SECONDS:.0f} s") from None
+        if ended.returncode != 0:
+            raise Invalid(_last_words(ended.stderr))
+        counted = ended.stdout.split()[-1]
+        self._total = None if counted == "infinite" else int(counted)
+        self._every = 5 if self._total is not None and self._total < FEW_TASKS else 20
+        if self._total is not None and self._total < 2:
+            raise Invalid(f"the taskset has {self._total} tasks; at least two are needed, one of them held out")
+
+    def task(self, index: int) -> dict[str, int]:
+        """The position of a training task: all positions that are no multiple of `_every`, in order, repeated."""
+        total = None if self._total is None else self._total - len(range(0, self._total, self._every))
+        turn = index if total is None else index % total
+        return {"index": turn + turn // (self._every - 1) + 1}
+
+    def held_out(self, count: int) -> list[dict[str, int]]:
+        """The positions that are multiples of `_every`; at most `count`."""
+        last = count * self._every if self._total is None else self._total
+        return [{"index": position} for position in range(0, last, self._every)][:count]
 
 
 class Judged(_AgentProgram):

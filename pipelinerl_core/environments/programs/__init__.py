@@ -1,0 +1,1 @@
+"""Programs that run under another interpreter; the folder is the first entry of their sys.path."""
