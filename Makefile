@@ -17,6 +17,7 @@ LEARNER ?= torch
 VLLM := $(VENV)/.installed-vllm
 DEEPSPEED := $(VENV)/.installed-deepspeed
 DEMO := $(VENV)/.installed-demo
+VERIFIERS := .venv-verifiers/.installed
 # Groups of tests side by side (GROUPS in tests/conftest.py); WORKERS= runs all tests one after the other.
 WORKERS ?= -n 2 --dist loadscope --no-loadscope-reorder
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -40,7 +41,11 @@ ifeq ($(LEARNER),deepspeed)
 install: $(DEEPSPEED)
 endif
 
-install: $(STAMP) ## create .venv with the locked packages (TORCH=cpu|cuda, ENGINE=vllm, LEARNER=deepspeed; docs/installing.md)
+ifeq ($(ENVIRONMENTS),verifiers)
+install: $(VERIFIERS)
+endif
+
+install: $(STAMP) ## create .venv with the locked packages (TORCH=cpu|cuda, ENGINE=vllm, LEARNER=deepspeed, ENVIRONMENTS=verifiers; docs/installing.md)
 
 $(STAMP): requirements.lock requirements-cuda.lock pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) not found: install Python 3.11 or 3.12, or set PYTHON=..." >&2; exit 2; }
@@ -57,6 +62,11 @@ $(DEEPSPEED): $(STAMP) requirements-deepspeed.lock
 
 $(DEMO): $(STAMP) requirements-demo.lock
 	$(PIP) -r requirements-demo.lock
+	@touch $@
+
+$(VERIFIERS): requirements-verifiers.lock
+	$(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-verifiers.lock
 	@touch $@
 
 $(DEV): $(STAMP) requirements-dev.lock
@@ -76,7 +86,7 @@ test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, De
 	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not alone and not campaign" $(ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -q --durations=10 -m "slow and not gpu and alone" $(ARGS) || [ $$? -eq 5 ]
 
-campaigns: install $(DEV) ## tests that take minutes each and are not part of .ci/run: a chat model on vLLM, the learning benchmark
+campaigns: install $(DEV) $(VERIFIERS) ## tests that take minutes each and are not part of .ci/run: a chat model on vLLM, the learning benchmark, verifiers
 	$(BIN)/python -m pytest -q --durations=10 -m "campaign" $(ARGS)
 
 chaos: install $(DEV) ## 200 faults at random moments, on local disk and S3 (ARGS="--faults 20 --store file")

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 PROGRAM_VARIABLES = ("PATH", "LANG", "LC_ALL", "USER", "LOGNAME", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables of the actor's environment that agent programs get, if they are set."""
 VERIFIERS_PROGRAM = Path(__file__).parent / "programs" / "verifiers_episode.py"
-VERIFIERS_MODULES = ("verifiers.v1", "verifiers.v1.envs.single_agent", "verifiers.v1.clients.eval", "openai")
 MEMORY_BYTES = 16 << 30
 """Limit of a process's address space; the environment may import any library."""
 BUILTIN: Mapping[str, str] = MappingProxyType(
@@ -76,7 +75,7 @@ def _program_spec(config: RunConfig) -> EnvironmentSpec:
     command, preload = section.command, section.preload
     if section.kind == "verifiers":
         command = (section.python, str(VERIFIERS_PROGRAM), section.id, json.dumps(section.options), section.harness)
-        preload = VERIFIERS_MODULES
+        preload = (VERIFIERS_PROGRAM.stem,)
     prepare = Prepare(
         path=f"pipelinerl_core.environments.agents.program:{name}",
         code=None,

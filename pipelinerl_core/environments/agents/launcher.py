@@ -9,6 +9,9 @@ socket, stdin, stdout and stderr. The guard adopts every orphan below it (PR_SET
 leave its tree. If the program ends, or the environment process closes the socket or dies, the guard kills the tree,
 and then sends the exit status of the program (negative: a signal) as JSON. The launcher ends when SOCKET closes.
 
+After the modules are imported, the launcher sends {"ready": true, "facts": [...]}, with PIPELINERL_FACTS of each
+module that has such a dictionary.
+
 The interpreter of a user's program runs this file with preloaded modules: Python 3.9 is enough.
 """
 
@@ -42,12 +45,12 @@ def main(descriptor: int, modules: list[str]) -> None:
     del sys.path[0]  # the directory of this file
     requests = socket.socket(fileno=descriptor)
     try:
-        for module in modules:
-            importlib.import_module(module)
+        facts = [getattr(importlib.import_module(module), "PIPELINERL_FACTS", {}) for module in modules]
     except BaseException as error:  # noqa: BLE001  (a module raises anything)
-        requests.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
+        reason = str(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        requests.send(json.dumps({"failed": reason}).encode())
         return
-    requests.send(b'{"ready": true}')
+    requests.send(json.dumps({"ready": True, "facts": facts}).encode())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards need no wait
     while True:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipelinerl_core.environments.agents.endpoint import Endpoint
@@ -21,10 +23,8 @@ OUTPUT_BYTES = 64 << 10
 """End of the output that is kept; the rest is read and dropped."""
 ERROR_LETTERS = 300
 """End of stderr in an error."""
-COUNT_SECONDS = 300.0
-"""Time for a taskset of verifiers to load its data."""
 FEW_TASKS = 80
-"""Of fewer tasks, a fifth is held out; else a twentieth."""
+"""Of fewer tasks, a fifth is held out; else a tenth."""
 END_SECONDS = 4.0
 """Time for the guard to kill the tree of a program whose episode was ended."""
 _LAUNCHER = str(Path(__file__).with_name("launcher.py"))
@@ -35,23 +35,31 @@ _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHASHSEED")
 class Launcher:
     """The process that starts programs, and ends with this process."""
 
-    def __init__(self, command: Sequence[str], preload: Sequence[str]) -> None:
-        """Start the launcher, and wait until it has imported `preload`. Raises Invalid if it has not."""
+    def __init__(
+        self, command: Sequence[str], preload: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start the launcher, and wait until it has imported `preload`. Raises Invalid if it has not.
+
+        variables: further variables of the launcher, which programs do not get; only with preload modules of this
+        project.
+        """
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         interpreter = [command[0]] if preload else [sys.executable, "-I", "-S"]
         with theirs:
             try:
                 self._process = subprocess.Popen(
                     [*interpreter, _LAUNCHER, str(theirs.fileno()), *preload],
-                    env=program_environment({}), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
+                    env=program_environment(variables), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError as error:
                 raise Invalid(f"{interpreter[0]}: {error.strerror}") from None
         self._socket = own
-        answer = own.recv(1 << 16)
-        if b'"ready"' not in answer:
-            reason = json.loads(answer)["failed"] if answer else "the interpreter of the command ended"
-            raise Invalid(f"environment.preload={', '.join(preload)}: {reason}")
+        answer = json.loads(own.recv(1 << 16) or '{"failed": "the interpreter of the command ended"}')
+        if "failed" in answer:
+            what = "" if variables else f"environment.preload={', '.join(preload)}: "
+            raise Invalid(f"{what}{answer['failed']}")
+        self.facts = {key: value for facts in answer.get("facts", ()) for key, value in facts.items()}
+        """What preloaded modules have in PIPELINERL_FACTS."""
 
     @property
     def has_ended(self) -> bool:
@@ -148,16 +156,18 @@ class Program:
 class _AgentProgram:
     weights = {"reward": 1.0}  # noqa: RUF012  (the form of environments)
 
-    def __init__(self, command: list[str], preload: list[str]) -> None:
-        """See environment.command, environment.preload."""
+    def __init__(
+        self, command: list[str], preload: list[str], variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """See environment.command, environment.preload, Launcher."""
         self._command = command
-        self._preload = preload
-        self._launcher = Launcher(command, preload)
+        self._start_launcher = partial(Launcher, command, preload, variables)
+        self._launcher = self._start_launcher()
 
     async def play(self, task: dict[str, Any], ask: Ask, seed: int) -> dict[str, Any]:
         """Run the program; returns its output, its last answer and the reward that it has sent."""
         if self._launcher.has_ended:
-            self._launcher = Launcher(self._command, self._preload)
+            self._launcher = self._start_launcher()
         with tempfile.TemporaryDirectory(prefix="pipelinerl-agent-", ignore_cleanup_errors=True) as directory:
             async with Endpoint(ask) as endpoint:
                 environment = program_environment(
@@ -199,33 +209,32 @@ class Verifiers(Posted):
     """The environment of environment.kind=verifiers: verifiers_episode.py plays a task of the library per episode."""
 
     def __init__(self, command: list[str], preload: list[str]) -> None:
-        """Count the tasks of the taskset, which loads its data. Raises Invalid."""
-        super().__init__(command, preload)
+        """Load the taskset in the launcher; the program of an episode is a fork. Raises Invalid."""
+        directory = str(Path(command[1]).parent)
         try:
-            ended = subprocess.run(
-                [*command, "--count"], env=program_environment({}), stdin=subprocess.DEVNULL, capture_output=True,
-                text=True, timeout=COUNT_SECONDS, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise Invalid(f"the tasks were not counted within {COUNT_SECONDS:.0f} s") from None
-        if ended.returncode != 0:
-            raise Invalid(_last_words(ended.stderr))
-        counted = ended.stdout.split()[-1]
-        self._total = None if counted == "infinite" else int(counted)
-        self._every = 5 if self._total is not None and self._total < FEW_TASKS else 20
-        if self._total is not None and self._total < 2:
-            raise Invalid(f"the taskset has {self._total} tasks; at least two are needed, one of them held out")
+            super().__init__(
+                command, preload, {"PYTHONPATH": directory, "PIPELINERL_TASKSET": json.dumps(command[2:])}
+            )
+        except Invalid as error:
+            if not Path(command[0]).exists() or "No module named" in str(error):
+                install = "make install ENVIRONMENTS=verifiers, or set environment.python"
+                raise Invalid(f"{error}. The interpreter {command[0]} needs verifiers 0.4: {install}") from None
+            raise
+        self.split(self._launcher.facts["tasks"])
+
+    def split(self, total: int) -> None:
+        """Hold out every tenth of `total` tasks, of few tasks every fifth."""
+        self._total = total
+        self._every = 5 if total < FEW_TASKS else 10
 
     def task(self, index: int) -> dict[str, int]:
         """The position of a training task: all positions that are no multiple of `_every`, in order, repeated."""
-        total = None if self._total is None else self._total - len(range(0, self._total, self._every))
-        turn = index if total is None else index % total
+        turn = index % (self._total - len(range(0, self._total, self._every)))
         return {"index": turn + turn // (self._every - 1) + 1}
 
     def held_out(self, count: int) -> list[dict[str, int]]:
         """The positions that are multiples of `_every`; at most `count`."""
-        last = count * self._every if self._total is None else self._total
-        return [{"index": position} for position in range(0, last, self._every)][:count]
+        return [{"index": position} for position in range(0, self._total, self._every)][:count]
 
 
 class Judged(_AgentProgram):

@@ -1,28 +1,30 @@
 """One episode of an environment of the verifiers library, as an agent program. Runs under another interpreter.
 
-    PYTHON verifiers_episode.py ID OPTIONS HARNESS [--count]
-
     environment process --task on stdin--> this program: Env.run_episode --chat completions--> the episode's endpoint
                                                                          --POST /reward------>
 
-ID names a taskset that is installed for PYTHON, or a module in the working directory. OPTIONS: keys of its taskset
-configuration, as JSON. HARNESS: a harness of the library; empty: the harness of the taskset, or, if the taskset has
-none, one reply in this process, which needs no download and has no tools. With --count the program prints the number
-of tasks, or "infinite".
+The launcher imports this file as a module, which loads the taskset that PIPELINERL_TASKSET names: a list
+[id, options, harness] as JSON. The id is of a taskset that is installed for this interpreter, or of a module in the
+working directory; options are keys of its taskset configuration, again as JSON; harness is the id of a harness of the
+library. If harness is empty, the harness of the taskset runs, or, if the taskset has none, `ReplyHarness` in this
+process. Each episode runs this file in a fork of the launcher.
 
 Written for verifiers 0.4 (the package `verifiers.v1`). Imports nothing of this project.
 """
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
 import os
+import ssl
 import sys
 import types
 from typing import Any
 
 import httpx
+import openai.resources.chat.completions  # noqa: F401  (else each episode imports it: 0.4 s)
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.clients import EvalClientConfig, ModelContext
@@ -31,12 +33,22 @@ from verifiers.v1.utils import loaders
 
 OWN_HARNESS = "pipelinerl_reply"
 MODEL = "policy"
+NUM_INFINITE = 1000
+"""Tasks of a taskset without an end; the first ones are used."""
+PIPELINERL_FACTS: dict[str, int] = {}
+"""What the launcher tells the environment process."""
+LOADED: list[Any] = []
+"""The environment and the list of its tasks."""
 
 
 class ReplyHarness(vf.Harness[vf.HarnessConfig]):
-    """One reply of the model to the prompt of the task, in this process."""
+    """One reply of the model to the conversation, in this process: no download, no tools of the task.
+
+    If an environment plays the user, the library launches the harness again with the conversation so far.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -57,6 +69,21 @@ class ReplyHarness(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=0, stdout=answer.choices[0].message.content or "", stderr="")
 
 
+def load(ident: str, options: str, harness: str) -> None:
+    """Build the environment and load its tasks. Raises SystemExit with one line for a taskset that cannot be used."""
+    try:
+        env = build(ident, json.loads(options), harness)
+    except ValueError as error:  # of pydantic, over several lines
+        raise SystemExit(" ".join(str(error).split())) from None
+    tasks = list(itertools.islice(iter(env.taskset), None if env.taskset.bounded else NUM_INFINITE))
+    if len(tasks) < 2:
+        raise SystemExit(f"the taskset has {len(tasks)} tasks; at least two are needed, one of them held out")
+    LOADED[:] = env, tasks
+    ssl.create_default_context = functools.cache(ssl.create_default_context)  # 30 ms for each of an episode's clients
+    httpx.create_ssl_context()
+    PIPELINERL_FACTS["tasks"] = len(tasks)
+
+
 def build(ident: str, options: dict[str, Any], harness: str) -> Any:
     """The environment. The harness of this file is found under its name as if it were an installed module."""
     own = types.ModuleType(OWN_HARNESS)
@@ -73,11 +100,8 @@ def build(ident: str, options: dict[str, Any], harness: str) -> Any:
     return kind(config_class.model_validate(values))
 
 
-async def play(env: Any, index: int) -> dict[str, Any]:
-    """Play the task at a position; returns the body for /reward. Raises SystemExit with one line without a score."""
-    task = next(itertools.islice(iter(env.taskset), index, None), None)
-    if task is None:
-        raise SystemExit(f"the taskset has no task {index}")
+async def play(env: Any, task: Any) -> dict[str, Any]:
+    """Play a task; returns the body for /reward. Raises SystemExit with one line without a score."""
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with env.serving():
         episode = await env.run_episode(task, ModelContext(model=MODEL, client=client))
@@ -97,18 +121,16 @@ async def play(env: Any, index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Count the tasks, or play the task on stdin and send its reward."""
-    sys.path.append(os.getcwd())
-    logging.disable(logging.WARNING)
-    ident, options, harness, *flags = sys.argv[1:]
-    env = build(ident, json.loads(options), harness)
-    if flags == ["--count"]:
-        print(sum(1 for _ in env.taskset) if env.taskset.bounded else "infinite")  # noqa: T201
-        return
-    body = asyncio.run(play(env, json.load(sys.stdin)["index"]))
+    """Play the task on stdin and send its reward."""
+    env, tasks = LOADED
+    body = asyncio.run(play(env, tasks[json.load(sys.stdin)["index"]]))
     key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     httpx.post(f"{os.environ['OPENAI_BASE_URL']}/reward", json=body, headers=key).raise_for_status()
 
 
 if __name__ == "__main__":
-    main()
+    sys.modules["verifiers_episode"].main()  # the launcher has imported this file as a module
+elif "PIPELINERL_TASKSET" in os.environ:
+    sys.path.append(os.getcwd())
+    logging.disable(logging.WARNING)
+    load(*json.loads(os.environ["PIPELINERL_TASKSET"]))

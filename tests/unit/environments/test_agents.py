@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.environments.agents.program import Verifiers
 from pipelinerl_core.environments.pool import build_environments
 from pipelinerl_core.errors import ConfigError, EnvironmentFailed
 from pipelinerl_core.rewards.pool import build_scorer
@@ -46,6 +47,9 @@ def show(value):
     open(task["file"], "a").write(json.dumps(value) + "\\n")
 """
 SETTINGS = ("environment.kind=command", "prompts.kind=file", "prompts.path=tasks.jsonl", "model.chat_template=true")
+
+
+VERIFIERS = ("environment.kind=verifiers", "environment.id=a", "prompts.kind=environment")
 
 
 class Played:
@@ -309,9 +313,26 @@ def test_modules_are_imported_once_and_each_episode_runs_in_a_fork(tmp_path):
         ([*SETTINGS, 'environment.command=["a"]', "environment.path=x.py:Y"], "Remove environment.path=x.py:Y"),
         ([*SETTINGS, 'environment.command=["a"]', 'environment.preload=["b"]'], "a command that runs a Python file"),
         ([*SETTINGS, 'environment.command=["a"]', "environment.reward=posted", "reward.kind=sums"], "Remove one"),
+        (["environment.id=a"], "Set environment.kind=verifiers too"),
+        (["environment.kind=verifiers", "prompts.kind=environment"], "environment.id is empty"),
+        ([*VERIFIERS, "environment.path=x.py:Y"], "Remove environment.path=x.py:Y"),
+        ([*VERIFIERS, "environment.reward=posted"], "environment.reward is for agent programs, not for"),
+        (["environment.kind=verifiers", "environment.id=a"], "but prompts.kind=\\w+. Set prompts.kind=environment"),
     ],
 )
 def test_a_configuration_that_contradicts_itself_is_refused_in_one_line(overrides, says):
     with pytest.raises(ConfigError, match=says) as raised:
         load_config("quickstart", overrides)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("total", "num_held_out"), [(2, 1), (7, 2), (79, 16), (80, 8), (1000, 100)])
+def test_tasks_of_a_taskset_are_either_trained_or_held_out(total, num_held_out):
+    environment = Verifiers.__new__(Verifiers)
+    environment.split(total)
+    held_out = [task["index"] for task in environment.held_out(total)]
+    trained = [environment.task(index)["index"] for index in range(total - num_held_out)]
+    assert len(held_out) == num_held_out
+    assert sorted(held_out + trained) == list(range(total))
+    assert environment.task(total - num_held_out) == environment.task(0)
+    assert environment.held_out(1) == [{"index": 0}]
