@@ -146,6 +146,14 @@ def _window(evidence: Evidence, run: RunConfig) -> str:
             f"{text}Set {_set('schedule.max_lag', lag, rules.max_lag)}: {_lag_arithmetic(run, spread)}. Or lower "
             f"engine.concurrency (now {run.engine.concurrency})."
         )
+    if run.environment.path:
+        key = "workers" if run.environment.kind == "class" else "programs"
+        now = getattr(run.environment, key)
+        return (
+            f"{text}schedule.max_lag={rules.max_lag} is enough for full engines, so the episodes of the window wait for "
+            f"their environment. Set {_set(f'environment.{key}', 2 * now, now)} if cores are idle, or make the "
+            "environment faster."
+        )
     pace = "" if run.engine.pace else "engine.pace=true, or "
     return (
         f"{text}schedule.max_lag={rules.max_lag} is enough for full engines ({_lag_arithmetic(run, spread)} = {lag})"

@@ -61,6 +61,19 @@ def test_engines_that_are_waited_for_are_multiplied():
     assert "schedule.max_lag" not in text_of(evidence(0.40, 0.02, spread=1.0, engine=0.40))
 
 
+@pytest.mark.parametrize(
+    ("environment", "setting"),
+    [
+        ({"path": "mine.py:Game"}, "environment.workers=2 (now 1)"),
+        ({"kind": "command", "command": ["a"], "programs": 4, "reward": "posted"}, "environment.programs=8 (now 4)"),
+    ],
+)
+def test_a_window_full_of_episodes_that_wait_for_their_environment(environment, setting):
+    found = {**config(max_lag=9), "environment": environment, "prompts": {"kind": "file", "path": "tasks.jsonl"}}
+    text = advice(evidence(0.89, 0.95, spread=1.0, engine=0.07, window=0.82), {}, found)["advice"]
+    assert f"the episodes of the window wait for their environment. Set {setting} if cores are idle" in text
+
+
 def test_a_window_that_is_too_small_for_the_lengths_is_opened_by_the_formula():
     # 192 sequences, longest 2.8 times the mean: 1 + ceil(192 * 2.8 / 128) = 1 + ceil(4.2) = 6.
     text = text_of(evidence(0.25, 0.33, spread=2.8, window=0.15, engine=0.10))
