@@ -38,6 +38,10 @@ def simulate(
         typer.Option(help="Lengths of completions: a mean, or a JSON file: a list of lengths or {length: count}."),
     ] = "",
     longer: Annotated[float, typer.Option(help="Make completions so many times as long.")] = 1.0,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of an episode, of equal length.")] = 1,
+    tool_seconds: Annotated[
+        float, typer.Option(min=0, help="Time between two turns, in which the environment works.")
+    ] = 0.0,
     calibrate: Annotated[
         bool,
         typer.Option("--calibrate", help="Measure this machine with two short runs of the configuration first."),
@@ -60,6 +64,7 @@ def simulate(
     - `pipelinerl simulate quickstart --calibrate`
     - `pipelinerl simulate math-7b-16gpu --gpus 16 --sweep placement.actors=8,10,12,14`
     - `pipelinerl simulate latest --longer 2`
+    - `pipelinerl simulate latest --turns 4 --tool-seconds 2`
     - `pipelinerl simulate --paper`
     """
     from pipelinerl_core.errors import ConfigError
@@ -77,9 +82,11 @@ def simulate(
     changes = overrides or []
     keys = parse_sweep(sweeps or [])
     recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)
-    if lengths or longer != 1:
+    if tool_seconds and turns == 1:
+        raise ConfigError(f"--tool-seconds {tool_seconds:g} needs --turns of at least 2")
+    if lengths or longer != 1 or turns > 1:
         given = what_if.read_lengths(lengths, config.rollouts.max_tokens) if lengths else None
-        chosen = what_if.Longer(chosen, longer, given)
+        chosen = what_if.Changed(chosen, longer, given, turns, tool_seconds)
     names = what_if.names(changes)
     if keys:
         found, lines = _swept(chosen, config, keys, gpus, sorted(names), write, figure)

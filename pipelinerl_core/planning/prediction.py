@@ -143,7 +143,11 @@ def inputs(source: Source, config: RunConfig) -> list[dict[str, str]]:
         "messages": f"a sync every {_time(work.sync_seconds)}",
     }
     sources = source.sources_of(config)
-    return [{"input": name, "value": values[key], "source": sources[key]} for key, name in INPUTS.items()]
+    rows = [{"input": name, "value": values[key], "source": sources[key]} for key, name in INPUTS.items()]
+    if work.turns > 1:
+        text = f"{work.turns} of equal length, {_time(work.tool_seconds)} between two"
+        rows.append({"input": "turns", "value": text, "source": "given: --turns, --tool-seconds"})
+    return rows
 
 
 def _time(seconds: float) -> str:

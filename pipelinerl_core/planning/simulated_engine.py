@@ -1,4 +1,4 @@
-"""An engine on simulated time: slots, waiting sequences, decode steps, prefill, pauses and swaps.
+"""An engine on simulated time: slots, waiting sequences, decode steps, prefill, turns, pauses and swaps.
 
 Between two events of an engine the number of running sequences is constant, and so is the time of a decode step. The
 engine therefore moves from event to event, whatever the number of steps in between. Decode steps are counted as a
@@ -37,7 +37,18 @@ class GroupWork:
     unfinished: int
     """Rollouts that have not ended."""
     sampled: list[tuple[float, int]] = field(default_factory=list)
-    """(step at which sampling started, length) of the rollouts that have ended."""
+    """(step at which sampling started, length) of the turns that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """A rollout before one of its turns."""
+
+    turns: tuple[int, ...]
+    """Lengths of the turns to come."""
+    done: int
+    """Tokens of earlier turns."""
+    work: GroupWork
 
 
 class SimulatedEngine:
@@ -54,9 +65,12 @@ class SimulatedEngine:
         prompt_tokens: int = 0,
         cache_tokens: float = math.inf,
         speed: float = 1.0,
+        turns: int = 1,
+        tool_seconds: float = 0.0,
     ) -> None:
         """prefill_seconds: time for which the admission of one sequence stops the decode steps. speed: of the decode
-        steps, relative to `speeds`."""
+        steps, relative to `speeds`. turns: of equal length, per rollout; tool_seconds: time between two turns, in
+        which the sequence has no slot and no space in the KV cache. Later turns need no prefill."""
         self.key = key
         self.version = 0
         self.works: dict[str, GroupWork] = {}
@@ -75,8 +89,10 @@ class SimulatedEngine:
         self._group_size = group_size
         self._speeds = speeds
         self._prefill_seconds = prefill_seconds
-        self._waiting: deque[tuple[int, GroupWork]] = deque()  # (length, group)
-        self._running: list[tuple[float, int, int, GroupWork]] = []  # a heap of (last step, number, length, group)
+        self._turns, self._tool_seconds = turns, tool_seconds
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[tuple[float, int, _Sequence]] = []  # a heap of (last step, number, sequence)
+        self._away: deque[tuple[float, _Sequence]] = deque()  # (time of the next turn, sequence), in order
         self._num_admitted = 0
         self._num_ended_tokens = 0
         self._sum_of_starts = 0.0  # over the running sequences, the steps at which they started
@@ -109,11 +125,12 @@ class SimulatedEngine:
 
     @property
     def next_end(self) -> float:
-        """Time at which the next sequence ends; infinite while nothing runs."""
+        """Time at which the next turn ends or begins; infinite while nothing runs."""
+        begins = self._away[0][0] if self._away else math.inf
         if not self._running or self.is_paused:
-            return math.inf
+            return begins
         steps = max(0.0, self._running[0][0] - self._steps)
-        return max(self._now, self._stopped_until) + steps * self._step_seconds
+        return min(begins, max(self._now, self._stopped_until) + steps * self._step_seconds)
 
     def advance(self, now: float) -> None:
         """Sample until `now`, which is not later than `next_end`."""
@@ -129,19 +146,29 @@ class SimulatedEngine:
         """Start the rollouts of a leased group."""
         work = GroupWork(grant, unfinished=self._group_size)
         self.works[grant.lease_id] = work
-        self._waiting.extend((length, work) for length in lengths)
+        for length in lengths:
+            each, more = divmod(length, self._turns)
+            turns = (each + 1,) * more + (each,) * (self._turns - more if each else 0)
+            self._waiting.append(_Sequence(turns, 0, work))
         self._admit()
 
     def end_sequences(self) -> list[GroupWork]:
-        """End the sequences that have all their tokens; returns the groups that are complete."""
+        """End the turns that have all their tokens, begin those that are due; returns the groups that are complete."""
         complete = []
+        while self._away and self._away[0][0] <= self._now:
+            self._waiting.append(self._away.popleft()[1])
         while self._running and self._running[0][0] <= self._steps + _SAME_STEP:
-            last, _, length, work = heapq.heappop(self._running)
+            last, _, sequence = heapq.heappop(self._running)
+            work, length = sequence.work, sequence.turns[0]
             self._num_ended_tokens += length
             self._sum_of_starts -= last - length
             work.sampled.append((last - length, length))
+            self._free_tokens += self._prompt_tokens + sequence.done + length
+            if len(sequence.turns) > 1:
+                following = _Sequence(sequence.turns[1:], sequence.done + length, work)
+                self._away.append((self._now + self._tool_seconds, following))
+                continue
             work.unfinished -= 1
-            self._free_tokens += self._prompt_tokens + length
             if not work.unfinished:
                 complete.append(work)
                 del self.works[work.grant.lease_id]
@@ -182,15 +209,17 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         while self._waiting and self.num_running < self._slots:
-            needed = self._prompt_tokens + self._waiting[0][0]
+            sequence = self._waiting[0]
+            needed = self._prompt_tokens + sequence.done + sequence.turns[0]
             if needed > self._free_tokens:
                 break
             self._free_tokens -= needed
-            length, work = self._waiting.popleft()
+            self._waiting.popleft()
             self._num_admitted += 1
             self._sum_of_starts += self._steps
-            heapq.heappush(self._running, (self._steps + length, self._num_admitted, length, work))
-            self.stop(self._prefill_seconds)
+            heapq.heappush(self._running, (self._steps + sequence.turns[0], self._num_admitted, sequence))
+            if not sequence.done:
+                self.stop(self._prefill_seconds)
         self._set_step_seconds()
 
     def _set_step_seconds(self) -> None:

@@ -3,7 +3,8 @@
 The ledger decides, as in a run, which groups are leased, when a step is taken, which groups the step trains and which
 tokens are too old. Time moves from event to event:
 
-    the next sequence of an engine ends     the group may be complete and arrive at the ledger
+    the next turn of an engine ends         the group may be complete and arrive at the ledger
+    or begins                               tool_seconds after the end of the turn before
     an optimizer step ends                  the step is committed after commit_seconds, and its version is announced
     an engine swaps                         publish_seconds after the announcement
     an engine syncs                         at the next multiple of sync_seconds after an event that may admit groups
@@ -68,6 +69,10 @@ class Work:
     """Speed of each actor's decode steps relative to `Speeds`; empty: 1 for all."""
     restarts: tuple[tuple[int, float, float], ...] = ()
     """(index of the actor, time, duration) of restarts of actors, seconds."""
+    turns: int = 1
+    """Turns of an episode; its tokens are divided equally."""
+    tool_seconds: float = 0.0
+    """Time between two turns, in which the environment works and the sequence leaves its slot."""
     equal_share: float = 0.0
     """Share of the groups whose rewards are all equal; filtered with rollouts.filter_zero_variance."""
 
@@ -76,6 +81,7 @@ class Work:
         times = (
             self.prompt_tokens, self.prefill_token_seconds, self.swap_seconds, self.publish_seconds,
             self.commit_seconds, self.fetch_seconds, self.snapshot_seconds, self.arrival_seconds, self.sync_seconds,
+            self.tool_seconds, self.turns - 1,
         )  # fmt: skip
         if min(times) < 0 or not 0 <= self.equal_share < 1:
             raise ConfigError(
@@ -195,6 +201,8 @@ class _Simulation:
                 prompt_tokens=work.prompt_tokens,
                 cache_tokens=work.cache_tokens,
                 speed=work.actor_speeds[number] if number < len(work.actor_speeds) else 1.0,
+                turns=work.turns,
+                tool_seconds=work.tool_seconds,
             )
             for number in range(config.placement.actors)
         ]

@@ -29,12 +29,14 @@ ROWS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Longer:
-    """A source whose completions are `factor` times as long, or have other lengths."""
+class Changed:
+    """A source whose completions are `factor` times as long, or have other lengths or turns."""
 
     source: Source
     factor: float = 1.0
     lengths: Lengths | None = None
+    turns: int = 1
+    tool_seconds: float = 0.0
 
     def speeds_of(self, config: RunConfig) -> Speeds:
         """See `Source`."""
@@ -43,11 +45,14 @@ class Longer:
     def work_of(self, config: RunConfig) -> Work:
         """See `Source`."""
         work = self.source.work_of(config)
-        return replace(work, lengths=(self.lengths or work.lengths).scaled(self.factor, config.rollouts.max_tokens))
+        lengths = (self.lengths or work.lengths).scaled(self.factor, config.rollouts.max_tokens)
+        return replace(work, lengths=lengths, turns=self.turns, tool_seconds=self.tool_seconds)
 
     def sources_of(self, config: RunConfig) -> Mapping[str, str]:
         """See `Source`."""
         found = dict(self.source.sources_of(config))
+        if self.lengths is None and self.factor == 1:
+            return found
         origin = "given: --lengths" if self.lengths else found["completions"]
         times = f", times {self.factor:g}" if self.factor != 1 else ""
         return found | {"completions": f"{origin}{times}, at most rollouts.max_tokens"}
@@ -118,6 +123,8 @@ def checked(config: RunConfig) -> list[str]:
 def document(source: Source, config: RunConfig) -> dict[str, Any]:
     """The figures of a configuration for `--json`. Raises ConfigError if the configuration cannot be simulated."""
     warned = checked(config)
+    if config.environment.path and source.work_of(config).turns == 1:
+        warned.append("waits for the environment. Give --turns and --tool-seconds")
     fit = fit_of(config)
     return {
         "inputs": inputs(source, config),

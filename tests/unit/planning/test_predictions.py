@@ -18,7 +18,7 @@ from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.sweep import best_of, parse_sweep, sweep, sweep_document, sweep_figure, sweep_lines
-from pipelinerl_core.planning.what_if import Longer, document, lines, on_gpus, read_lengths, source_of
+from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, read_lengths, source_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -67,8 +67,17 @@ def test_each_input_says_where_it_comes_from():
     kinds = {one["input"]: one["source"].partition(":")[0] for one in inputs(Table(), PRESET)}
     assert kinds["decode step"] == kinds["optimizer step"] == "looked up"
     assert kinds["completions"] == "assumed"
-    given = Longer(Table(), 2.0, Lengths.uniform(100))
+    given = Changed(Table(), 2.0, Lengths.uniform(100))
     assert next(one for one in inputs(given, PRESET) if one["input"] == "completions")["source"].startswith("given")
+
+
+def test_waits_for_tools_are_given_or_named_as_left_out():
+    config = override_config(PRESET, ["environment.path=game.py:Game", "reward.kind=auto"])
+    assert "waits for the environment. Give --turns and --tool-seconds" in document(Table(), config)["not_simulated"]
+    found = document(Changed(Table(), turns=4, tool_seconds=600.0), config)
+    assert found["inputs"][-1]["value"] == "4 of equal length, 600 s between two"
+    assert not any("--turns" in one for one in found["not_simulated"])
+    assert found["predicted"]["busy_slots"] < document(Table(), config)["predicted"]["busy_slots"]
 
 
 def test_a_machine_without_a_calibration_and_an_unknown_accelerator_are_named():

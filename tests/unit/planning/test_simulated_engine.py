@@ -50,6 +50,36 @@ def test_a_step_is_shorter_when_fewer_sequences_run():
     assert one.busy_slot_seconds == 2 * 6 + 2
 
 
+def test_a_sequence_leaves_its_slot_and_the_cache_while_a_tool_works():
+    """Turns of 2 and 2, and of 2 and 1 tokens, in one slot; the cache holds one sequence of 1 + 4 tokens."""
+    one = engine(slots=1, turns=2, tool_seconds=10.0, prefill_seconds=1.0, prompt_tokens=1, cache_tokens=5)
+    one.take(grant(), [4, 3])
+    times = []
+    while one.works:
+        times.append(one.next_end)
+        one.advance(one.next_end)
+        complete = one.end_sequences()
+    # Prefill until 1, turn until 3; prefill until 4, turn until 6; the tools end at 13 and 16.
+    assert times == [3, 6, 13, 15, 16, 17]
+    assert one.busy_slot_seconds == 6 + 2 + 1
+    assert one.num_tokens == 7
+    assert one.tokens_by_version(complete[0]) == {0: 7}
+
+
+def test_turns_are_at_least_a_token_long():
+    one = engine(turns=3, tool_seconds=1.0)
+    one.take(grant(), [1, 2])
+    assert one.next_end == 2  # both have a turn of one token
+    one.advance(2)
+    one.end_sequences()
+    assert (one.num_running, one.next_end) == (0, 3)
+    one.advance(3)
+    assert one.end_sequences() == []
+    one.advance(one.next_end)
+    (complete,) = one.end_sequences()
+    assert sorted(complete.sampled) == [(0.0, 1), (0.0, 1), (1.0, 1)]
+
+
 def test_a_free_slot_takes_the_next_waiting_sequence():
     one = engine()
     one.take(grant(0), [1, 4])
