@@ -259,8 +259,9 @@ class RolloutsConfig(Section):
     """Nucleus sampling: probability mass to sample from. Must be 1, because truncation breaks the importance
     ratio."""
     filter_zero_variance: bool = False
-    """Replace groups whose rewards are all equal by new groups (DAPO's dynamic sampling). Set if many prompts are
-    always or never solved; not with a value head, a KL term or an entropy bonus, whose gradient would be lost."""
+    """Replace groups whose rewards are all equal by new groups (DAPO's dynamic sampling; as there, rewards are
+    compared without the penalty of reward.overlong_tokens). Set if many prompts are always or never solved; not with
+    a value head, a KL term or an entropy bonus, whose gradient would be lost."""
 
 
 class EngineConfig(Section):
