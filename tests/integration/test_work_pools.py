@@ -99,7 +99,7 @@ class Job:
 
 def test_everything_that_happens_to_a_run_on_work_pools(prefect, tmp_path, prepared_model):
     root = tmp_path / "runs"
-    settings = {"steps": 3000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}
+    settings = {"steps": 100_000, "actors": 2, "placement": "work_pools", "groups_per_step": 8, "concurrency": 32}
     overrides = ["eval.num_prompts=50", "trainer.ranks=2", "placement.trainer_nodes=2"]
     overrides += ["placement.trainer_host=127.0.0.1"]  # both of its hosts are this one
     start = [
