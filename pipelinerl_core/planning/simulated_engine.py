@@ -153,7 +153,7 @@ class SimulatedEngine:
         self._admit()
 
     def end_sequences(self) -> list[GroupWork]:
-        """End the turns that have all their tokens, begin those that are due; returns the groups that are complete."""
+        """End the turns that have all their tokens, begin the turns that are due; returns the complete groups."""
         complete = []
         while self._away and self._away[0][0] <= self._now:
             self._waiting.append(self._away.popleft()[1])
