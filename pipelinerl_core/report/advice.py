@@ -151,8 +151,8 @@ def _window(evidence: Evidence, run: RunConfig) -> str:
         now = getattr(run.environment, key)
         return (
             f"{text}schedule.max_lag={rules.max_lag} is enough for full engines, so the episodes of the window "
-            f"wait for their environment. Set {_set(f'environment.{key}', 2 * now, now)} if cores are idle, or make the "
-            "environment faster."
+            f"wait for their environment. Set {_set(f'environment.{key}', 2 * now, now)} if cores are idle, or make "
+            "the environment faster."
         )
     pace = "" if run.engine.pace else "engine.pace=true, or "
     return (
