@@ -13,6 +13,7 @@ from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted, plan_compari
 from pipelinerl_core.comparison.results import SVG_KEY, Results
 from pipelinerl_core.comparison.run_peers import PEERS, parse_peers, peer_runs, run_peers
 from pipelinerl_core.comparison.table import markdown
+from pipelinerl_core.comparison.tuning import Search, parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, shipped_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.markdown import replace_section
@@ -36,12 +37,15 @@ def main(arguments: Sequence[str]) -> None:
     peers = parse_peers(options.peers, _suite(options), options.overrides)
     if peers and options.suite == "emulated":
         raise ConfigError("--peers: other libraries run at real speed; --suite emulated does not. Set --suite shared")
+    searches: list[Search] = []
+    if options.rates:
+        wanted, searches = tuned(wanted, parse_rates(options.rates), lambda plan: carry_out(plan, options.root))
     plan = plan_comparison(wanted)
     document = carry_out(plan, options.root)
     if peers:
         run_peers(peers, wanted, options.root)
         document = Results(plan, options.root, peer_runs(peers, wanted)).write([])
-    document = {**document, "suite": options.suite, "claims": claims(document)}
+    document = {**document, "suite": options.suite, "claims": claims(document), "rates": search_lines(searches)}
     if options.write:
         _write(document)
     answer(document, [section(document)], as_json=options.json)
@@ -61,6 +65,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--arms", default="", help="names of the arms, separated by commas; default: all")
     parser.add_argument("--peers", default="", help=f"other libraries, separated by commas: {', '.join(PEERS)}")
     parser.add_argument("--seeds", default="", help="default: 0,1,2; with --short: 0")
+    parser.add_argument(
+        "--rates",
+        default="",
+        help="learning rates, separated by commas: every arm runs at the rate at which it reaches the target first, "
+        "on a seed that is not reported; more rates are tried if the best is the lowest or the highest",
+    )
     parser.add_argument("--target", type=float, help="held-out accuracy to reach; default: the target of the suite")
     parser.add_argument("--budget-minutes", type=float, default=BUDGET_MINUTES, help="default: %(default)g")
     parser.add_argument("--root", default="", help="path or URL below which runs are stored")
@@ -102,7 +112,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Arm, ...]:
 
 def section(document: Mapping[str, Any]) -> str:
     """Heading, table and claims as Markdown."""
-    lines = [f"* {line}" for line in claim_lines(document)]
+    lines = [f"* {line}" for line in [*claim_lines(document), *document["rates"]]]
     return "\n".join([f"### {figure_title(document)}", "", markdown(document), *(["", *lines] if lines else [])])
 
 
