@@ -7,7 +7,19 @@ import typer
 from pipelinerl.flows.cli.child import run_module
 from pipelinerl_core.errors import ConfigError
 
-MODULES = ("adapters", "demo", "engine", "gpu", "learner", "sandbox", "stream", "study", "trainer", "vllm")
+MODULES = (
+    "adapters",
+    "demo",
+    "engine",
+    "gpu",
+    "learner",
+    "predictions",
+    "sandbox",
+    "stream",
+    "study",
+    "trainer",
+    "vllm",
+)
 """Benchmarks with a module in pipelinerl_core.bench; `learning` runs the compare flow."""
 
 
@@ -20,8 +32,8 @@ def bench(
             "gpu: engines on a GPU; learner: a step compared with a plain loop and TRL; adapters: versions of LoRA; "
             "sandbox: programs of a model per second; "
             "stream: the channel and the hub; trainer: what ranks wait for between steps; demo: a step of the preset "
-            "smollm2; study: whether a study ranks arms as fresh runs do; learning: schedules compared, or controls "
-            "of the objective."
+            "smollm2; predictions: those of simulate beside runs; study: whether a study ranks arms as fresh runs; "
+            "learning: schedules compared, or controls of the objective."
         ),
     ],
 ) -> None:

@@ -16,6 +16,7 @@ from pipelinerl_core.config.model_path import cache_directory
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.calibration import Calibration
 from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.prediction import Prediction
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.run.processor import processor
@@ -47,6 +48,7 @@ def store_calibration(calibration: Calibration) -> Path:
         "train": asdict(calibration.speeds.train),
         "length_shares": work.lengths.shares.tolist(),
         "work": {name: getattr(work, name) for name in _TIMES},
+        "measured": None if calibration.measured is None else asdict(calibration.measured),
         "cores": calibration.cores,
         "origin": f"calibration of {time.strftime('%Y-%m-%d', time.gmtime())} on this machine",
     }
@@ -66,6 +68,7 @@ def cached_calibration(config: RunConfig) -> Calibration | None:
             config=stored_config(found["config"]),
             speeds=MeasuredSpeeds(decode=Line(**found["decode"]), train=Line(**found["train"])),
             work=Work(lengths=Lengths(np.array(found["length_shares"])), **found["work"]),
+            measured=Prediction(**measured) if (measured := found.get("measured")) else None,
             cores=found["cores"],
             origin=found["origin"],
         )

@@ -21,6 +21,8 @@ import numpy as np
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.lengths import Lengths
+from pipelinerl_core.planning.simulated_engine import Speeds
+from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.utilization import UtilizationCurve
 
 # Products of lengths and shares that are whole numbers differ from them by rounding.
@@ -164,6 +166,32 @@ def best_pipeline(system: System, max_lag: int) -> Pipeline:
         enough = int(np.searchsorted(utilization * generators, training)) + 1
         settings.append(pipeline(system, min(enough, most // generators, useful), generators))
     return max(settings, key=lambda setting: (setting.throughput, -setting.lag, -setting.sequences))
+
+
+def run_estimate(config: RunConfig, speeds: Speeds, work: Work) -> tuple[float, float]:
+    """(steps per second, mean staleness) of a run by the closed forms, with measured times of decode and optimizer
+    steps instead of flashes.
+
+    Schedules that take turns: the sum of both times, and the mean lag of the steps of a phase. Otherwise the longer
+    time, and `mean_staleness`. Swaps, commits, groups, the window and the pace are left out.
+    """
+    actors, slots = config.placement.actors, config.engine.concurrency
+    batch = config.trainer.groups_per_step * config.rollouts.group_size
+    training = speeds.train_seconds(round(batch * (work.prompt_tokens + work.lengths.mean)))
+    if config.takes_turns:
+        steps = config.schedule.steps_per_phase if config.schedule.kind == "conventional" else 1
+        running_L = batch * steps * work.lengths.running / actors
+        # More sequences than slots are decoded one slotful after the other.
+        generation = sum(h / min(h, slots) * speeds.decode_seconds(math.ceil(min(h, slots))) for h in running_L)
+        return 1 / (generation / steps + training), (steps - 1) / 2
+    generation = batch * work.lengths.mean * speeds.decode_seconds(slots) / slots / actors
+    staleness = mean_staleness(
+        balance=training / generation,
+        concurrency=slots * actors,
+        batch=batch,
+        spread=work.lengths.spread(config.rollouts.group_size),
+    )
+    return 1 / max(generation, training), staleness
 
 
 def _sequences_per_lag(system: System) -> float:

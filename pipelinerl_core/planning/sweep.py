@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,7 +13,7 @@ from pipelinerl_core.config.load import override_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning.prediction import Prediction, Source, predict
 from pipelinerl_core.planning.what_if import ROWS, checked, on_gpus
-from pipelinerl_core.report.charts import Axis, Series, line_chart
+from pipelinerl_core.report.charts import Axis, Series, as_file, line_chart
 
 _PROCESSES = 2
 _MOST_SETTINGS = 500
@@ -140,7 +138,6 @@ def sweep_lines(points: Sequence[Point]) -> list[str]:
 
 def sweep_figure(points: Sequence[Point]) -> str:
     """A chart as SVG: rollouts per second by the first key, one line for each combination of the others."""
-    css = (resources.files("pipelinerl_core.report") / "templates" / "report.css").read_text(encoding="utf-8")
     key = points[0].overrides[0].partition("=")[0]
     first = list(dict.fromkeys(point.overrides[0].partition("=")[2] for point in points))
     is_number = all(_number(value) is not None for value in first)
@@ -156,12 +153,7 @@ def sweep_figure(points: Sequence[Point]) -> str:
     ]
     axis = Axis(key if is_number else f"{key}: {', '.join(f'{i} {value}' for i, value in enumerate(first))}")
     chart = line_chart("predicted rollouts per second", series, axis, Axis("rollouts per second", low=0.0))
-    legend = "".join(
-        f'<text class="{one.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(one.name)}</text>'
-        for index, one in enumerate(series)
-    )
-    chart = chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace("</svg>", f"{legend}</svg>")
-    return chart.replace(">", f"><style>{css}</style>", 1)
+    return as_file(chart, series)
 
 
 def _config(base: RunConfig, overrides: Sequence[str], gpus: int, fixed: set[str]) -> RunConfig | str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib import resources
 
 Point = tuple[float, float]
 Format = Callable[[float], str]
@@ -94,6 +95,17 @@ def line_chart(
         )
     parts += [_mark(frame, one, x_axis, y_axis) for one in series if one.points]
     return _svg(title, parts, _HEIGHT)
+
+
+def as_file(chart: str, series: Sequence[Series]) -> str:
+    """A chart as an SVG document of its own, with its styles and the names of its series."""
+    css = (resources.files("pipelinerl_core.report") / "templates" / "report.css").read_text(encoding="utf-8")
+    legend = "".join(
+        f'<text class="{one.css}" x="60" y="{24 + 13 * index}" style="fill: var(--tone)">{escape(one.name)}</text>'
+        for index, one in enumerate(series)
+    )
+    chart = chart.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1).replace("</svg>", f"{legend}</svg>")
+    return chart.replace(">", f"><style>{css}</style>", 1)
 
 
 def bar_chart(
