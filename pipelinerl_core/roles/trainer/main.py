@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch.distributed as dist
 
 from pipelinerl_core.algo.parity import ParityReport, logprob_parity
 from pipelinerl_core.batching.assemble import assemble_rows
@@ -42,7 +43,7 @@ from pipelinerl_core.interfaces import Learner
 from pipelinerl_core.messages import Refused, Register, Reserve, Reserved, Rows
 from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.runtime.monitor import RoleMonitor
-from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, run_role
+from pipelinerl_core.roles.runtime.process import RoleProcess, freeze_startup_objects, keep_to_cores, leave, run_role
 from pipelinerl_core.roles.trainer.adopt import adopt
 from pipelinerl_core.roles.trainer.already_done import is_already_done
 from pipelinerl_core.roles.trainer.committer import Committer, ComputedStep
@@ -447,4 +448,7 @@ def train(context: RunContext, stop: threading.Event, monitor: RoleMonitor) -> N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if dist.is_initialized():  # a rank was lost: gloo's threads wait for the rank, and to end them here would abort
+        leave(code)
+    sys.exit(code)
