@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
+from pipelinerl_core.report.document import held_out_name
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.records import REPORT_HTML_KEY
@@ -38,12 +39,13 @@ def _nothing_learned(report: Mapping[str, Any]) -> list[str]:
 
 def _rewards(report: Mapping[str, Any]) -> list[str]:
     """The held-out and the training reward before and after, each with the components of a reward function."""
-    means = [("  held-out accuracy", {"first": report["eval_first"], "last": report["eval_last"]})]
+    held_out = f"  {held_out_name(report)}"
+    means = [(held_out, {"first": report["eval_first"], "last": report["eval_last"]})]
     means += [(f"    {name}", mean) for name, mean in report["eval_components"].items()]
     means += [("  training reward", {"first": report["reward_first"], "last": report["reward_last"]})]
     means += [(f"    {name}", mean) for name, mean in report["reward_components"].items()]
     low, high = report["eval_last_low"], report["eval_last_high"]
-    intervals = {"  held-out accuracy": "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"}
+    intervals = {held_out: "" if low is None else f" (95 % interval {low:.3f} to {high:.3f})"}
     return [
         f"{name:<20} {mean['first']:.3f} -> {mean['last']:.3f}{intervals.get(name, '')}"
         for name, mean in means

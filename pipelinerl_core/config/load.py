@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from pipelinerl_core.config.dropped import DROPPED, without_dropped
 from pipelinerl_core.config.dtype import choose_dtype
-from pipelinerl_core.config.sections import RunConfig
+from pipelinerl_core.config.sections import RowPrompts, RunConfig
 from pipelinerl_core.errors import ConfigError
 
 # Sections whose keys depend on their `kind`.
@@ -169,8 +169,18 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{override}: {part} is a value, not a section")
     if path and path[0] in _UNIONS and last == "kind" and table.get("kind") not in (None, value):
+        kept = _kept(path[0], str(table.get("kind")), str(value), table)
         table.clear()  # the new kind does not accept keys of the old kind
+        table.update(kept)
     table[last] = value
+
+
+def _kept(section: str, old: str, new: str, table: dict[str, Any]) -> dict[str, Any]:
+    """The keys that a change of a section's kind keeps: columns and template, if both kinds are rows of a table."""
+    kinds = variants(section)
+    if not all(kind in kinds and issubclass(kinds[kind], RowPrompts) for kind in (old, new)):
+        return {}
+    return {key: value for key, value in table.items() if key in RowPrompts.model_fields and key != "path"}
 
 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:

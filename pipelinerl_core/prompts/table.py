@@ -118,7 +118,13 @@ class TableSource:
             f"{len(training):,} different prompts to train on ({len(self._training):,} rows), {num_held_out:,} held "
             f"out ({num_held_out / num_all:.1%})"
         ]
-        if self._held_out_rows is not self._rows:
+        if self._held_out_rows is self._rows:
+            held_out = set(self._held_out)
+            again = [
+                row for row, one in enumerate(self._rows.ids) if one in self._held_out_ids and row not in held_out
+            ]
+            lines += self._told(again, "rows repeat a held-out prompt and are left out")
+        else:
             left_out = [row for row, identity in enumerate(self._rows.ids) if identity in self._held_out_ids]
             lines += self._told(left_out, "training rows are also held-out prompts and are left out of training")
         texts = {_simplified(self._held_out_rows.text(row)) for row in self._held_out}

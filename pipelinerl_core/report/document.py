@@ -3,18 +3,20 @@
 import io
 import itertools
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipelinerl_core.config.model_path import TINY_PREFIX
 from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.actor_alarms import alarm_text
 from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
-from pipelinerl_core.report.equal_rewards import NEXT_STEP, comparison_text, equal_reward, headline
+from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
 from pipelinerl_core.report.predicted import model_advice, predicted
@@ -26,6 +28,8 @@ from pipelinerl_core.telemetry.redact import redact_text
 
 # First and last reward are means over a tenth of the steps, at most 10 steps, because one step is noisy.
 _REWARD_WINDOW = 10
+_SHORT = 5
+"""Commits up to which a run is too short for a bottleneck: its engines start, and libraries warm up."""
 
 WEIGHTS_SCHEMA = pa.schema(
     [
@@ -56,7 +60,7 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     waits = utilization.wait_shares(commits)
     spread = _group_spread(facts.steps)
     evidence = None
-    if trainer_idle is not None and actor_idle is not None:
+    if trainer_idle is not None and actor_idle is not None and len(commits) > _SHORT:
         evidence = Evidence(
             trainer_idle=trainer_idle,
             actor_idle=actor_idle,
@@ -83,7 +87,9 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     warnings = [f"{text}." for text in untrained_parts(parts).values()]
     if reward is not None:
         first = headline(reward, len(facts.steps), is_over=True)
-        warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {NEXT_STEP}")
+        is_tiny = str(facts.run.config.get("model", {}).get("path", "")).startswith(TINY_PREFIX)
+        next_step = TINY_STEP if is_tiny else NEXT_STEP
+        warnings.insert(0, f"{first[:1].upper()}{first[1:]}. {comparison_text(facts.run.config)} {next_step}")
     warning = " ".join(warnings) or None
     if warning:  # before any advice on speed
         found = {**found, "advice": " ".join(filter(None, (warning, found["advice"])))}
@@ -120,6 +126,11 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
         "ledger": dict(commits[-1].tokens) if commits else {},
         "length_bias": length_report(lengths),
     }
+
+
+def held_out_name(report: Mapping[str, Any]) -> str:
+    """What the mean of an evaluation is called: a reward of several components is no share of right answers."""
+    return "held-out reward" if report.get("eval_components") else "held-out accuracy"
 
 
 def _mlflow(run: RunRecord) -> str | None:

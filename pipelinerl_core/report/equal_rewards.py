@@ -2,15 +2,16 @@
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pipelinerl_core.config import stored_config
 from pipelinerl_core.config.verifier import verifier_name
 from pipelinerl_core.errors import PipelineRLError
-from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.interfaces import ObjectStore, PromptSource
 from pipelinerl_core.prompts import build_source
-from pipelinerl_core.report.facts import read_batch
+from pipelinerl_core.report.facts import TrainedRollout, read_batch
 from pipelinerl_core.report.samples import Decode, plain_text
 from pipelinerl_core.rewards import verifiers
 from pipelinerl_core.run.records import Commit
@@ -21,7 +22,9 @@ NEXT_STEP = (
     "Training needs different rewards in a group: compare a completion with its reference below, then take easier or "
     "harder prompts, a larger rollouts.group_size, or a reward with more than two values."
 )
+TINY_STEP = "A random model (--tiny) is rarely right: the run shows that all parts fit together, not more."
 _EQUAL = 1e-9
+_COMPARED = {"exact_match": verifiers.exact_match, "last_number": verifiers.last_number, "sums": verifiers.sums}
 _MAX_CHARS = 300
 
 
@@ -73,7 +76,8 @@ def example_of(
 ) -> dict[str, str] | None:
     """{"prompt", "completion", "reference"} of the first scored rollout of a step; None without a readable batch.
 
-    reference: the answer of the prompt's row; empty if the prompts cannot be read.
+    reference: the answer of the prompt's row; empty if the prompts cannot be read. With "other rewards" if another
+    verifier would score some completions of the step above 0.
     """
     try:
         rows = read_batch(store, commit) if commit else []
@@ -82,14 +86,35 @@ def example_of(
     row = next((row for row in rows if row.reward is not None), None)
     if row is None:
         return None
-    prompt, reference = plain_text(row.prompt_token_ids, decode), ""
+    prompt, reference, others = plain_text(row.prompt_token_ids, decode), "", ""
     try:
-        source_prompt = build_source(stored_config(config)).prompt(row.group_id)
+        source = build_source(stored_config(config))
+        source_prompt = source.prompt(row.group_id)
         prompt, reference = source_prompt.text, str(source_prompt.task.get("answer", ""))
+        others = _other_rewards(rows, source, decode, verifier_name(stored_config(config)))
     except (PipelineRLError, ImportError, OSError):
         pass  # the report is written on a host without the prompts
     texts = {"prompt": prompt, "completion": plain_text(row.completion_token_ids, decode), "reference": reference}
+    if others:
+        texts["other rewards"] = others
     return {name: text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]} ..." for name, text in texts.items()}
+
+
+def _other_rewards(rows: Sequence[TrainedRollout], source: PromptSource, decode: Decode | None, verifier: str) -> str:
+    """The other built-in verifiers that score some completions of a step above 0, if `verifier` is built in."""
+    found = []
+    others = [name for name in _COMPARED if name != verifier] if verifier in _COMPARED and decode is not None else []
+    for name in others:
+        score, num = _COMPARED[name], 0
+        for row in rows:
+            task = source.prompt(row.group_id).task
+            ids = row.completion_token_ids
+            with suppress(ValueError, KeyError):  # a reference of another form
+                # Without its last token too, which may be the end of the text.
+                num += any(score(plain_text(part, decode), task) > 0 for part in (ids, ids[:-1]))
+        if num:
+            found.append(f"reward.kind={name} scores {num} of the {len(rows)} completions of this step above 0")
+    return "; ".join(found)
 
 
 def example_text(example: Mapping[str, str] | None) -> str:

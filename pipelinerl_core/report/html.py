@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import charts, figures, samples
-from pipelinerl_core.report.document import report_of, weights_table
+from pipelinerl_core.report.document import held_out_name, report_of, weights_table
 from pipelinerl_core.report.equal_rewards import example_of
 from pipelinerl_core.report.facts import RunFacts, collect
 from pipelinerl_core.report.parts import parts_section
@@ -102,7 +102,7 @@ def _summary(report: Mapping[str, Any]) -> str:
     if report["reward_first"] is not None:
         text += f": training reward {report['reward_first']:.2f} &rarr; {report['reward_last']:.2f}"
     if report["eval_first"] is not None:
-        text += f", held-out accuracy {_share(report['eval_first'])} &rarr; {_share(report['eval_last'])}"
+        text += f", {held_out_name(report)} {_share(report['eval_first'])} &rarr; {_share(report['eval_last'])}"
     return text + "."
 
 

@@ -144,6 +144,7 @@ def status_of(
         "eval_first": evals[0].known_accuracy if evals else None,
         "eval_last": evals[-1].known_accuracy if evals else None,
         "eval_version": evals[-1].version if evals else None,
+        "eval_prompts": evals[-1].num_prompts if evals else None,
         "num_evaluations": len(evals) + sum(map(len, follower.set_evals.values())),
         "parts": parts,
         "progress": progress,
@@ -197,7 +198,7 @@ def status_line(status: Mapping[str, Any]) -> str:
         ("{};", status["warning"]),
         ("step {}/{}", status["step"], status["steps"]),
         ("reward {:.3f}", status["reward_mean"]),
-        ("held-out {:.1%} (version {})", status["eval_last"], status["eval_version"]),
+        ("held-out {:.1%} of {:,} (version {})", *(status[f"eval_{key}"] for key in ("last", "prompts", "version"))),
         ("lag {:.1f}", status["lag_mean"]),
         ("versions {:.0f}", status["max_versions"]),
         ("{:,.0f} tokens/s", status["tokens_per_second"]),
@@ -228,7 +229,7 @@ def _panel(status: Mapping[str, Any], reward_history: str, eval_history: str) ->
         body.add_row("held-out", "-", status["progress"])
     else:
         first = "" if status["eval_first"] is None else f"; before training {status['eval_first']:.1%}"
-        origin = f"  version {status['eval_version']}{first}"
+        origin = f"  version {status['eval_version']}, {status['eval_prompts']:,} prompts{first}"
         body.add_row("held-out", f"{status['eval_last']:.1%}", Text(eval_history, style="cyan") + Text(origin))
     elsewhere = dict.fromkeys(("warning", "reward_mean", "eval_last", "eta_seconds"))
     facts = status_line({**status, **elsewhere}).partition("  ")[2]

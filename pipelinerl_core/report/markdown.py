@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipelinerl_core.report.document import held_out_name
 from pipelinerl_core.run.records import EvalRecord
 
 _SHOWN_PROMPTS = 4
@@ -35,7 +36,7 @@ def _outcome(report: Mapping[str, Any]) -> str:
     low, high = report.get("eval_last_low"), report.get("eval_last_high")
     interval = f" (95 % interval {low:.1%} to {high:.1%})" if low is not None and high is not None else ""
     lines = {
-        "held-out accuracy": _change(report, "eval", "{:.1%}", interval),
+        held_out_name(report): _change(report, "eval", "{:.1%}", interval),
         "training reward": _change(report, "reward", "{:.3f}"),
         "steps": f"{report['steps']:,} in {report['wall_seconds']:,.0f} s" if report.get("wall_seconds") else "",
         "generation": f"{report['tokens_per_second']:,.0f} tokens/s" if report.get("tokens_per_second") else "",

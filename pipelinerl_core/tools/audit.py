@@ -343,14 +343,17 @@ def lines(document: Mapping[str, Any]) -> list[str]:
     more = len(document["problems"]) - len(shown)
     return [
         f"{document['commits']} commits, {document['files']} files of {document['bytes']:,} bytes read",
-        f"groups: {groups}; lost {document['lost']}, trained twice {document['trained_twice']}",
+        f"groups (open: not trained when the run stopped): {groups}",
+        f"lost {document['lost']}, trained twice {document['trained_twice']}",
         f"tokens at the last reservation: {tokens}",
         f"trained tokens of groups that another actor continued: {document['taken_over_tokens']:,}",
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
         *(f"rows of a step that was not taken: {key}" for key in document["quarantined"][:_SHOWN_PROBLEMS]),
         *(f"damaged, but no longer needed: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
-        "the run closes" if document["closes"] else "the run does not close",
+        "PASS: no rollout was lost or trained twice, the run closes"
+        if document["closes"]
+        else "FAIL: the run does not close",
     ]
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -27,11 +28,17 @@ _FIXED = ("model.path=", "model.device=", "prompts.", "loss.ref_model=", "loss.t
 """Overrides that decide what is made small; all others win over the small values."""
 
 
+def is_installed(module: str) -> bool:
+    """Whether this interpreter can import a module; without importing it."""
+    return find_spec(module) is not None
+
+
 def tiny(config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration with what costs time or hardware replaced, and three steps.
 
     Kept are the kinds of engine, learner, loss, schedule and prompts, the transport of weights, LoRA, the reward and
-    the environment. overrides: the overrides of the user, which win. Raises ConfigError if the model is not known.
+    the environment. Without vLLM on this machine the engine is the embedded one. overrides: the overrides of the
+    user, which win. Raises ConfigError if the model is not known.
     """
     values = config.model_dump(mode="json")
     for key, value in _small(config).items():
@@ -60,7 +67,10 @@ def _small(config: RunConfig) -> dict[str, Any]:
     recipe = builtin_recipe(path)  # raises if the model is not known
     assert recipe is not None
     rollouts, engine, trainer, placement = config.rollouts, config.engine, config.trainer, config.placement
-    on_gpu = engine.kind == "vllm" and gpu_capability() is not None  # vLLM's build for GPUs has no CPU kernels
+    has_vllm = is_installed("vllm")
+    on_gpu = (
+        engine.kind == "vllm" and has_vllm and gpu_capability() is not None
+    )  # vLLM's build for GPUs has no CPU kernels
     actors, group_size = min(2, placement.actors), min(_GROUP_SIZE, rollouts.group_size)
     groups = min(_GROUPS, trainer.groups_per_step)
     small: dict[str, Any] = {
@@ -82,7 +92,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         "loss.teacher": config.loss.teacher and str(model_directory(recipe)),
         "weights.broadcast_host": "",
         # The evaluations of vLLM start two more engines, half a minute each.
-        "eval.num_prompts": 0 if engine.kind == "vllm" else min(_EVAL_PROMPTS, config.eval.num_prompts),
+        "eval.num_prompts": 0 if engine.kind == "vllm" and has_vllm else min(_EVAL_PROMPTS, config.eval.num_prompts),
         "eval.every_steps": 0,
         "placement.actors": actors,
         "placement.lease_seconds": max(60.0, placement.lease_seconds),
@@ -91,7 +101,11 @@ def _small(config: RunConfig) -> dict[str, Any]:
     }
     if config.learner.attention in ("varlen", "flex"):  # for GPUs only
         small["learner.attention"] = "auto"
-    if engine.kind == "vllm":
+    if engine.kind == "vllm" and not has_vllm:
+        transport = "shm" if config.weights.transport == "nccl" else config.weights.transport
+        small |= {"engine.kind": "embedded", "weights.transport": transport}
+        small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1}
+    elif engine.kind == "vllm":
         small |= {"engine.tensor_parallel": 1, "engine.data_parallel": 1, "engine.kv_gigabytes": 0.25}
         small |= {"engine.batched_tokens": 0, "engine.compile": "never"}
     if config.mixture:

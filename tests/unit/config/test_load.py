@@ -63,6 +63,15 @@ def test_another_kind_forgets_the_keys_of_the_old_one():
     assert config.prompts.kind == "file"
 
 
+def test_rows_of_a_file_keep_columns_and_template_of_rows_of_the_hub():
+    preset = load_config("gsm8k-0.5b-1gpu").prompts
+    changed = load_config("gsm8k-0.5b-1gpu", ["prompts.kind=file", "prompts.path=a.jsonl"]).prompts
+    assert (changed.template, changed.prompt_column) == (preset.template, "question")
+    assert not hasattr(changed, "config_name")
+    with pytest.raises(ConfigError, match=r"prompts\.path: not set"):
+        load_config("gsm8k-0.5b-1gpu", ["prompts.kind=file"])
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [

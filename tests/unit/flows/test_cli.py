@@ -89,8 +89,8 @@ def test_a_run_that_does_not_exist_is_refused(tmp_path):
 
 def test_bench_without_a_benchmark_of_that_name_is_refused():
     assert (
-        "no such benchmark; there are: adapters, demo, engine, gpu, learner, learning, sandbox, stream, study, "
-        "trainer, vllm" in refused("bench", "engines")
+        "no such benchmark; there are: adapters, demo, engine, gpu, learner, learning, predictions, sandbox, stream, "
+        "study, trainer, vllm" in refused("bench", "engines")
     )
 
 

@@ -146,6 +146,20 @@ def test_each_held_out_prompt_is_given_once(tmp_path):
     assert rows.held_out(0) == []
 
 
+def test_rows_that_repeat_a_held_out_prompt_are_counted(tmp_path):
+    rows = source(write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:30], *ROWS[:30]]))
+    held_out = [prompt.text for prompt in rows.held_out(400)]
+    num, first = len(held_out), min(held_out, key=_number)
+    assert rows.summary() == [
+        f"{30 - num} different prompts to train on ({60 - 2 * num} rows), {num} held out ({num / 30:.1%})",
+        f"{num} rows repeat a held-out prompt and are left out; the first is {first!r}",
+    ]
+
+
+def _number(text):
+    return int(text.split()[2])
+
+
 def test_equal_prompts_are_on_the_same_side(tmp_path):
     rows = source(write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], ROWS[1]] * 4))
     training = {rows.prompt(index).text for index in range(8)}

@@ -207,15 +207,16 @@ def test_thinning_keeps_the_longest_pause():
 
 def test_a_run_of_equal_rewards_begins_with_that_and_shows_a_completion_beside_its_reference():
     store = MemoryStore()
-    run = write_run(store, Shape(steps=4, reward=0.0))
+    run = write_run(store, Shape(steps=6, reward=0.0))
     report = write_report(store, decode=decode)
     assert report["advice"].startswith(
         "All rewards were equal (0.000): nothing was learned. reward.kind=sums: 1 if the text"
     )
     assert (
         report["equal_reward_example"]["reference"]
-        == build_source(stored_config(run.config)).prompt(12).task["answer"]
+        == build_source(stored_config(run.config)).prompt(20).task["answer"]
     )
+    assert "reward.kind=last_number scores" in report["equal_reward_example"]["other rewards"]
     page = store.get(REPORT_HTML_KEY).decode()
     assert page.index("nothing was learned") < page.index(">reference<") < page.index('class="tiles"')
     lines = summary(report, "report.html")

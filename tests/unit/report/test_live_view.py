@@ -94,7 +94,7 @@ def test_a_complete_run_is_finished_and_its_status_reads_well(store):
     assert run_status(store)["state"] == "finished"
     text = format_status(store)
     assert text.startswith("synthetic: finished, step 4/4  reward ")
-    assert "held-out 87.0%" in text
+    assert "held-out 87.0% of " in text
     assert "tokens: generated " in text
     assert "lengths: mean length of " in text
     assert "; bias 1.00" in text

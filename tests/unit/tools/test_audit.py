@@ -30,7 +30,7 @@ def test_a_whole_run_closes(store):
     assert document["groups"] == {"trained": 6, "open": 1}
     assert (document["commits"], document["lost"], document["trained_twice"]) == (4, 0, 0)
     assert document["files"] == 3 + 4 + 1 + 3  # batches, weights, checkpoint, segments
-    assert lines(document)[-1] == "the run closes"
+    assert lines(document)[-1] == "PASS: no rollout was lost or trained twice, the run closes"
 
 
 def flip(store, key):
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_named(store, fault):
     lost = {"a group has no fate": 1, "a commit is gone": 2, "a commit is torn": 2, "rows that nobody decided": 1}
     assert document["lost"] == lost.get(fault, 0)
     assert document["trained_twice"] == (fault == "a group is trained twice")
-    assert lines(document)[-1] == "the run does not close"
+    assert lines(document)[-1] == "FAIL: the run does not close"
 
 
 DAMAGES = {
@@ -125,7 +125,10 @@ def test_damage_that_takes_nothing_away_is_named_and_the_run_closes(store, damag
     assert (document["closes"], document["problems"]) == (True, [])
     (found,) = document["damaged"]
     assert re.search(message, found)
-    assert lines(document)[-2:] == [f"damaged, but no longer needed: {found}", "the run closes"]
+    assert lines(document)[-2:] == [
+        f"damaged, but no longer needed: {found}",
+        "PASS: no rollout was lost or trained twice, the run closes",
+    ]
 
 
 def test_masked_tokens_may_be_of_any_age(store):

@@ -25,6 +25,7 @@ KEPT = {
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPELINERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tools, "gpu_capability", lambda: None)
+    monkeypatch.setattr(tools, "is_installed", lambda module: True)
 
 
 @pytest.mark.parametrize("preset", preset_names())
@@ -112,6 +113,16 @@ def test_vllm_for_gpus_runs_on_the_gpu(monkeypatch):
     monkeypatch.setattr(tools, "gpu_capability", lambda: 9.0)
     assert tools.tiny(load_config("gsm8k-0.5b-1gpu")).model.device == "cuda"
     assert tools.tiny(load_config("quickstart")).model.device == "cpu"
+
+
+def test_without_vllm_the_embedded_engine_takes_its_place(monkeypatch):
+    monkeypatch.setattr(tools, "is_installed", lambda module: False)
+    for preset in ("gsm8k-0.5b-1gpu", "math-7b-16gpu"):
+        config = load_config(preset)
+        small = tools.tiny(config)
+        assert (config.engine.kind, small.engine.kind) == ("vllm", "embedded")
+        assert (small.engine.tensor_parallel, small.weights.transport) in ((1, "shm"), (1, "stream"))
+        assert "engine.kind=embedded" in tools.replaced(config, small)
 
 
 def test_an_unknown_model_is_refused_with_one_line(tmp_path):
