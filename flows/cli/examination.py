@@ -20,7 +20,7 @@ from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import SHARED_MEMORY, local_directory, root_url
 from pipelinerl_core.sandbox.programs import host_isolation
-from pipelinerl_core.supervision.checks import check_http, check_mlflow, check_root
+from pipelinerl_core.supervision.checks import check_engine, check_http, check_learner, check_mlflow, check_root
 from pipelinerl_core.supervision.fit import check_fit, fit_of
 from pipelinerl_core.supervision.gpus import check_gpus
 from pipelinerl_core.supervision.role_commands import ending_with_parent, role_environment
@@ -75,7 +75,8 @@ def examine(root: str) -> Examination:
     found.note("sandbox", host_isolation())
     _space(found, root_url(root))
     path = ModelConfig().path
-    found.note("model", f"{path}: {resolve_model_path(path) or 'not built yet; the first `train` builds it'}")
+    place = resolve_model_path(path) or "not built yet; the first `train` builds it"
+    found.note("model", f"of the quickstart, {path}: {place}")
     _reachable(found, "root", root_url(root), lambda: check_root(root_url(root)))
     _servers(found)
     found.document["problems"] = found.problems
@@ -94,10 +95,14 @@ def examine_fit(found: Examination, config: RunConfig) -> None:
     problem = ""
     try:
         if not config.placement.gpu:  # otherwise the plan is for another host
+            check_engine(config)
+            check_learner(config)
             check_gpus(config)
         check_fit(config)
     except ConfigError as error:
         problem = str(error)
+    if config.placement.gpu:
+        found.note("planned for", f"a host with {config.placement.gpu}; the lines above are about this machine")
     found.note("fit", fit.lines()[0], problem=problem)
     found.lines += [f"    {line}" for line in fit.lines()[1:]]
     found.document["fit"] = fit.document()
