@@ -83,8 +83,7 @@ test: install $(DEV) ## unit, contract and integration tests
 	$(BIN)/python -m pytest -q $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: install $(DEV) $(VLLM) $(DEEPSPEED) ## whole runs, with real vLLM, DeepSpeed, Prefect workers, S3, crashes
-	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not alone and not campaign" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -q --durations=10 -m "slow and not gpu and alone" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -q --durations=40 $(WORKERS) -m "slow and not gpu and not campaign" $(ARGS) || [ $$? -eq 5 ]
 
 campaigns: install $(DEV) $(VERIFIERS) ## tests that take minutes each and are not part of .ci/run: a chat model on vLLM, the learning benchmark, verifiers
 	$(BIN)/python -m pytest -q --durations=10 -m "campaign" $(ARGS)
