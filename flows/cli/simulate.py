@@ -42,9 +42,12 @@ def simulate(
     tool_seconds: Annotated[
         float, typer.Option(min=0, help="Time between two turns, in which the environment works.")
     ] = 0.0,
+    actor_speeds: Annotated[
+        str, typer.Option(metavar="S1,S2,...", help="Speed of each actor's decode steps, if actors are unequal.")
+    ] = "",
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Measure this machine with two short runs of the configuration first."),
+        typer.Option("--calibrate", help="Measure this machine with short runs of the configuration first."),
     ] = False,
     paper: Annotated[
         bool, typer.Option("--paper", help="The case study of arXiv:2509.19128, appendix A, beside its figures.")
@@ -65,6 +68,7 @@ def simulate(
     - `pipelinerl simulate math-7b-16gpu --gpus 16 --sweep placement.actors=8,10,12,14`
     - `pipelinerl simulate latest --longer 2`
     - `pipelinerl simulate latest --turns 4 --tool-seconds 2`
+    - `pipelinerl simulate latest placement.actors=3 --actor-speeds 1,1,0.5`
     - `pipelinerl simulate --paper`
     """
     from pipelinerl_core.errors import ConfigError
@@ -84,9 +88,10 @@ def simulate(
     recorded, chosen, config = _source(source, changes, root, calibrate=calibrate)
     if tool_seconds and turns == 1:
         raise ConfigError(f"--tool-seconds {tool_seconds:g} needs --turns of at least 2")
-    if lengths or longer != 1 or turns > 1:
+    speeds = what_if.parse_speeds(actor_speeds)
+    if lengths or longer != 1 or turns > 1 or speeds:
         given = what_if.read_lengths(lengths, config.rollouts.max_tokens) if lengths else None
-        chosen = what_if.Changed(chosen, longer, given, turns, tool_seconds)
+        chosen = what_if.Changed(chosen, longer, given, turns, tool_seconds, speeds)
     names = what_if.names(changes)
     if keys:
         found, lines = _swept(chosen, config, keys, gpus, sorted(names), write, figure)

@@ -28,6 +28,7 @@ def headers(document: Document) -> list[str]:
         "lag max",
         "trainer idle",
         "actor idle",
+        "best accuracy",
         "emulated",
     ]
 
@@ -47,6 +48,8 @@ def notes(document: Document) -> list[str]:
         "this machine"
         for run, share in document["overrun"].items()
     ]
+    if len(document["seeds"]) == 1 and len(document["arms"]) > 1:
+        lines.append("one seed: a difference may be chance. Set --seeds 0,1,2 for its spread")
     lines += [str(line) for line in document["dropped"]]
     lines += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
     if document["resumed"]:
@@ -88,6 +91,7 @@ def _row(name: str, entry: Entry) -> list[str]:
         _largest(entry["lag_max"]),
         _mean(entry["trainer_idle_fraction"], "{:.1%}".format),
         _mean(entry["actor_idle_fraction"], "{:.1%}".format),
+        _mean(entry["best_accuracy"], "{:.3f}".format),
         "yes" if entry["emulated"] else "no",
     ]
 

@@ -22,10 +22,10 @@ from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.run.processor import processor
 from pipelinerl_core.supervision.gpus import gpus_of, inventory
 
-_FORMAT = 1
+_FORMAT = 2
 _TIMES = (
     "prompt_tokens", "swap_seconds", "publish_seconds", "commit_seconds", "fetch_seconds", "snapshot_seconds",
-    "sync_seconds", "equal_share",
+    "sync_seconds", "equal_share", "arrival_seconds", "usable_slots",
 )  # fmt: skip
 """Fields of Work that a calibration measures, besides the lengths."""
 
@@ -44,9 +44,11 @@ def store_calibration(calibration: Calibration) -> Path:
     document = {
         "format": _FORMAT,
         "config": calibration.config.model_dump(mode="json"),
-        "decode": asdict(calibration.speeds.decode),
-        "train": asdict(calibration.speeds.train),
+        "speeds": asdict(calibration.speeds),
+        "other_speeds": None if calibration.other_speeds is None else asdict(calibration.other_speeds),
         "length_shares": work.lengths.shares.tolist(),
+        "length_groups": None if work.lengths.groups is None else work.lengths.groups.tolist(),
+        "lengths_are_course": work.lengths.is_course,
         "work": {name: getattr(work, name) for name in _TIMES},
         "measured": None if calibration.measured is None else asdict(calibration.measured),
         "cores": calibration.cores,
@@ -64,16 +66,24 @@ def cached_calibration(config: RunConfig) -> Calibration | None:
         found: dict[str, Any] = json.loads(_path(config).read_text(encoding="utf-8"))
         if found["format"] != _FORMAT:
             return None
+        known = found["length_groups"]
+        groups = None if known is None else np.array(known, dtype=np.int64)
+        lengths = Lengths(np.array(found["length_shares"]), groups, found["lengths_are_course"])
         return Calibration(
             config=stored_config(found["config"]),
-            speeds=MeasuredSpeeds(decode=Line(**found["decode"]), train=Line(**found["train"])),
-            work=Work(lengths=Lengths(np.array(found["length_shares"])), **found["work"]),
+            speeds=_speeds(found["speeds"]),
+            other_speeds=_speeds(other) if (other := found["other_speeds"]) else None,
+            work=Work(lengths=lengths, **found["work"]),
             measured=Prediction(**measured) if (measured := found.get("measured")) else None,
             cores=found["cores"],
             origin=found["origin"],
         )
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None
+
+
+def _speeds(found: dict[str, Any]) -> MeasuredSpeeds:
+    return MeasuredSpeeds(decode=Line(**found["decode"]), train=Line(**found["train"]))
 
 
 def _path(config: RunConfig) -> Path:

@@ -29,6 +29,7 @@ from pipelinerl_core.report.advice import mean_delay_seconds
 from pipelinerl_core.report.facts import RunFacts
 from pipelinerl_core.report.utilization import (
     actor_use,
+    pause_seconds,
     span_seconds,
     stretches,
     trainer_idle_fraction,
@@ -41,8 +42,22 @@ _WIDE = 1.5
 _CAUSES = ("engine", "window", "stale_wait")
 _CORRECTIONS = 2
 """Simulations of the recorded settings that correct the time of a decode step."""
+_FULL = 0.95
+"""Share of the usable slots from which a simulated engine is always busy."""
 
 FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class EssAtLag:
+    """Recorded steps of about the same mean lag."""
+
+    lag: int
+    """Mean lag of the trained tokens of a step, rounded."""
+    steps: int
+    ess: float
+    """Mean `importance/ess` of these steps."""
+    ess_sequence: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +72,20 @@ class Calibration:
     """Cores of the machine if engines and trainer computed on the CPU; 0: accelerators, or unknown."""
     origin: str = ""
     """Where the figures were measured."""
+    ess_by_lag: tuple[EssAtLag, ...] = ()
+    """Of the recorded steps, by increasing lag."""
+    other_speeds: MeasuredSpeeds | None = None
+    """Speeds if engines and trainer compute at the same time and took turns in the recorded run, or the other way
+    round; None: not measured, assumed equal."""
 
     def speeds_of(self, config: RunConfig) -> MeasuredSpeeds:
         """See `Source`: engines and trainer that compute at the same time share the cores."""
-        factor = _crowding(config, self.cores) / _crowding(self.config, self.cores)
-        return MeasuredSpeeds(decode=self.speeds.decode.times(factor), train=self.speeds.train.times(factor))
+        speeds, takes_turns = self.speeds, self.config.takes_turns
+        if self.other_speeds is not None and config.takes_turns != takes_turns:
+            speeds, takes_turns = self.other_speeds, config.takes_turns
+        measured = _crowding(self.config, self.cores, takes_turns=takes_turns)
+        factor = _crowding(config, self.cores, takes_turns=config.takes_turns) / measured
+        return MeasuredSpeeds(decode=speeds.decode.times(factor), train=speeds.train.times(factor))
 
     def work_of(self, config: RunConfig) -> Work:
         """See `Source`."""
@@ -73,7 +97,7 @@ class Calibration:
 
     def warnings_of(self, config: RunConfig) -> list[str]:
         """See `Source`."""
-        found = ["scoring, and evaluations"]
+        found = ["evaluations"]
         decode, slots = self.speeds.decode, config.engine.concurrency
         if slots > _WIDE * decode.highest:
             found.append(
@@ -110,14 +134,15 @@ def calibrate(
         np.array([commit.computed_at - commit.reserved_at for commit in trained]),
     )
     lengths = np.concatenate([step.lengths for step in steps])
-    if not (lengths > 0).any():
+    groups = [group[group > 0].tolist() for step in facts.steps for group in step.groups if group.any()]
+    if not groups:
         raise ConfigError(f"{facts.run.run_id}: no completion has a token. Calibrate from another run")
     measured = {step.step for step in steps}
     tokens = sum(commit.metrics.get("train/tokens", 0.0) for commit in kept if commit.step in measured)
     swaps = [swap.pause_seconds for commit in kept for swap in commit.swaps]
     commit_seconds = float(np.median([commit.committed_at - commit.computed_at for commit in kept]))
     work = Work(
-        lengths=Lengths.of(lengths[lengths > 0].tolist()),
+        lengths=Lengths.of_groups(groups),
         prompt_tokens=round(max(0.0, tokens - float(lengths.sum())) / len(lengths)),
         swap_seconds=float(np.mean(swaps)) if swaps else 0.0,
         commit_seconds=commit_seconds,
@@ -125,49 +150,64 @@ def calibrate(
         fetch_seconds=_fetch_seconds(kept),
         snapshot_seconds=_snapshot_seconds(kept),
         sync_seconds=SYNC_SECONDS,
+        arrival_seconds=float(np.mean([step.scoring_seconds for step in steps])),
         equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
     )
+    found, speeds = _measured(facts, config, kept), MeasuredSpeeds(decode=decode, train=train)
+    speeds, usable = _corrected(shortened(config, size), speeds, work, kept, found, until)
     return Calibration(
         config=config,
-        speeds=_corrected(shortened(config, size), MeasuredSpeeds(decode=decode, train=train), work, kept, until),
-        work=work,
-        measured=_measured(facts, config, kept),
+        speeds=speeds,
+        work=replace(work, usable_slots=usable),
+        measured=found,
         cores=cores,
         origin=facts.run.run_id,
+        ess_by_lag=_ess_by_lag(facts),
     )
 
 
-def _crowding(config: RunConfig, cores: int) -> float:
+def _crowding(config: RunConfig, cores: int, *, takes_turns: bool) -> float:
     """Factor by which processes that compute at the same time slow each other down on this many cores."""
     if not cores:
         return 1.0
-    busy = config.placement.actors + (0 if config.takes_turns else config.trainer.ranks)
+    busy = config.placement.actors + (0 if takes_turns else config.trainer.ranks)
     return max(1.0, busy * config.placement.threads / cores)
 
 
 def _corrected(
-    config: RunConfig, speeds: MeasuredSpeeds, work: Work, commits: Sequence[Commit], until: float
-) -> MeasuredSpeeds:
-    """Scale the time of a decode step until simulated sequences take as long per token as the recorded sequences.
+    config: RunConfig,
+    speeds: MeasuredSpeeds,
+    work: Work,
+    commits: Sequence[Commit],
+    found: Prediction,
+    until: float,
+) -> tuple[MeasuredSpeeds, float]:
+    """(speeds, usable slots): scale the time of a decode step until simulated sequences take as long per token as the
+    recorded sequences, and the slots until as many are in use.
 
     The load of a sample is a mean over time. If few sequences run at the end of a phase, this mean is not the load
-    of most decode steps.
+    of most decode steps. Slots of a recorded engine are empty for moments even if the engine always has work: if the
+    engine is paced or limits the run, and is never idle in the simulation.
     """
-    measured = _seconds_per_token(commits)
+    measured, usable = _seconds_per_token(commits), 1.0
+    has_work = config.paces_engines or found.bottleneck == "generation"
     for _ in range(_CORRECTIONS if measured else 0):
-        run = simulate(config, speeds, work, until=until)
+        run = simulate(config, speeds, replace(work, usable_slots=usable), until=until)
+        if has_work and run.busy_slots > _FULL * usable:
+            usable = min(1.0, found.busy_slots)
         speeds = replace(speeds, decode=speeds.decode.times(measured / run.seconds_per_token))
-    return speeds
+    return speeds, usable
 
 
 def _seconds_per_token(commits: Sequence[Commit]) -> float:
-    """Time of running sequences per sampled token; 0 without samples."""
+    """Time of running sequences per sampled token, without the pauses of paced engines; 0 without samples."""
     busy, tokens = 0.0, 0
     for before, now in pairwise(commits):
         for name, sample in now.actors.items():
             if (earlier := before.actors.get(name)) is not None and sample.num_tokens > earlier.num_tokens:
-                busy += sample.running_seconds - earlier.running_seconds
-                tokens += sample.num_tokens - earlier.num_tokens
+                sampled = sample.num_tokens - earlier.num_tokens
+                busy += sample.running_seconds - earlier.running_seconds - sampled * pause_seconds(earlier, sample)
+                tokens += sampled
     return busy / tokens if tokens else 0.0
 
 
@@ -184,8 +224,7 @@ def _decode(*runs: Sequence[Commit]) -> Line | None:
             if busy <= 0:
                 continue
             loads.append(busy / (sample.at - earlier.at))
-            delay = sample.counters.get("step_delay_seconds", 0.0)  # with which the engine keeps the trainer's pace
-            seconds.append(max(0.1 * busy / tokens, busy / tokens - delay))
+            seconds.append(max(0.1 * busy / tokens, busy / tokens - pause_seconds(earlier, sample)))
     return _line(np.array(loads), np.array(seconds)) if loads else None
 
 
@@ -245,6 +284,18 @@ def _equal_share(commits: Sequence[Commit]) -> float:
     first, last = commits[0].tokens, commits[-1].tokens
     grown = {name: last.get(name, 0) - first.get(name, 0) for name in ("filtered", "trained")}
     return grown["filtered"] / sum(grown.values()) if sum(grown.values()) else 0.0
+
+
+def _ess_by_lag(facts: RunFacts) -> tuple[EssAtLag, ...]:
+    """Effective sample sizes of all steps; nothing is extrapolated, because no law of ESS over lag is known."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for step in facts.steps:
+        metrics, num_tokens = facts.commits[step.step].metrics, int(step.lags.sum())
+        if num_tokens and "importance/ess" in metrics and "importance/ess_sequence" in metrics:
+            lag = round(float(step.lags @ np.arange(len(step.lags))) / num_tokens)
+            found.setdefault(lag, []).append((metrics["importance/ess"], metrics["importance/ess_sequence"]))
+    means = {lag: np.mean(values, axis=0).tolist() for lag, values in sorted(found.items())}
+    return tuple(EssAtLag(lag, len(found[lag]), *mean) for lag, mean in means.items())
 
 
 def _measured(facts: RunFacts, config: RunConfig, commits: Sequence[Commit]) -> Prediction:

@@ -147,6 +147,9 @@ def inputs(source: Source, config: RunConfig) -> list[dict[str, str]]:
     if work.turns > 1:
         text = f"{work.turns} of equal length, {_time(work.tool_seconds)} between two"
         rows.append({"input": "turns", "value": text, "source": "given: --turns, --tool-seconds"})
+    if work.actor_speeds:
+        text = ", ".join(f"{speed:g}" for speed in work.actor_speeds)
+        rows.append({"input": "actors", "value": f"speeds {text}", "source": "given: --actor-speeds"})
     return rows
 
 

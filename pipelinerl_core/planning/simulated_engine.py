@@ -76,7 +76,9 @@ class SimulatedEngine:
         self.works: dict[str, GroupWork] = {}
         """Leased groups by lease_id."""
         self.busy_slot_seconds = 0.0
-        """Integral of the running sequences."""
+        """Integral of the running sequences; a pause of the schedule counts as idle, as in `interfaces.Engine`."""
+        self.paced_seconds = 0.0
+        """The part of this integral in the pauses between decode steps."""
         self.cache_wait_seconds = 0.0
         """Time in which a slot was free and a sequence waited for space in the KV cache."""
         self.is_paused = False
@@ -134,12 +136,14 @@ class SimulatedEngine:
 
     def advance(self, now: float) -> None:
         """Sample until `now`, which is not later than `next_end`."""
-        self.busy_slot_seconds += self.num_running * (now - self._now)
+        self.busy_slot_seconds += 0 if self.is_paused else self.num_running * (now - self._now)
         if self._waiting and self.num_running < self._slots:
             self.cache_wait_seconds += now - self._now
         if not self.is_paused and self._running:
             seconds = now - max(self._now, self._stopped_until)
-            self._steps += max(0.0, seconds) / self._step_seconds
+            steps = max(0.0, seconds) / self._step_seconds
+            self._steps += steps
+            self.paced_seconds += steps * self._delay_seconds * self.num_running
         self._now = now
 
     def take(self, grant: Grant, lengths: Iterable[int]) -> None:

@@ -73,6 +73,8 @@ class Work:
     """Turns of an episode; its tokens are divided equally."""
     tool_seconds: float = 0.0
     """Time between two turns, in which the environment works and the sequence leaves its slot."""
+    usable_slots: float = 1.0
+    """Share of the slots that a busy engine keeps in use: some wait for new sequences."""
     equal_share: float = 0.0
     """Share of the groups whose rewards are all equal; filtered with rollouts.filter_zero_variance."""
 
@@ -128,7 +130,7 @@ class SimulatedRun:
     waited_for_cache: float = 0.0
     """Share of the engines' time in which a slot was free and a sequence waited for space in the KV cache."""
     seconds_per_token: float = 0.0
-    """Time of running sequences per sampled token."""
+    """Time of running sequences per sampled token, without the pauses of a paced engine."""
     delay_seconds: float = 0.0
     """Mean pause of a paced engine after a decode step."""
 
@@ -179,7 +181,8 @@ class _Simulation:
         self._work = work
         self._now = 0.0
         self._random = np.random.default_rng(config.seed)
-        self._drawn: list[int] = []
+        self._drawn: list[list[int]] = []  # lengths of groups, the next one last
+        self._num_drawn = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()  # events at the same time keep their order
         self._steps: list[SimulatedStep] = []
@@ -194,7 +197,7 @@ class _Simulation:
         self._engines = [
             SimulatedEngine(
                 ActorKey(f"actor-{number}", 1),
-                slots=config.engine.concurrency,
+                slots=max(1, round(work.usable_slots * config.engine.concurrency)),
                 group_size=config.rollouts.group_size,
                 speeds=speeds,
                 prefill_seconds=work.prompt_tokens * work.prefill_token_seconds,
@@ -210,6 +213,7 @@ class _Simulation:
         self._is_paced = config.paces_engines and work.sync_seconds > 0
         self._num_ticks = 0  # scheduled syncs of paced engines, which cause no progress of their own
         self._sum_of_delays, self._num_delays = 0.0, 0
+        self._sent: list[dict[str, None]] = [{} for _ in self._engines]  # leases of groups that have not arrived
         self._syncing: set[int] = set()  # engines whose next sync is scheduled
         self._wakes = [math.inf] * len(self._engines)  # time of the next event of each engine
         self._refused = dict.fromkeys(range(len(self._engines)))  # engines that want groups, in order
@@ -240,7 +244,7 @@ class _Simulation:
             busy_slots=sum(engine.busy_slot_seconds for engine in self._engines) / slot_seconds,
             waited_for_cache=sum(engine.cache_wait_seconds for engine in self._engines)
             / (self._now * len(self._engines)),
-            seconds_per_token=sum(engine.busy_slot_seconds for engine in self._engines)
+            seconds_per_token=sum(engine.busy_slot_seconds - engine.paced_seconds for engine in self._engines)
             / max(1, sum(engine.num_tokens for engine in self._engines)),
             delay_seconds=self._sum_of_delays / max(1, self._num_delays),
         )
@@ -308,13 +312,13 @@ class _Simulation:
                 waiting=engine.num_waiting,
                 concurrency=self._config.engine.concurrency,
                 want=want,
-                leases=tuple(engine.works),
+                leases=(*engine.works, *self._sent[number]),
                 num_tokens=engine.num_tokens,
                 running_seconds=engine.busy_slot_seconds,
             )
             granted = self._ledger.sync(engine.key, message).leases
             for grant in granted:
-                engine.take(grant, self._draw(self._config.rollouts.group_size))
+                engine.take(grant, self._draw())
             if len(granted) < want:
                 self._refused[number] = None
         self._wake(number)
@@ -335,19 +339,21 @@ class _Simulation:
         engine.advance(time)
         complete = engine.end_sequences()
         if complete and self._work.arrival_seconds:
-            self._at(time + self._work.arrival_seconds, partial(self._arrive, engine, complete))
+            self._sent[number].update((work.grant.lease_id, None) for work in complete)
+            self._at(time + self._work.arrival_seconds, partial(self._arrive, number, complete))
         elif complete:
-            self._arrive(engine, complete)
+            self._arrive(number, complete)
         if engine.wanted_groups and number not in self._refused:
             self._sync(number)
         else:
             self._wake(number)
 
-    def _arrive(self, engine: SimulatedEngine, complete: list[GroupWork]) -> None:
+    def _arrive(self, number: int, complete: list[GroupWork]) -> None:
         """Complete groups arrive at the ledger."""
         outstanding = self._ledger.counts.outstanding
         for work in complete:
-            self._add(engine, work)
+            self._sent[number].pop(work.grant.lease_id, None)
+            self._add(self._engines[number], work)
         self._request_step()
         if self._ledger.counts.outstanding < outstanding:  # a group was filtered or dropped
             self._lease()
@@ -375,12 +381,14 @@ class _Simulation:
         is_equal = self._work.equal_share > 0 and self._random.random() < self._work.equal_share
         return (0.0,) * size if is_equal else (1.0, *(0.0,) * (size - 1))
 
-    def _draw(self, num: int) -> list[int]:
-        if len(self._drawn) < num:
-            self._drawn += self._work.lengths.draw(self._random, _DRAWN).tolist()
-        taken = self._drawn[-num:]
-        del self._drawn[-num:]
-        return taken
+    def _draw(self) -> list[int]:
+        """Lengths of a group."""
+        if not self._drawn:
+            size = self._config.rollouts.group_size
+            num = max(1, _DRAWN // size)
+            self._drawn = self._work.lengths.draw(self._random, num, size, self._num_drawn)[::-1].tolist()
+        self._num_drawn += 1
+        return self._drawn.pop()
 
     def _swap(self, number: int, version: int) -> None:
         engine = self._engines[number]

@@ -1,8 +1,9 @@
 """What `pipelinerl simulate` prints for a configuration: inputs and their sources, prediction, memory."""
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,15 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A source whose completions are `factor` times as long, or have other lengths or turns."""
+    """A source with completions `factor` times as long, other lengths or turns, or unequal actors."""
 
     source: Source
     factor: float = 1.0
     lengths: Lengths | None = None
     turns: int = 1
     tool_seconds: float = 0.0
+    actor_speeds: tuple[float, ...] = ()
+    """Of the decode steps of each actor, relative to the source; empty: 1 for all."""
 
     def speeds_of(self, config: RunConfig) -> Speeds:
         """See `Source`."""
@@ -44,9 +47,20 @@ class Changed:
 
     def work_of(self, config: RunConfig) -> Work:
         """See `Source`."""
-        work = self.source.work_of(config)
+        work, actors = self.source.work_of(config), config.placement.actors
+        if self.actor_speeds and len(self.actor_speeds) != actors:
+            raise ConfigError(
+                f"--actor-speeds names {len(self.actor_speeds)} actors, and placement.actors={actors}. "
+                "Give one speed per actor"
+            )
         lengths = (self.lengths or work.lengths).scaled(self.factor, config.rollouts.max_tokens)
-        return replace(work, lengths=lengths, turns=self.turns, tool_seconds=self.tool_seconds)
+        return replace(
+            work,
+            lengths=lengths,
+            turns=self.turns,
+            tool_seconds=self.tool_seconds,
+            actor_speeds=self.actor_speeds,
+        )
 
     def sources_of(self, config: RunConfig) -> Mapping[str, str]:
         """See `Source`."""
@@ -95,6 +109,17 @@ def _lengths_of_file(path: str) -> Lengths:
         raise ConfigError(f"--lengths {path}: {error}") from None
     except (ValueError, TypeError):
         raise ConfigError(f"--lengths {path}: not a JSON list of lengths or an object {{length: count}}") from None
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """Speeds of actors from `--actor-speeds`, for example 1,1,0.5. Raises ConfigError."""
+    try:
+        speeds = tuple(float(one) for one in text.split(",")) if text else ()
+    except ValueError:
+        speeds = (0.0,)
+    if not all(0 < speed < math.inf for speed in speeds):
+        raise ConfigError(f"--actor-speeds {text}: give a number above 0 per actor, for example 1,1,0.5")
+    return speeds
 
 
 def on_gpus(config: RunConfig, total: int, given: Collection[str] = ()) -> RunConfig:
@@ -146,7 +171,7 @@ def recorded_document(calibration: Calibration, source: Source, changed: RunConf
     rows["predicted"] = predict(calibration, calibration.config).document(steps)
     if changed is not None or source is not calibration:
         rows["changed"] = found["predicted"]
-    return found | rows
+    return found | rows | {"ess_by_lag": [asdict(one) for one in calibration.ess_by_lag]}
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -161,6 +186,13 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     if "changed" in found:
         ratio = found["changed"]["steps_per_second"] / found["predicted"]["steps_per_second"]
         text.append(f"with the changed settings {ratio:.2f} times the steps per second of the recorded settings")
+    if found.get("ess_by_lag"):
+        text += ["", "effective sample size of the recorded steps (other lags and settings: not predicted)"]
+        text.append(f"  {'mean lag':<10}{'steps':>6}{'ess':>8}{'ess_sequence':>14}")
+        text += [
+            f"  {one['lag']:<10}{one['steps']:>6}{one['ess']:>8.3f}{one['ess_sequence']:>14.3f}"
+            for one in found["ess_by_lag"]
+        ]
     width = max(len(one["value"]) for one in found["inputs"])
     text += ["", "inputs"]
     text += [f"  {one['input']:<15} {one['value']:<{width}}  {one['source']}" for one in found["inputs"]]

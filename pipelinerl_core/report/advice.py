@@ -14,11 +14,13 @@ The bottleneck is the side that the other side waits for. The hub measures the c
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 from pipelinerl_core.config import RunConfig, stored_config
 from pipelinerl_core.config.rules import lag_of_full_engines
 from pipelinerl_core.errors import ConfigError
+from pipelinerl_core.report.utilization import pause_seconds
 from pipelinerl_core.run.records import Commit
 from pipelinerl_core.telemetry.length_bias import Lengths, length_bias
 from pipelinerl_core.types import LengthTotals
@@ -57,11 +59,14 @@ class Evidence:
 
 
 def mean_delay_seconds(commits: Sequence[Commit]) -> float:
-    """Mean pause between two decode steps with which the actors keep the trainer's pace."""
-    delays = [
-        sample.counters.get("step_delay_seconds", 0.0) for commit in commits for sample in commit.actors.values()
-    ]
-    return sum(delays) / len(delays) if delays else 0.0
+    """Mean pause between two decode steps with which the actors keep the trainer's pace, weighted by tokens."""
+    paused, num_tokens = 0.0, 0
+    for before, now in pairwise(commits):
+        for name, sample in now.actors.items():
+            if (earlier := before.actors.get(name)) is not None:
+                tokens = max(0, sample.num_tokens - earlier.num_tokens)
+                paused, num_tokens = paused + tokens * pause_seconds(earlier, sample), num_tokens + tokens
+    return paused / num_tokens if num_tokens else 0.0
 
 
 def advice(evidence: Evidence | None, lengths: Lengths, config: Mapping[str, Any]) -> dict[str, str | None]:

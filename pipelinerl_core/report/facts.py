@@ -45,7 +45,10 @@ _COLUMNS = (
     "reward",
     "outcome",
     "finish_reason",
+    "finished_at",
+    "scored_at",
 )
+_TOKEN_COLUMNS = ("prompt_token_ids", "completion_token_ids", "loss_mask", "loss_mask_trained")
 # Fields of a commit that no report shows; they take more memory than the other fields.
 _UNUSED: dict[str, Any] = {"fates": (), "low_water": {}, "open_groups": ()}
 
@@ -61,6 +64,8 @@ class TrainedRollout:
     reward: float | None
     outcome: str
     finish_reason: str
+    scoring_seconds: float
+    """From the last token to the reward."""
     prompt_token_ids: Int64Array
     """[P]"""
     completion_token_ids: Int64Array
@@ -80,9 +85,11 @@ class StepFacts:
     rewards: NDArray[np.float64]
     """[N]"""
     lengths: Int64Array
-    """[N] completion tokens."""
-    spreads: NDArray[np.float64]
-    """[G] longest over mean completion length of each group; a group is complete with its longest completion."""
+    """[N] completion tokens, group by group."""
+    sizes: Int64Array
+    """[G] rollouts of each group, in the order of `lengths`."""
+    scoring_seconds: float
+    """Mean time from the last token to the reward."""
     versions: Int64Array
     """[N] weight versions in each rollout."""
     lags: Int64Array
@@ -91,6 +98,16 @@ class StepFacts:
     """Sampled tokens that the lag rule masked."""
     trained: dict[tuple[int, str], int]
     """(version, actor) -> trained tokens."""
+
+    @property
+    def groups(self) -> list[Int64Array]:
+        """[G] lengths of the completions of each group."""
+        return np.split(self.lengths, np.cumsum(self.sizes)[:-1]) if len(self.sizes) else []
+
+    @property
+    def spreads(self) -> NDArray[np.float64]:
+        """[G] longest over mean completion length of each group; a group is complete with its longest completion."""
+        return np.array([group.max() / group.mean() for group in self.groups if group.any()])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,6 +198,7 @@ def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
 
 def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
     """Compute the figures of a batch."""
+    rows = sorted(rows, key=lambda row: row.group_id)
     by_version = [measures.tokens_by_version(row.weight_spans, row.loss_mask_trained) for row in rows]
     trained: dict[tuple[int, str], int] = {}
     for row, counts in zip(rows, by_version, strict=True):
@@ -190,19 +208,13 @@ def step_facts(step: int, rows: list[TrainedRollout]) -> StepFacts:
         step=step,
         rewards=np.array([row.reward for row in rows if row.reward is not None], dtype=np.float64),
         lengths=np.array([len(row.completion_token_ids) for row in rows], dtype=np.int64),
-        spreads=_spreads(rows),
+        sizes=np.unique([row.group_id for row in rows], return_counts=True)[1],
+        scoring_seconds=float(np.mean([row.scoring_seconds for row in rows])) if rows else 0.0,
         versions=np.array([measures.num_versions(row.weight_spans) for row in rows], dtype=np.int64),
         lags=measures.lag_counts(step, by_version),
         num_masked=sum(int(np.count_nonzero(row.loss_mask & ~row.loss_mask_trained)) for row in rows),
         trained=trained,
     )
-
-
-def _spreads(rows: list[TrainedRollout]) -> NDArray[np.float64]:
-    lengths: dict[int, list[int]] = {}
-    for row in rows:
-        lengths.setdefault(row.group_id, []).append(len(row.completion_token_ids))
-    return np.array([max(group) * len(group) / sum(group) for group in lengths.values() if sum(group)])
 
 
 def _check(where: str, table: pa.Table) -> None:
@@ -220,9 +232,7 @@ def _check(where: str, table: pa.Table) -> None:
 def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
     prompts, completions = _lists(table["prompt_token_ids"]), _lists(table["completion_token_ids"])
     masks, trained_masks = _lists(table["loss_mask"]), _lists(table["loss_mask_trained"])
-    plain = table.select(
-        ["group_id", "rollout_index", "actor", "reward", "outcome", "finish_reason", "weight_spans"]
-    ).to_pylist()
+    plain = table.select([name for name in _COLUMNS if name not in _TOKEN_COLUMNS]).to_pylist()
     return [
         TrainedRollout(
             step=step,
@@ -232,6 +242,7 @@ def _rows(step: int, table: pa.Table) -> list[TrainedRollout]:
             reward=row["reward"],
             outcome=row["outcome"],
             finish_reason=row["finish_reason"],
+            scoring_seconds=row["scored_at"] - row["finished_at"],
             prompt_token_ids=prompts[index],
             completion_token_ids=completions[index],
             weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

@@ -111,6 +111,14 @@ def actor_use(commits: Sequence[Commit]) -> ActorUse | None:
     return ActorUse(idle_fraction=1 - used / capacity, tokens_per_second=tokens / seconds)
 
 
+def pause_seconds(before: ActorSample, after: ActorSample) -> float:
+    """Mean pause after a decode step, with which an actor kept the trainer's pace between two samples."""
+    num_tokens = after.num_tokens - before.num_tokens
+    if "paced_seconds" in before.counters and num_tokens > 0:
+        return (after.counters["paced_seconds"] - before.counters["paced_seconds"]) / num_tokens
+    return after.counters.get("step_delay_seconds", 0.0)  # runs of earlier releases: the newest pause
+
+
 def wait_shares(commits: Sequence[Commit]) -> dict[str, float] | None:
     """Cause -> share of the span, as measured by the hub; None without a measurement or with fewer than two steps.
 

@@ -4,6 +4,7 @@ killed, the whole is cancelled and tried again, and drained at last. The audit c
 """
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -195,6 +196,28 @@ def check_no_torch(prefect: Prefect) -> int:
         assert "libtorch" not in mapped
         assert "vllm" not in mapped
     return len(processes)
+
+
+def test_the_commands_of_the_tutorial_start_a_run_and_a_schedule(prefect, tmp_path, prepared_model):
+    page = (ROOT / "docs" / "tutorials" / "prefect.md").read_text()
+    run, schedule = (shlex.split(line)[1:] for line in page.splitlines() if line.startswith("prefect deployment"))
+    prefect.command(*schedule)
+    (deployment,) = prefect.ask("/deployments/filter", {"deployments": {"name": {"any_": ["quickstart"]}}})
+    (found,) = deployment["schedules"]
+    assert (found["schedule"]["cron"], found["schedule"]["timezone"]) == ("0 2 * * *", "Europe/Berlin")
+    prefect.command("deployment", "schedule", "clear", "train/quickstart", "--accept-yes")
+    known = {one["id"] for one in prefect.runs()}
+    fewer = [one.replace('{"steps": 40}', '{"steps": 3, "groups_per_step": 4}') for one in run]
+    assert fewer != run
+    prefect.command(*fewer, "-p", f"root={tmp_path}", "-p", 'overrides=["eval.num_prompts=8"]')
+    (started,) = [one["id"] for one in prefect.runs() if one["id"] not in known]
+    await_(
+        lambda: prefect.run(started)["state_type"] in ("COMPLETED", "FAILED", "CRASHED"), "the end of the run", 300
+    )
+    assert prefect.run(started)["state_type"] == "COMPLETED", prefect.log_tail()
+    (url,) = tmp_path.glob("quickstart-*")
+    assert prefect.run(started)["name"] == url.name
+    assert committed_steps(str(url)) == 3
 
 
 def test_a_flow_run_that_never_comes_to_run_again_is_given_up_by_name(prefect):

@@ -145,6 +145,8 @@ class Actor:
         self._errors = ErrorBudgets(list(parts.tools))
         self._pacer = Pacer(config.trainer.groups_per_step)
         self._paced_at = time.monotonic()
+        self._paced_tokens = 0
+        self._paced_seconds = 0.0
         self._process = psutil.Process()
         monitor = monitor or RoleMonitor("actor", name, run_id)
         self._watch = ActorWatch(
@@ -271,6 +273,7 @@ class Actor:
                 "reward_errors": float(self._errors.num_errors),
                 "unsent_groups": float(self._unsent.qsize()),
                 "step_delay_seconds": self._pacer.delay_seconds,
+                "paced_seconds": self._paced_seconds,
                 "emulation_overrun_seconds": stats.overrun_seconds,
                 UNREADABLE_COUNTER: float(self._unreadable),
                 **self._episode_counters(),
@@ -307,9 +310,7 @@ class Actor:
         self._sync_seconds = reply.sync_seconds
         self._credit = reply.credit
         if self._config.paces_engines:
-            now = time.monotonic()
-            self._engine.set_pace(self._pacer.update(reply.ready_groups, now - self._paced_at))
-            self._paced_at = now
+            self._set_pace(reply.ready_groups)
         if self._credit > 0:
             self._credit_granted.set()
         self._swaps = [swap for swap in self._swaps if swap.version > reply.swaps_acknowledged]
@@ -318,6 +319,13 @@ class Actor:
             self._newer.set()
         if reply.manifest is not None and self._broadcasts is not None:
             self._broadcasts.join(reply.manifest)
+
+    def _set_pace(self, ready_groups: int) -> None:
+        """Adapt the pause between decode steps, and count the pauses so far, summed over the running sequences."""
+        now, num_tokens = time.monotonic(), self._engine.stats().num_tokens
+        self._paced_seconds += self._pacer.delay_seconds * (num_tokens - self._paced_tokens)
+        self._engine.set_pace(self._pacer.update(ready_groups, now - self._paced_at))
+        self._paced_at, self._paced_tokens = now, num_tokens
 
     def _is_wanted(self, manifest: WeightManifest) -> bool:
         if self._broadcasts is not None:

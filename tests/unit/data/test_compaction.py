@@ -188,7 +188,7 @@ def test_the_report_reads_compacted_rollouts_instead_of_their_batches(run):
     assert [one.step for one in after.steps] == list(range(1, STEPS + 1))
     for one, other in zip(before.steps, after.steps, strict=True):
         assert one.trained == other.trained
-        for name in ("rewards", "lengths", "spreads", "versions", "lags"):
+        for name in ("rewards", "lengths", "sizes", "spreads", "versions", "lags"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
 
 

@@ -1,7 +1,9 @@
 """Calibration: a run that is simulated and recorded is predicted again; recorded runs of the repository are read."""
 
 import json
+import math
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +15,13 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.planning import calibration
 from pipelinerl_core.planning.calibration import Calibration, calibrate
 from pipelinerl_core.planning.lengths import Lengths
-from pipelinerl_core.planning.prediction import predict
+from pipelinerl_core.planning.prediction import Prediction, predict
 from pipelinerl_core.planning.simulator import Work, simulate
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.what_if import lines, recorded_document
+from pipelinerl_core.report.advice import mean_delay_seconds
 from pipelinerl_core.report.facts import collect
+from pipelinerl_core.report.utilization import pause_seconds
 from pipelinerl_core.storage.object_store import open_store
 
 RUNS = Path(__file__).parents[2] / "golden" / "runs"
@@ -92,6 +96,19 @@ def test_a_recorded_run_gives_speeds_and_a_prediction(recorded):
     assert lines(text)[1].startswith("steps per second")
 
 
+def test_the_effective_sample_size_is_that_of_recorded_steps_by_their_lag(recorded):
+    found = calibrate(recorded)
+    assert sum(one.steps for one in found.ess_by_lag) == len(recorded.steps)
+    assert [one.lag for one in found.ess_by_lag] == sorted({one.lag for one in found.ess_by_lag})
+    first = next(step for step in recorded.steps if step.step == 1)
+    assert set(np.flatnonzero(first.lags)) == {0}
+    fresh = found.ess_by_lag[0]
+    assert fresh.lag == 0
+    assert 0 < fresh.ess_sequence <= fresh.ess <= 1
+    text = lines(recorded_document(found, found, None))
+    assert sum("ess_sequence" in line for line in text) == 1
+
+
 def test_the_time_of_decode_steps_agrees_with_the_recorded_sequences(recorded):
     """The corrected line gives the measured time of a running sequence per token."""
     found = calibrate(recorded)
@@ -119,13 +136,60 @@ def test_processes_that_compute_at_once_share_the_cores():
     assert found.speeds_of(four).train_seconds(1000) == pytest.approx(2 * SPEEDS.train_seconds(1000))
 
 
+def test_schedules_that_take_turns_have_the_speeds_that_were_measured_in_turns():
+    alone = MeasuredSpeeds(decode=Line(0.008, 1e-4, 8, 32), train=Line(0.03, 1e-4, 1000, 4000))
+    config, work = build_config(CONFIG), Work(lengths=Lengths.uniform(64))
+    found = Calibration(config=config, speeds=SPEEDS, work=work, cores=1, other_speeds=alone)
+    turns = build_config({**CONFIG, "schedule": {"kind": "conventional"}})
+    assert found.speeds_of(config) == SPEEDS
+    assert found.speeds_of(turns) == alone
+    two = build_config({**CONFIG, "schedule": {"kind": "conventional"}, "placement": {"actors": 2}})
+    assert found.speeds_of(two).train_seconds(1000) == pytest.approx(2 * alone.train_seconds(1000))
+    assert Calibration(config=config, speeds=SPEEDS, work=work).speeds_of(turns) == SPEEDS
+
+
+def sampled(num_tokens, **counters):
+    return SimpleNamespace(num_tokens=num_tokens, counters=counters)
+
+
+def test_the_pause_of_a_paced_engine_is_a_mean_over_tokens():
+    before, after = sampled(100, step_delay_seconds=0.0, paced_seconds=1.0), sampled(300, paced_seconds=2.0)
+    assert pause_seconds(before, after) == pytest.approx(0.005)
+    earlier_release = sampled(300, step_delay_seconds=0.02)
+    assert pause_seconds(sampled(100), earlier_release) == 0.02
+    commits = [
+        SimpleNamespace(actors={"actor-0/1": before, "actor-1/1": sampled(0, paced_seconds=0.0)}),
+        SimpleNamespace(actors={"actor-0/1": after, "actor-1/1": sampled(600, paced_seconds=0.0)}),
+    ]
+    assert mean_delay_seconds(commits) == pytest.approx(1.0 / 800)
+
+
+@pytest.mark.parametrize("pace", [True, False])
+def test_slots_that_stay_empty_beside_work_are_measured_if_the_engine_always_has_work(pace):
+    """A simulated run with 90 % of its slots; the measured share is used if the engine cannot be idle."""
+    config = build_config({**CONFIG, "engine": {"concurrency": 32, "pace": pace}})
+    slow_trainer = MeasuredSpeeds(decode=Line(0.01, 1e-4, 8, 32), train=Line(0.2, 1e-4, 1000, 4000))
+    work = Work(lengths=Lengths.uniform(64), sync_seconds=0.05)
+    run = simulate(config, slow_trainer, replace(work, usable_slots=0.9))
+    seen = Prediction(
+        steps_per_second=1.0, mean_lag=1.0, trainer_idle=0.0, busy_slots=run.busy_slots, bottleneck="training"
+    )
+    commits = [SimpleNamespace(actors={"actor-0/1": sampled(1000 * step, paced_seconds=0.0)}) for step in range(3)]
+    for step, commit in enumerate(commits):
+        commit.actors["actor-0/1"].running_seconds = 1000 * step * run.seconds_per_token
+    speeds, usable = calibration._corrected(config, slow_trainer, work, commits, seen, math.inf)
+    assert usable == pytest.approx(run.busy_slots if pace else 1.0)
+    if pace:
+        assert speeds.decode.at(29) == pytest.approx(slow_trainer.decode.at(29), rel=0.1)
+
+
 def test_what_is_extrapolated_or_left_out_is_said():
     found = Calibration(config=build_config(CONFIG), speeds=SPEEDS, work=Work(lengths=Lengths.uniform(64)))
-    assert found.warnings_of(found.config) == ["scoring, and evaluations"]
+    assert found.warnings_of(found.config) == ["evaluations"]
     wide = build_config({**CONFIG, "engine": {"concurrency": 128}, "schedule": {"max_lag": 8},
                          "placement": {"actors": 2}})  # fmt: skip
     texts = found.warnings_of(wide)
-    assert [text.partition(" ")[0] for text in texts] == ["scoring,", "the", "a"]
+    assert [text.partition(" ")[0] for text in texts] == ["evaluations", "the", "a"]
 
 
 def test_a_short_run_is_refused_in_one_line(recorded):

@@ -3,6 +3,7 @@
 import json
 import tarfile
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pipelinerl_core.planning.roofline import Table
 from pipelinerl_core.planning.simulator import Work
 from pipelinerl_core.planning.speeds import Line, MeasuredSpeeds
 from pipelinerl_core.planning.sweep import best_of, parse_sweep, sweep, sweep_document, sweep_figure, sweep_lines
-from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, read_lengths, source_of
+from pipelinerl_core.planning.what_if import Changed, document, lines, on_gpus, parse_speeds, read_lengths, source_of
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.records import PREDICTION_KEY, PredictionRecord
 from pipelinerl_core.storage.object_store import open_store
@@ -80,6 +81,20 @@ def test_waits_for_tools_are_given_or_named_as_left_out():
     assert found["predicted"]["busy_slots"] < document(Table(), config)["predicted"]["busy_slots"]
 
 
+def test_unequal_actors_have_a_speed_each():
+    slower = Changed(Table(), actor_speeds=(1.0, 0.5))
+    config = override_config(PRESET, ["placement.actors=2"])
+    found = document(slower, config)
+    assert found["inputs"][-1]["value"] == "speeds 1, 0.5"
+    ratio = found["predicted"]["steps_per_second"] / document(Table(), config)["predicted"]["steps_per_second"]
+    assert ratio == pytest.approx(0.75, rel=0.1)
+    with pytest.raises(ConfigError, match=r"--actor-speeds names 2 actors, and placement\.actors=3"):
+        document(slower, override_config(PRESET, ["placement.actors=3"]))
+    for text in ("1,fast", "1,0", "inf"):
+        with pytest.raises(ConfigError, match="give a number above 0 per actor"):
+            parse_speeds(text)
+
+
 def test_a_machine_without_a_calibration_and_an_unknown_accelerator_are_named():
     with pytest.raises(ConfigError, match=r"no calibration of these settings on this machine.*--calibrate"):
         document(source_of(build_config(SMALL)), build_config(SMALL))
@@ -107,6 +122,16 @@ def test_a_calibration_is_found_again_for_the_same_machine_engine_and_learner():
     assert found.origin.startswith("calibration of 20")
     assert predict(found, MEASURED.config) == predict(MEASURED, MEASURED.config)
     assert cache.cached_calibration(override_config(MEASURED.config, ["placement.threads=2"])) is None
+    assert found.other_speeds is None
+    lengths = Lengths.of_groups([[1, 2, 2, 2], [50, 60, 60, 60]])
+    in_turns = MeasuredSpeeds(decode=Line(0.005, 1e-4, 8, 32), train=Line(0.03, 1e-4, 1000, 4000))
+    work = replace(MEASURED.work, lengths=lengths, arrival_seconds=0.01, usable_slots=0.9)
+    cache.store_calibration(replace(MEASURED, work=work, other_speeds=in_turns))
+    found = cache.cached_calibration(MEASURED.config)
+    assert found.other_speeds == in_turns
+    assert (found.work.arrival_seconds, found.work.usable_slots) == (0.01, 0.9)
+    assert found.work.lengths.groups.tolist() == lengths.groups.tolist()
+    assert found.work.lengths.is_course
 
 
 def test_a_damaged_calibration_counts_as_missing():

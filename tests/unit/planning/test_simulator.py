@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipelinerl_core.config import RunConfig, build_config
@@ -244,3 +245,55 @@ def test_a_simulation_that_takes_too_long_is_given_up():
     config = planned()
     with pytest.raises(ConfigError, match="the simulation took too long, 0 steps were simulated"):
         simulate(config, EmulatedSpeeds.of(config), Work(lengths=LENGTHS), until=0.0)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "april"])
+def test_scoring_delays_groups_and_loses_none(kind):
+    """The leases of groups that are being scored stay with their actor."""
+    config = planned(schedule={"kind": kind}, emulation={"train_token_seconds": 2e-4})
+    scored = simulated(config, arrival_seconds=0.05)
+    assert "superseded" not in {name for name, num in scored.tokens.items() if num}
+    assert scored.throughput(SKIP) == pytest.approx(simulated(config).throughput(SKIP), rel=0.1)
+
+
+def test_a_pause_of_the_schedule_counts_as_idle():
+    """The engines of april pause while a slow trainer trains: their slots are in use for the share of a phase."""
+    config = planned(schedule={"kind": "april"}, emulation={"train_token_seconds": 2e-3})
+    run = simulated(config)
+    assert run.busy_slots < 1 - 0.9 * (1 - run.waiting(SKIP))
+
+
+def test_a_paced_engine_takes_as_long_per_token_without_its_pauses_as_an_engine_at_full_speed():
+    speeds = MeasuredSpeeds(decode=Line(0.01, 0.0, 1, 64), train=Line(0.0, 2e-4, 1, 100_000))
+    config = planned(engine={"pace": True}, placement={"actors": 1}, emulation={"accelerators": 0})
+    run = simulate(config, speeds, Work(lengths=LENGTHS, sync_seconds=0.05))
+    assert run.delay_seconds > 0.001
+    assert run.seconds_per_token == pytest.approx(0.01, rel=0.02)
+
+
+def test_measured_groups_are_drawn_whole_and_in_the_course_of_the_run():
+    random = np.random.default_rng(0)
+    early, late = [[1, 2, 3, 2]] * 300, [[40, 50, 60, 50]] * 300
+    lengths = Lengths.of_groups([*early, *late])
+    assert lengths.mean == pytest.approx(50), "the newer half"
+    assert lengths.draw(random, 100, 4).tolist() == early[:100]
+    assert lengths.draw(random, 5, 4, first=1000).tolist() == late[:5]
+    other_size = lengths.draw(random, 50, 8, first=1000)
+    assert other_size.shape == (50, 8)
+    assert set(other_size.ravel()) == {40, 50, 60}
+    assert lengths.spread(4) == pytest.approx(63 / 52)
+    assert lengths.scaled(2.0, 100).draw(random, 1, 4, first=1000).tolist() == [[80, 100, 100, 100]]
+    many = Lengths.of_groups([[1, 1], [9, 9]] * 5000)
+    assert not many.is_course
+    assert len(many.groups) <= 4096
+
+
+def test_groups_whose_completions_are_alike_are_complete_sooner():
+    """With the same lengths of completions, a group is complete with its longest one."""
+    config = planned(
+        rollouts={"group_size": 4}, trainer={"groups_per_step": 16}, emulation={"train_token_seconds": 5e-5}
+    )
+    groups = np.random.default_rng(1).integers(1, 400, size=(2000, 1))
+    alike = Lengths.of_groups(np.repeat(groups, 4, axis=1).tolist())
+    apart = Lengths.of(groups.ravel().tolist())
+    assert simulated(config, lengths=alike).mean_lag(SKIP) < 0.9 * simulated(config, lengths=apart).mean_lag(SKIP)
