@@ -30,7 +30,6 @@ from pipelinerl_core.report.facts import RunFacts
 from pipelinerl_core.report.utilization import (
     actor_use,
     pause_seconds,
-    span_seconds,
     stretches,
     trainer_idle_fraction,
     wait_seconds,
@@ -301,10 +300,12 @@ def _ess_by_lag(facts: RunFacts) -> tuple[EssAtLag, ...]:
 def _measured(facts: RunFacts, config: RunConfig, commits: Sequence[Commit]) -> Prediction:
     numbers = {commit.step for commit in commits}
     lags = [step.lags for step in facts.steps if step.step in numbers]
-    seconds, idle, use = span_seconds(commits), trainer_idle_fraction(commits), actor_use(commits)
-    if seconds is None or idle is None or use is None:
+    parts, idle, use = stretches(commits), trainer_idle_fraction(commits), actor_use(commits)
+    num_steps = sum(len(part) - 1 for part in parts)
+    if not num_steps or idle is None or use is None:
         raise ConfigError(f"{facts.run.run_id}: no two steps in a row were measured. Calibrate from a longer run")
-    num_steps = sum(len(part) - 1 for part in stretches(commits))
+    # To the end of the last step: its commit has the last checkpoint, which in a short run is a large part.
+    seconds = sum(part[-1].computed_at - part[0].computed_at for part in parts)
     busy_slots = 1 - use.idle_fraction
     return Prediction(
         steps_per_second=num_steps / seconds,
