@@ -92,7 +92,8 @@ class Fit:
     def lines(self) -> list[str]:
         """The fit as text."""
         card = f"{self.card}, {_gb(self.card_bytes)}" if self.card_bytes else "unknown: set placement.gpu"
-        lines = [f"{self.model}: {self.num_parameters / 1e9:.2f} B parameters; GPU {card}"]
+        number, unit = (1e9, "B") if self.num_parameters >= 1e9 else (1e6, "M")
+        lines = [f"{self.model}: {self.num_parameters / number:.2f} {unit} parameters; GPU {card}"]
         for role in self.roles:
             mark = "!!" if role.exceeds else " ?" if role.is_tight else "ok"
             of = f" of {_gb(role.limit_bytes)}" if role.limit_bytes else ""

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.integration.browser import Page, browser
+from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
 from tests.integration.prefect_server import Prefect
 from tests.ports import free_port
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 UPDATES = bool(os.environ.get("PIPELINERL_UPDATE_SCREENSHOTS"))
 IMAGES = ROOT / "docs" / "images"
-STEPS = 40 if UPDATES else 5
+STEPS = 60 if UPDATES else 5
 SMALL = ("trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=0", "schedule.max_lag=1")
 SETTINGS = (f"trainer.steps={STEPS}", *(("eval.num_prompts=200",) if UPDATES else SMALL))
 START_SECONDS = 300.0
@@ -62,7 +63,7 @@ def start_mlflow(home: Path, port: int) -> "subprocess.Popen[bytes]":
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path, page: Page) -> Iterator[World]:
     home = tmp_path_factory.mktemp("browser")
     prefect = Prefect(home)
     mlflow = f"http://127.0.0.1:{free_port()}"
@@ -73,11 +74,18 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path) -> Ite
         )
         train = start(prefect, "train", "quickstart", "--json", *SETTINGS, f"tracking.mlflow_uri={mlflow}")
         prefect.deploy()
-        assert train.wait(RUN_SECONDS) == 0, (home / "log").read_text()[-3000:]
-        report = json.loads((home / "train.out").read_text())
+        wait_for(lambda: committed(home / "runs") >= STEPS // 2, "half of the steps", RUN_SECONDS, process=train)
         live = f"http://127.0.0.1:{free_port()}"
         start(prefect, "status", "latest", "--web", "--port", live.rpartition(":")[2])
         wait_for(lambda: answers(f"{live}/"), f"the live view, {home / 'log'}", START_SECONDS)
+        if UPDATES:
+            page.go(f"{live}/")
+            page.sees(f"/{STEPS}", "Reward against rollouts trained", "Roles over time")
+            assert train.poll() is None, "the picture is one of a run that goes on"
+            page.value("document.querySelector('#live').style.position = 'static'")
+            page.picture(IMAGES / "live.png", height=1900)
+        assert train.wait(RUN_SECONDS) == 0, (home / "log").read_text()[-3000:]
+        report = json.loads((home / "train.out").read_text())
         yield World(prefect, mlflow, live, report)
     finally:
         prefect.stop()
@@ -223,7 +231,7 @@ def test_the_report_begins_with_roles_reward_and_completions(world, page, pictur
     picture("report.png", height=height)
 
 
-def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world, page, picture):
+def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world, page):
     page.go(f"{world.live}/")
     page.sees(f"{world.report['run_id']}: finished, step {STEPS}/{STEPS}")
     page.sees("Reward against rollouts trained", "Lag of trained tokens", "Token ledger", "masked_stale")
@@ -241,5 +249,3 @@ def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world
     assert len(set(by_version.values())) >= 2, f"each with its own tint: {by_version}"
     assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at 1280 pixels"
     assert page.errors == []
-    page.value("document.querySelector('#live').style.position = 'static'")
-    picture("live.png", height=1900)

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelinerl_core.run.history import counted_commit_keys, read_commit
+from pipelinerl_core.storage.object_store import open_store
 from tests.integration.pipeline import ROOT, assert_closes, committed_steps, trained_groups
 from tests.waiting import wait_for
 
@@ -119,8 +121,8 @@ def test_weights_are_broadcast_from_the_trainers_memory_and_a_killed_core_finds_
     wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
 
 
-def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
-    command = train(tmp_path)
+def test_engine_cores_that_are_killed_cost_no_group_and_raise_no_alarm_of_rescoring(tmp_path, prepared_model):
+    command = train(tmp_path, "trainer.ranks=2", "trainer.rescore_share=0.1")
     try:
         wait_for(lambda: any(tmp_path.glob("quickstart-*/commits/*.json")), "commit 0", seconds=400)
         run = next(tmp_path.glob("quickstart-*"))
@@ -142,3 +144,10 @@ def test_engine_cores_that_are_killed_cost_no_group(tmp_path, prepared_model):
     assert any(0 < version < STEPS for version in evaluated), evaluated  # on the actor's engine, beside its groups
     assert report["num_swaps"] >= 3  # an actor that is behind takes the newest, and the last come too late
     wait_for(lambda: not left_over(), "the end of vLLM", seconds=120)
+    store = open_store(str(run))
+    rescored = [
+        one for key in counted_commit_keys(store).values() for one in read_commit(store, key).rescored.values()
+    ]
+    assert sum(one.tokens for one in rescored) > 32
+    assert not any(one.alarm for one in rescored)
+    assert max(one.mismatch for one in rescored if one.mismatch is not None) < 1e-4
