@@ -126,6 +126,11 @@ class Committer:
         self._take_results(num_left=MAX_UNCOMMITTED - 1)
         self._pending.append(self._thread.submit(self._commit_next, computed))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a submitted step is not announced yet."""
+        return any(not one.done() for one in self._pending)
+
     def flush(self) -> None:
         """Wait until every submitted step is committed."""
         self._take_results(num_left=0)

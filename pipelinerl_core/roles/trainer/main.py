@@ -66,6 +66,10 @@ logger = logging.getLogger(__name__)
 
 # Actors send rows that the hub has lost again within a few syncs.
 ROWS_DEADLINE_SECONDS = 30.0
+# Wait of a reservation at the hub; the second one while a step is not announced yet. The hub answers the messages of
+# the trainer in order, so the announcement of new weights waits behind the reservation of the next step.
+_WAIT_SECONDS = 0.5
+_SHORT_WAIT_SECONDS = 0.02
 # Reservations of one step; rows were lost in each reservation but the last.
 _RESERVATIONS = 20
 # Tries of one step. A step that fails on so many groups in a row fails because of the weights or settings.
@@ -386,7 +390,14 @@ class Trainer:
 
     def _reserve_message(self, step: int, lost: tuple[GroupKey, ...], quarantined: tuple[GroupRef, ...]) -> Reserve:
         expelled = tuple(sorted(self._rescoring.expelled))
-        return Reserve(step=step, epoch=self._epoch.epoch, lost=lost, quarantined=quarantined, expelled=expelled)
+        return Reserve(
+            step=step,
+            epoch=self._epoch.epoch,
+            wait_seconds=_SHORT_WAIT_SECONDS if self._committer.is_behind else _WAIT_SECONDS,
+            lost=lost,
+            quarantined=quarantined,
+            expelled=expelled,
+        )
 
     def _rescore(self, rows: list[TrainingRow], reserved: Reserved) -> Rescored:
         epochs = {(ref.group_id, ref.attempt): ref.actor_epoch for ref in reserved.groups}
