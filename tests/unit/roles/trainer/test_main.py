@@ -1,6 +1,7 @@
 """What the trainer tells a hub when it registers, at whatever moment that is, and what it writes about a step."""
 
 import threading
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -48,6 +49,26 @@ def test_a_registration_never_has_the_groups_of_another_step():
         trainer._reserve(step, threading.Event(), ())
     trainer._committer.close()
     assert told == {(1, 10), (2, 20), (3, 30)}
+
+
+def test_a_reservation_waits_briefly_while_a_step_is_not_announced():
+    """The hub answers in order: the announcement of new weights would wait behind the reservation."""
+    waits = []
+
+    class Watched(Link):
+        def reserve(self, message):
+            waits.append(message.wait_seconds)
+            return super().reserve(message)
+
+    context = SimpleNamespace(store=MemoryStore(), config=load_config("quickstart"), run_id="run", token="")
+    trainer = Trainer(context, None, epoch_record(1), link=lambda registration: Watched())
+    announcement = Future()
+    trainer._committer._pending.append(announcement)
+    trainer._reserve(1, threading.Event(), ())
+    announcement.set_result(None)
+    trainer._reserve(2, threading.Event(), ())
+    trainer._committer.close()
+    assert waits[0] <= 0.05 < 0.5 <= waits[1]
 
 
 class Learner:
