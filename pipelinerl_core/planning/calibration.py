@@ -41,6 +41,8 @@ _WIDE = 1.5
 _CAUSES = ("engine", "window", "stale_wait")
 _CORRECTIONS = 2
 """Simulations of the recorded settings that correct the time of a decode step."""
+_MANY_GROUPS = 65_536
+"""Recorded groups of which all steps are read; of more, every second, third, ... step."""
 _FULL = 0.95
 """Share of the usable slots from which a simulated engine is always busy."""
 
@@ -133,7 +135,8 @@ def calibrate(
         np.array([commit.computed_at - commit.reserved_at for commit in trained]),
     )
     lengths = np.concatenate([step.lengths for step in steps])
-    groups = [group[group > 0].tolist() for step in facts.steps for group in step.groups if group.any()]
+    every = 1 + sum(len(step.sizes) for step in facts.steps) // _MANY_GROUPS
+    groups = [group[group > 0].tolist() for step in facts.steps[::every] for group in step.groups if group.any()]
     if not groups:
         raise ConfigError(f"{facts.run.run_id}: no completion has a token. Calibrate from another run")
     measured = {step.step for step in steps}
@@ -149,7 +152,7 @@ def calibrate(
         fetch_seconds=_fetch_seconds(kept),
         snapshot_seconds=_snapshot_seconds(kept),
         sync_seconds=SYNC_SECONDS,
-        arrival_seconds=float(np.mean([step.scoring_seconds for step in steps])),
+        arrival_seconds=max(0.0, float(np.mean([step.scoring_seconds for step in steps]))),
         equal_share=_equal_share(kept) if config.rollouts.filter_zero_variance else 0.0,
     )
     found, speeds = _measured(facts, config, kept), MeasuredSpeeds(decode=decode, train=train)
