@@ -146,6 +146,7 @@ def test_the_form_of_a_deployment_says_what_each_field_is_and_refuses_what_is_ou
         ("Max Lag", "8"),
     ):
         page.fill(field_of(label), value)
+    page.value(f"{field_of('preset')}.scrollIntoView({{block: 'center'}})")
     picture("form.png")
     for label in ("Data", "Reward", "Max Lag"):
         page.fill(field_of(label), "")
@@ -169,7 +170,7 @@ def test_the_page_of_a_flow_run_shows_its_roles_logs_and_artifacts(world, page, 
     page.go(f"{world.prefect.url.removesuffix('/api')}/runs/flow-run/{flow_run['id']}")
     run_id = world.report["run_id"]
     page.sees("Completed", "train", f"{run_id}", "actor-0: started, pid", "trainer: started, pid")
-    picture("prefect.png", height=780)  # above what names directories of this machine
+    picture("prefect.png", height=660)  # above what names directories of this machine
     page.click("Task Runs")
     page.sees("hub", "trainer", "actor-0", "report")
     page.click("Artifacts")

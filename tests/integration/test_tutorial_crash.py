@@ -34,6 +34,7 @@ def shell(tmp_path, prepared_model):
             ["bash"], stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=tmp_path, env=environment, text=True
         )
         yield process
+        process.stdin.close()
         process.kill()
         process.wait(10)
 
@@ -67,5 +68,5 @@ def test_a_killed_run_resumes_closes_replays_and_shows_its_rows(shell, tmp_path)
     output = (tmp_path / "output.txt").read_text()
     assert set((tmp_path / "codes.txt").read_text().splitlines()) == {"exit code 0"}, output[-3000:]
     assert reached < committed(root) == 26
-    assert re.search(r"^quickstart-\S+ +stopped", output, re.MULTILINE), output
+    assert re.search(r"^quickstart-\S+ +\S+ +stopped", output, re.MULTILINE), output
     assert "Traceback" not in output
