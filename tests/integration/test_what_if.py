@@ -20,7 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 STEPS = 4
 TINY = (f"trainer.steps={STEPS}", "trainer.groups_per_step=8", "engine.concurrency=32", "eval.num_prompts=40")
-ARMS = ("--arm", "learner.lr=1e-3", "--arm", "loss.kind=grpo")
+ARMS = ("--arm", "learner.lr=1e-3", "--arm", "loss.advantage=group_mean")
+
+MEAN = "advantage-group-mean"
+"""Name of the second arm."""
 
 
 def finished(root: Path, *arguments: str) -> dict:
@@ -54,11 +57,14 @@ def test_a_recorded_run_answers_what_if(tmp_path):
 
     study = finished(tmp_path, "study", "latest", *ARMS)
     assert study["exact"], "the recorded objective comes out bit for bit"
-    assert list(study["arms"]) == ["recorded", "lr-1e-3", "kind-grpo"]
+    assert list(study["arms"]) == ["recorded", "lr-1e-3", MEAN]
     recorded, own = read_commits(open_store(study["arms"]["recorded"]["url"])), read_commits(open_store(str(run)))
     for step in range(1, STEPS + 1):
         assert recorded[step].weights_sha256 == own[step].weights_sha256
         assert recorded[step].metrics["train/loss"] == own[step].metrics["train/loss"]
+    # A = r - mean over the group, in place of r - mean over the 7 others: 7/8 of the recorded advantages.
+    of_mean = read_commits(open_store(study["arms"][MEAN]["url"]))
+    assert of_mean[1].metrics["train/loss"] == pytest.approx(own[1].metrics["train/loss"] * 7 / 8, rel=1e-4)
     assert study["arms"]["lr-1e-3"]["url"] == arm.url, "the arm of the replay is not trained again"
     assert study["arms"]["lr-1e-3"]["cpu_seconds"] == replay["arms"]["lr-1e-3"]["cpu_seconds"]
     assert objects(run) == before, "nothing of the recorded run has changed"
@@ -71,7 +77,7 @@ def test_a_recorded_run_answers_what_if(tmp_path):
 
     with browser() as page:
         page.go(f"{study['url']}/whatif.html")
-        page.sees("lr-1e-3", "kind-grpo", "Effective sample size", "within its limit")
+        page.sees("lr-1e-3", MEAN, "Effective sample size", "within its limit")
         assert page.value("document.querySelectorAll('svg').length") == 4
         assert page.errors == []
 
