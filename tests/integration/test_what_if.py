@@ -35,6 +35,14 @@ def objects(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def check_page(url: str) -> None:
+    with browser() as page:
+        page.go(url)
+        page.sees("lr-1e-3", MEAN, "Effective sample size", "within its limit")
+        assert page.value("document.querySelectorAll('svg').length") == 4
+        assert page.errors == []
+
+
 def test_a_recorded_run_answers_what_if(tmp_path):
     finished(tmp_path, "train", "quickstart", *TINY)
     (run,) = run_directories(tmp_path)
@@ -75,11 +83,7 @@ def test_a_recorded_run_answers_what_if(tmp_path):
     assert read_commits(arm)[STEPS].weights_sha256 == weights_sha256
     assert again["ranking"] == study["ranking"]
 
-    with browser() as page:
-        page.go(f"{study['url']}/whatif.html")
-        page.sees("lr-1e-3", MEAN, "Effective sample size", "within its limit")
-        assert page.value("document.querySelectorAll('svg').length") == 4
-        assert page.errors == []
+    check_page(f"{study['url']}/whatif.html")
 
     listed = finished(tmp_path, "gc", "latest", "--whatif")["whatif"]
     assert any(REPLAY_KEY in key for key in listed)
