@@ -81,7 +81,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, prepared_model: Path, page: 
         if UPDATES:
             page.go(f"{live}/")
             page.sees(f"/{STEPS}", "Reward against rollouts trained", "Roles over time")
-            assert train.poll() is None, "the picture is one of a run that goes on"
+            assert train.poll() is None, "the run ended before the picture was taken"
             page.value("document.querySelector('#live').style.position = 'static'")
             page.picture(IMAGES / "live.png", height=1900)
         assert train.wait(RUN_SECONDS) == 0, (home / "log").read_text()[-3000:]

@@ -158,6 +158,14 @@ def test_the_table_says_how_much_sooner_the_reference_was():
     json.dumps(document, allow_nan=False)
 
 
+def test_the_table_has_the_best_accuracy_and_says_that_one_seed_may_be_chance():
+    document, _ = example()
+    place = table.headers(document).index("best accuracy")
+    assert {row[place] for row in table.rows(document)} == {"0.700"}
+    assert "may be chance" not in table.markdown(document)
+    assert "one seed: a difference may be chance" in table.markdown({**document, "seeds": [0]})
+
+
 def test_emulation_is_said_in_table_figure_and_page():
     document, runs = example()
     svg = figure(document, runs)

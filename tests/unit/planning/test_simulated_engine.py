@@ -151,3 +151,15 @@ def test_a_pace_is_added_to_each_step_and_a_restart_stops_all_steps():
     one.advance(3)
     one.stop(5)
     assert one.next_end == 14
+
+
+def test_a_pause_of_the_schedule_counts_as_idle():
+    one = engine()
+    one.take(grant(), [3, 5])
+    one.advance(2)
+    one.set_paused(True)
+    one.advance(12)
+    assert one.busy_slot_seconds == 2 * 2
+    one.set_paused(False)
+    one.advance(14)
+    assert one.busy_slot_seconds == 2 * 4

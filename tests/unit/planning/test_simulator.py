@@ -256,13 +256,6 @@ def test_scoring_delays_groups_and_loses_none(kind):
     assert scored.throughput(SKIP) == pytest.approx(simulated(config).throughput(SKIP), rel=0.1)
 
 
-def test_a_pause_of_the_schedule_counts_as_idle():
-    """The engines of april pause while a slow trainer trains: their slots are in use for the share of a phase."""
-    config = planned(schedule={"kind": "april"}, emulation={"train_token_seconds": 2e-3})
-    run = simulated(config)
-    assert run.busy_slots < 1 - 0.9 * (1 - run.waiting(SKIP))
-
-
 def test_a_paced_engine_takes_as_long_per_token_without_its_pauses_as_an_engine_at_full_speed():
     speeds = MeasuredSpeeds(decode=Line(0.01, 0.0, 1, 64), train=Line(0.0, 2e-4, 1, 100_000))
     config = planned(engine={"pace": True}, placement={"actors": 1}, emulation={"accelerators": 0})
