@@ -38,6 +38,7 @@ from pipelinerl_core.report.scrape_targets import role_progress
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.follow import Forwarder, RunFollower
 from pipelinerl_core.run.hub_status import HubWatch
+from pipelinerl_core.run.locate import plain_name
 from pipelinerl_core.run.mlflow_run import RunTracker
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import REPORT_HTML_KEY, REPORT_JSON_KEY, Commit, RoleRecord, role_key
@@ -231,9 +232,9 @@ class RunWatch:
         create_table_artifact(rows, key=self._key(name), description=f"{description}: {self._run.run_id}")
 
     def _key(self, name: str) -> str:
-        """Key of an artifact: the preset or file and the kind. The runs of a preset are versions of one artifact, so
-        that Prefect's page of the artifact has their history."""
-        return f"{self._run.run_id.rpartition('-')[0] or self._run.run_id}-{name}"
+        """Key of an artifact, in lower-case letters, digits and dashes: the preset or file and the kind. The runs of
+        a preset are versions of one artifact, so that Prefect's page of the artifact has their history."""
+        return f"{plain_name(self._run.run_id.rpartition('-')[0] or self._run.run_id)}-{name}"
 
     def _check_stall(self) -> None:
         """Raise DeadlineExceeded without a commit, a token or a start of the trainer for STALL_SECONDS.

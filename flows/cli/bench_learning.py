@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipelinerl.flows.cli.comparing import carry_out, parse_seeds
+from pipelinerl.flows.cli.comparing import carry_out, parse_seeds, plan_tuned
 from pipelinerl.flows.cli.console import answer
 from pipelinerl_core.comparison.figure import figure_title
 from pipelinerl_core.comparison.learning_claims import claim_lines, claims
-from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted, plan_comparison
+from pipelinerl_core.comparison.plan import BUDGET_MINUTES, Wanted
 from pipelinerl_core.comparison.results import SVG_KEY, Results
 from pipelinerl_core.comparison.run_peers import PEERS, parse_peers, peer_runs, run_peers
 from pipelinerl_core.comparison.table import markdown
-from pipelinerl_core.comparison.tuning import Search, parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, shipped_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.report.markdown import replace_section
@@ -37,15 +36,12 @@ def main(arguments: Sequence[str]) -> None:
     peers = parse_peers(options.peers, _suite(options), options.overrides)
     if peers and options.suite == "emulated":
         raise ConfigError("--peers: other libraries run at real speed; --suite emulated does not. Set --suite shared")
-    searches: list[Search] = []
-    if options.rates:
-        wanted, searches = tuned(wanted, parse_rates(options.rates), lambda plan: carry_out(plan, options.root))
-    plan = plan_comparison(wanted)
+    plan, tried = plan_tuned(wanted, options.rates, options.root)
     document = carry_out(plan, options.root)
     if peers:
-        run_peers(peers, wanted, options.root)
-        document = Results(plan, options.root, peer_runs(peers, wanted)).write([])
-    document = {**document, "suite": options.suite, "claims": claims(document), "rates": search_lines(searches)}
+        run_peers(peers, plan.wanted, options.root)
+        document = Results(plan, options.root, peer_runs(peers, plan.wanted)).write([])
+    document = {**document, "suite": options.suite, "claims": claims(document), "rates": tried}
     if options.write:
         _write(document)
     answer(document, [section(document)], as_json=options.json)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
-from pipelinerl_core.comparison.plan import Plan
+from pipelinerl_core.comparison.plan import Plan, Wanted, plan_comparison
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
+from pipelinerl_core.comparison.tuning import parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import root_url
@@ -33,6 +34,18 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def plan_tuned(wanted: Wanted, rates: str, root: str) -> tuple[Plan, list[str]]:
+    """The plan with every arm at its best learning rate of --rates, after the runs of the search, and what was tried.
+
+    rates: empty: the plan as wanted, and no lines.
+    """
+    plan = plan_comparison(wanted)
+    if not rates:
+        return plan, []
+    best, searches = tuned(wanted, parse_rates(rates), lambda search: carry_out(search, root))
+    return plan_comparison(best), search_lines(searches)
+
+
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
     """Check the first run and run the flow, which checks every other run at its start; returns comparison.json."""
     for line in check_all(plan.runs[0].config, root_url(root)):
@@ -45,4 +58,4 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 def show(document: dict[str, Any], *, as_json: bool) -> None:
     """Print the result of a comparison."""
     page = f"{document['url'].removeprefix('file://')}/{HTML_KEY}"
-    answer(document, [markdown(document), "", f"page: {page}"], as_json=as_json)
+    answer(document, [markdown(document), "", *document["rates"], f"page: {page}"], as_json=as_json)

@@ -24,7 +24,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.jobs import Job
-from pipelinerl_core.run.locate import root_url
+from pipelinerl_core.run.locate import plain_name, root_url
 from pipelinerl_core.supervision.checks import check_http
 from pipelinerl_core.supervision.process_groups import await_groups
 
@@ -52,7 +52,8 @@ def run_training(job: Job) -> dict[str, Any]:
         opened.append(run)
         say(f"run {run.run_id} at {run.store.url}")
 
-    flow = _with_body(train, lambda: train_run(job, is_checked=True, on_open=on_open))
+    name = job.run.run_id if job.run else plain_name(job.preset)
+    flow = _with_body(train, name, lambda: train_run(job, is_checked=True, on_open=on_open))
     report = _run(lambda: flow(**parameters), job.config, root, lambda: _say_how_to_resume(root, opened))
     if report["steps"] < job.config.trainer.steps:
         say(f"drained after step {report['steps']} of {job.config.trainer.steps}")
@@ -78,7 +79,7 @@ def run_comparison(plan: Plan, root: str) -> dict[str, Any]:
         "name": wanted.name,
         "root": root,
     }
-    flow = _with_body(compare, lambda: compare_runs(plan, root, checked=first.run_id))
+    flow = _with_body(compare, plan.name, lambda: compare_runs(plan, root, checked=first.run_id))
 
     def say_how_to_continue() -> None:
         say("continue with the same command; finished runs are not repeated")
@@ -101,7 +102,7 @@ def run_study(planned: WhatIf) -> dict[str, Any]:
         "ess_share": planned.ess_share,
         "root": root,
     }
-    flow = _with_body(study, lambda: study_arms(planned))
+    flow = _with_body(study, f"study-{run.run_id}", lambda: study_arms(planned))
 
     def say_how_to_continue() -> None:
         say("continue with the same command; finished arms are not repeated")
@@ -109,12 +110,12 @@ def run_study(planned: WhatIf) -> dict[str, Any]:
     return _run(lambda: flow(**parameters), first.config, root, say_how_to_continue)
 
 
-def _with_body(flow: Flow[..., Any], body: Callable[[], Any]) -> Callable[..., Any]:
-    """A copy of the flow that runs `body` instead of the flow's function.
+def _with_body(flow: Flow[..., Any], name: str, body: Callable[[], Any]) -> Callable[..., Any]:
+    """A copy of the flow whose runs have the given name, and that runs `body` instead of the flow's function.
 
     Prefect records and shows the parameters; the caller has parsed and checked them, and `body` holds the result.
     """
-    prepared = flow.with_options()
+    prepared = flow.with_options(flow_run_name=name)
     prepared.fn = wraps(flow.fn)(lambda *_, **__: body())
     return prepared
 

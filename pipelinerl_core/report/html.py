@@ -207,7 +207,11 @@ def _length_bias(ledger: Mapping[str, int], length_bias: Mapping[str, Any]) -> s
         tag = "th" if name == "generated" else "td"
         rows.append("".join(f"<{tag}>{cell}</{tag}>" for cell in cells))
     is_balanced = sum(ledger[name] for name in _classes(ledger)) == total
-    verdict = "The classes add up." if is_balanced else "The classes do not add up: run `pipelinerl audit`."
+    verdict = (
+        "The classes account for every generated token."
+        if is_balanced
+        else "The classes do not account for every generated token: run `pipelinerl audit`."
+    )
     if length_bias["bias"] is not None:
         verdict += f" Trained over generated mean length: {length_bias['bias']:.2f}."
     table = "".join(f"<tr>{row}</tr>" for row in rows)

@@ -263,11 +263,14 @@ def _lengths(live: Any, last: Commit | None) -> Mapping[str, LengthTotals]:
 
 
 def _eta(recent: Sequence[Commit], steps: int) -> float | None:
-    """Seconds to the last step at the median pace of `recent` steps: the time between two starts has no effect."""
-    if len(recent) < 2:
+    """Seconds to the last step at the median pace of `recent` steps: the time between two starts has no effect.
+
+    None before the second step. Of two paces the faster counts: the first step waits until the engines have started.
+    """
+    if len(recent) < 3:
         return None
     paces = [(b.committed_at - a.committed_at) / (b.step - a.step) for a, b in itertools.pairwise(recent)]
-    return max(0.0, statistics.median(paces) * (steps - recent[-1].step))
+    return max(0.0, statistics.median_low(paces) * (steps - recent[-1].step))
 
 
 def _milliseconds(seconds: float | None) -> float | None:

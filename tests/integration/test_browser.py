@@ -236,7 +236,13 @@ def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world
     page.go(f"{world.live}/")
     page.sees(f"{world.report['run_id']}: finished, step {STEPS}/{STEPS}")
     page.sees("Reward against rollouts trained", "Lag of trained tokens", "Token ledger", "masked_stale")
-    page.sees("Roles over time", "actor-0", "trainer", "Share of the tokens generated so far", "The classes add up.")
+    page.sees(
+        "Roles over time",
+        "actor-0",
+        "trainer",
+        "Share of the tokens generated so far",
+        "The classes account for every generated token.",
+    )
     drawn = page.value(
         "[...document.querySelectorAll('svg')].filter(one => one.getBoundingClientRect().width > 100).length"
     )

@@ -102,6 +102,8 @@ def test_compare_refuses_bad_input_with_one_line():
     assert "arm b: engine.kvs: no such key" in refused("compare", "--arm", "a:", "--arm", "b: engine.kvs=keep")
     assert "--target 1.5" in refused("compare", *TWO_ARMS, "--target", "1.5")
     assert "--seeds a" in refused("compare", *TWO_ARMS, "--seeds", "a")
+    assert "at least two learning rates" in refused("compare", *TWO_ARMS, "--rates", "1e-4")
+    assert "at least two arms" in refused("compare", "--rates", "1e-4,2e-4"), "before the search"
 
 
 def test_bench_learning_names_its_arms_when_one_is_unknown():

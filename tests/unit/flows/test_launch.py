@@ -53,13 +53,17 @@ def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "_prefect_server", lambda config, root: nullcontext())
-    monkeypatch.setattr(launch, "_with_body", lambda flow, body: lambda **_: body())
+    monkeypatch.setattr(launch, "_with_body", lambda flow, name, body: lambda **_: body())
     monkeypatch.setattr(launch, "_say_ended", lambda how: None)
     monkeypatch.setattr(launch, "train_run", interrupted)
     with pytest.raises(SystemExit) as ended:
         launch.run_training(new_job("quickstart", (), str(tmp_path)))
     assert ended.value.code == 130
     assert f"continue with: pipelinerl resume of-this-command --root {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_flow_run_of_a_command_has_no_random_name():
+    assert launch._with_body(launch.train, "quickstart", dict).flow_run_name == "quickstart"
 
 
 def test_work_pools_without_a_server_are_refused_before_a_model_is_downloaded(monkeypatch, tmp_path):

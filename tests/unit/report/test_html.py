@@ -161,7 +161,7 @@ def test_the_ledger_says_how_long_the_completions_of_each_class_were(page):
     rows = [re.sub(r"<[^>]+>", " ", row).split() for table in tables for row in table.split("<tr>")]
     assert next(row for row in rows if row[:1] == ["trained"])[2:].count("&ndash;") == 0
     assert next(row for row in rows if row[:1] == ["in_flight"])[-3:] == ["&ndash;"] * 3, "no length yet"
-    assert "The classes add up. Trained over generated mean length: 1.00." in page
+    assert "The classes account for every generated token. Trained over generated mean length: 1.00." in page
 
 
 def test_before_and_after_are_both_shown(page):

@@ -64,6 +64,14 @@ def test_the_time_between_two_starts_is_not_in_the_estimate(follower):
     assert status_of(follower, hub(beat=START))["eta_seconds"] == pytest.approx(7 * 0.8)
 
 
+def test_the_estimate_starts_at_the_second_step_without_the_start_of_the_engines(follower):
+    commits = follower.commits.newest(4)
+    first = commits[1].model_copy(update={"committed_at": commits[0].committed_at + 60})
+    second = commits[2].model_copy(update={"committed_at": first.committed_at + 0.8})
+    assert live_view._eta([commits[0], first], 10) is None
+    assert live_view._eta([commits[0], first, second], 10) == pytest.approx(8 * 0.8)
+
+
 def test_a_hub_without_a_heartbeat_is_shown_as_stopped(follower):
     status = status_of(follower, hub(beat=START), silent_seconds=60.0)
     assert status["state"] == "stopped"

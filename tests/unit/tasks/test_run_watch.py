@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from prefect.client.schemas.actions import ArtifactCreate
 
 from pipelinerl.tasks import run_watch
 from pipelinerl.tasks.run_watch import STALL_SECONDS, RunWatch
@@ -105,3 +106,9 @@ def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_pa
     assert len(warnings) == 1
     assert "all rewards of 3 steps are equal (0.000): nothing is learned. reward.kind=sums: 1 if" in warnings[0]
     assert ', reference "' in warnings[0]
+
+
+@pytest.mark.parametrize("run_id", ["Half.Rate_lr1e-4-s0-deadbeef", "mine", "r-1"])
+def test_prefect_accepts_the_keys_of_a_run_of_any_name(watch, run_id):
+    watch._run = SimpleNamespace(run_id=run_id)
+    assert ArtifactCreate(key=watch._key("progress")).key.endswith("-progress")
