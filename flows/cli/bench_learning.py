@@ -24,7 +24,7 @@ SHORT = "short"
 CONTROLS = "off-policy"
 """The suite that compares the controls of the objective; the others compare schedules."""
 SHORT_ARMS = ("pipeline", "conventional-1", "off", "ess-scaling")
-RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results.md"
+RESULTS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "results.md"
 
 
 def main(arguments: Sequence[str]) -> None:

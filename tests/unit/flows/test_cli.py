@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelinerl.flows.cli import bench_learning
 from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
@@ -110,6 +111,10 @@ def test_bench_learning_names_its_arms_when_one_is_unknown():
     assert "no such arm; there are pipeline" in refused("bench", "learning", "--arms", "pipelin")
     chosen = ("--suite", "off-policy", "--arms", "pipeline")
     assert "no such arm; there are off, ess-scaling" in refused("bench", "learning", *chosen)
+
+
+def test_bench_learning_finds_the_page_that_it_updates():
+    assert bench_learning.RESULTS_PAGE.is_file()
 
 
 def test_simulate_paper_is_one_document_with_the_published_figures_beside_it():
