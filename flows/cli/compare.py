@@ -60,4 +60,5 @@ def compare(
         name=name,
     )
     plan, tried = plan_tuned(wanted, rates, root)
-    show({**carry_out(plan, root), "rates": tried}, as_json=as_json)
+    document = carry_out(plan, root)
+    show({**document, "rates": tried} if tried else document, as_json=as_json)

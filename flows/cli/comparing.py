@@ -58,4 +58,4 @@ def carry_out(plan: Plan, root: str) -> dict[str, Any]:
 def show(document: dict[str, Any], *, as_json: bool) -> None:
     """Print the result of a comparison."""
     page = f"{document['url'].removeprefix('file://')}/{HTML_KEY}"
-    answer(document, [markdown(document), "", *document["rates"], f"page: {page}"], as_json=as_json)
+    answer(document, [markdown(document), "", *document.get("rates", ()), f"page: {page}"], as_json=as_json)

@@ -55,6 +55,8 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
         ("rollouts_of_one_step_a_phase", f"pipeline trains {{}} times the rollouts per second of {ONE_STEP}"),
         ("april_rollouts_of_synchronous", "april trains {} times the rollouts per second of its synchronous twin"),
     ]
+    if best == ONE_STEP:
+        del sentences[1]  # the same ratio
     lines = [text.format(ratio_text(found[key])) for key, text in sentences if _known(found[key])]
     lines += _bound_lines(found)
     less = found["ess_less_than_best_conventional"]

@@ -121,12 +121,13 @@ def _leader(arm: Arm, arms: Iterable[Arm]) -> str:
 
 
 def search_lines(searches: Iterable[Search]) -> list[str]:
-    """Example: pipeline: 0.0001 52 s, 0.0002 43 s, 0.0004 not reached; chosen: 0.0002."""
+    """Example: learning rate of pipeline, seed 99: 0.0001 52 s, 0.0002 43 s, 0.0004 not reached; chosen: 0.0002."""
     lines = []
     for search in searches:
         tried = ", ".join(
             f"{rate:.3g} {'not reached' if seconds is None else f'{seconds:.0f} s'}"
             for rate, seconds in sorted(search.seconds.items())
         )
-        lines.append(f"{search.arm}: {tried}; chosen: {search.best:.3g}{' (at the edge)' * search.is_at_edge}")
+        chosen = f"{search.best:.3g}{' (at the edge)' * search.is_at_edge}"
+        lines.append(f"learning rate of {search.arm}, seed {SEED}: {tried}; chosen: {chosen}")
     return lines

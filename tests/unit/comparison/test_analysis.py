@@ -218,6 +218,13 @@ def test_the_claims_are_about_the_best_conventional_arm():
     )
 
 
+def test_a_ratio_is_said_once_if_one_step_a_phase_is_the_best():
+    document, _ = example()
+    arms = {name: entry for name, entry in document["arms"].items() if name != "conventional-4"}
+    sooner = [line for line in claim_lines({**document, "arms": arms}) if "sooner" in line]
+    assert sooner == ["pipeline reaches 0.5 1.75 (1.50 to 2.00) times sooner than conventional-1, the best of them"]
+
+
 def test_an_arm_that_missed_the_target_with_one_seed_is_not_the_best():
     times = {"conventional-1": {0: 20.0, 1: 20.0}, "conventional-2": {0: 10.0, 1: None}}
     assert (

@@ -51,7 +51,9 @@ def test_every_arm_has_its_own_rate_and_the_grid_grows_beyond_its_edges():
     assert sorted(searches[0].seconds) == [1e-4, 2e-4, 4e-4]
     assert sorted(searches[1].seconds) == [1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3, 3.2e-3]
     assert {run.seed for plan in machine.plans for run in plan.runs} == {SEED}
-    assert search_lines(searches)[0] == "pipeline: 0.0001 100 s, 0.0002 50 s, 0.0004 100 s; chosen: 0.0002"
+    assert search_lines(searches)[0] == (
+        "learning rate of pipeline, seed 99: 0.0001 100 s, 0.0002 50 s, 0.0004 100 s; chosen: 0.0002"
+    )
 
 
 def test_a_lower_rate_is_tried_too_and_rates_that_reach_nothing_are_named():
