@@ -24,6 +24,7 @@ from pipelinerl_core.comparison.plan import (
     PlannedRun,
     Wanted,
     incomplete_runs,
+    is_complete,
     plan_comparison,
 )
 from pipelinerl_core.comparison.results import Results, RunsFailed
@@ -33,6 +34,7 @@ from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.html import duration
 from pipelinerl_core.run.locate import root_url, run_url
 from pipelinerl_core.run.mlflow_run import closing
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.telemetry.mlflow import PARENT_TAG
 
 Arms = Annotated[
@@ -119,14 +121,7 @@ def run_all(
         logger.info("run %d of %d: %s, seed %d%s", num_done, len(plan.runs), run.arm, run.seed, left)
         begun_at = time.monotonic()
         try:
-            run_arm.with_options(flow_run_name=run.run_id)(
-                run_url(root, run.run_id),
-                run.config,
-                plan.wanted.target,
-                plan.enough_reward,
-                {**labels, "arm": run.arm},
-                run.run_id == checked,
-            )
+            run_to_target(plan, run, run_url(root, run.run_id), labels, is_checked=run.run_id == checked)
         except ConfigError:
             raise
         except PipelineRLError as error:
@@ -137,6 +132,19 @@ def run_all(
         results.add_seconds(run, seconds)
         write_comparison(results, budget.dropped)
     return budget.dropped
+
+
+def run_to_target(
+    plan: Plan, run: PlannedRun, url: str, labels: Mapping[str, str], *, is_checked: bool = False
+) -> None:
+    """Train and evaluate a planned run until it has reached the target, or is at its last step."""
+    for enough_reward in plan.rewards_to_stop():
+        run_arm.with_options(flow_run_name=run.run_id)(
+            url, run.config, plan.wanted.target, enough_reward, {**labels, "arm": run.arm}, is_checked
+        )
+        if is_complete(open_store(url), plan, run):
+            return
+        get_run_logger().info("%s: below the target at reward %.2f", run.run_id, enough_reward)
 
 
 def trimmed(budget: Budget, pending: Sequence[PlannedRun], num_arms: int) -> list[PlannedRun]:

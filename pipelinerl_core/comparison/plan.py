@@ -6,13 +6,13 @@ finds the same runs, and a changed setting creates new runs.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from pipelinerl_core import __version__
-from pipelinerl_core.comparison.analysis import has_reached, rewards_of
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.config.arm import Arm, distinct
 from pipelinerl_core.config.model_path import builtin_recipe, seeded_path
@@ -27,6 +27,10 @@ from pipelinerl_core.storage.object_store import open_store
 
 MARGIN = 0.07
 """A run is stopped when its training reward exceeds the target by MARGIN: held-out accuracy lags behind reward."""
+_MORE = 0.05
+"""A run that is below the target when it is stopped continues to a training reward that is higher by this."""
+_NEVER = 1e9
+"""A training reward that no run reaches; finite, because Prefect stores it as JSON."""
 BUDGET_MINUTES = 50.0
 # Durable weights every few steps, so that accuracy can be measured after the run; the user's settings override this.
 _DEFAULTS = ("weights.durable_every=5", "weights.keep=0", "eval.subset=0", "eval.max_seconds=1800")
@@ -80,10 +84,13 @@ class Plan:
         """Key of the comparison below the root."""
         return f"comparisons/{self.name}-{self.digest}"
 
-    @property
-    def enough_reward(self) -> float:
-        """Training reward at which a run is stopped."""
-        return self.wanted.target + self.wanted.margin
+    def rewards_to_stop(self) -> list[float]:
+        """Training rewards at which a run is stopped and evaluated, one after the other until it reaches the target.
+
+        No run reaches the last of them: such a run continues to its last step.
+        """
+        first = self.wanted.target + self.wanted.margin
+        return [*(first + _MORE * more for more in range(math.ceil((1 - first) / _MORE))), _NEVER]
 
 
 def plan_comparison(wanted: Wanted) -> Plan:
@@ -149,12 +156,6 @@ def digest_of(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def is_trained(follower: RunFollower, steps: int, enough_reward: float) -> bool:
-    """Whether the commits contain the last step, or the training reward has reached `enough_reward`."""
-    last = follower.last
-    return last is not None and (last.step >= steps or has_reached(rewards_of(follower.commits), enough_reward))
-
-
 def is_evaluated(follower: RunFollower, target: float) -> bool:
     """Whether every durable version up to the first version at the target has an accuracy."""
     accuracies = {step: record.accuracy for step, record in follower.evals.items()}
@@ -162,7 +163,7 @@ def is_evaluated(follower: RunFollower, target: float) -> bool:
 
 
 def is_complete(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
-    """Whether a run has a report, and either has reached the target or is completely trained and evaluated."""
+    """Whether a run has a report, and either has reached the target or is trained to its last step and evaluated."""
     if not store.exists(RUN_KEY) or not store.exists(REPORT_JSON_KEY):
         return False
     follower = RunFollower(store)
@@ -170,8 +171,9 @@ def is_complete(store: ObjectStore, plan: Plan, run: PlannedRun) -> bool:
     accuracies = {step: record.accuracy for step, record in follower.evals.items()}
     if has_passed(accuracies, plan.wanted.target):
         return True
-    is_done = is_trained(follower, run.config.trainer.steps, plan.enough_reward)
-    return is_done and is_evaluated(follower, plan.wanted.target)
+    last = follower.last
+    is_trained = last is not None and last.step >= run.config.trainer.steps
+    return is_trained and is_evaluated(follower, plan.wanted.target)
 
 
 def incomplete_runs(plan: Plan, root: str) -> list[PlannedRun]:

@@ -133,6 +133,15 @@ def test_a_run_that_was_stopped_past_the_target_is_done_for_that_target_alone(tm
     assert not is_complete(store, plan_of(**settings, target=0.6), plan.runs[0])
 
 
+def test_a_run_that_was_stopped_below_the_target_is_not_done_and_continues_to_a_higher_reward(tmp_path):
+    plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
+    store = write_run(tmp_path, plan.runs[0], rewards=[0.61] * 10, accuracies=dict.fromkeys(range(11), 0.4))
+    assert not is_complete(store, plan, plan.runs[0])
+    rewards = plan.rewards_to_stop()
+    assert rewards[:3] == pytest.approx([0.57, 0.62, 0.67])
+    assert rewards[-2] < 1 < rewards[-1], "at last every run continues to its last step"
+
+
 def test_a_run_with_two_versions_past_the_target_is_done_whatever_its_training_reward(tmp_path):
     plan = plan_of(seeds=(0,), overrides=("trainer.steps=50",), target=0.5)
     store = write_run(tmp_path, plan.runs[0], rewards=[0.3] * 4, accuracies={1: 0.2, 2: 0.5, 3: 0.4, 4: 0.6})
