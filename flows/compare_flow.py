@@ -137,12 +137,12 @@ def run_all(
 def run_to_target(
     plan: Plan, run: PlannedRun, url: str, labels: Mapping[str, str], *, is_checked: bool = False
 ) -> None:
-    """Train and evaluate a planned run until it has reached the target, or is at its last step."""
+    """Train and evaluate a planned run until it has reached the target, is at its last step, or is drained."""
     for enough_reward in plan.rewards_to_stop():
-        run_arm.with_options(flow_run_name=run.run_id)(
+        is_enough = run_arm.with_options(flow_run_name=run.run_id)(
             url, run.config, plan.wanted.target, enough_reward, {**labels, "arm": run.arm}, is_checked
         )
-        if is_complete(open_store(url), plan, run):
+        if not is_enough or is_complete(open_store(url), plan, run):
             return
         get_run_logger().info("%s: below the target at reward %.2f", run.run_id, enough_reward)
 
@@ -165,8 +165,11 @@ def run_arm(
     enough_reward: float,
     labels: dict[str, str],
     is_checked: bool = False,
-) -> None:
-    """One run of a comparison: train until the reward is above target and margin, evaluate the versions, report."""
+) -> bool:
+    """One run of a comparison: train until the reward is at `enough_reward`, evaluate the versions, report.
+
+    Returns whether the reward is at `enough_reward`.
+    """
     run, tracker = open_at(url, config, labels, is_checked=is_checked)
     with RunWatch(run, tracker) as watch:
 
@@ -181,3 +184,4 @@ def run_arm(
         finally:
             roles.stop()
         watch.finish(write_reports(run))
+        return is_enough()
