@@ -53,7 +53,10 @@ def notes(document: Document) -> list[str]:
     lines += [str(line) for line in document["dropped"]]
     lines += [f"{run} failed: {reason}" for run, reason in document["failed"].items()]
     if document["resumed"]:
-        lines.append(f"resumed {document['resumed']} times; the time between a stop and a resume is not counted")
+        lines.append(
+            f"runs were resumed {document['resumed']} times, after an interruption or because they were stopped "
+            "below the target; the time between a stop and a resume is not counted"
+        )
     if len(document["code_versions"]) > 1:
         versions = ", ".join(document["code_versions"])
         lines.append(f"the runs come from different code versions ({versions}); to run all of them again, set --root")
