@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelinerl.flows.cli.console import answer, say
-from pipelinerl_core.comparison.plan import Plan, Wanted, plan_comparison
+from pipelinerl_core.comparison.plan import Plan, Wanted, incomplete_runs, plan_comparison
 from pipelinerl_core.comparison.results import HTML_KEY
 from pipelinerl_core.comparison.table import markdown
 from pipelinerl_core.comparison.tuning import parse_rates, search_lines, tuned
 from pipelinerl_core.config.arm import Arm, parse_arm, read_arms
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import root_url
-from pipelinerl_core.supervision.checks import check_all
+from pipelinerl_core.supervision.checks import check_all, space_lines
 
 
 def split_source(source: str, overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
@@ -48,7 +48,9 @@ def plan_tuned(wanted: Wanted, rates: str, root: str) -> tuple[Plan, list[str]]:
 
 def carry_out(plan: Plan, root: str) -> dict[str, Any]:
     """Check the first run and run the flow, which checks every other run at its start; returns comparison.json."""
-    for line in check_all(plan.runs[0].config, root_url(root)):
+    lines = check_all(plan.runs[0].config, root_url(root))
+    lines += space_lines([run.config for run in incomplete_runs(plan, root)], root_url(root))
+    for line in lines:
         say(line)
     from pipelinerl.flows.cli.launch import run_comparison
 

@@ -5,7 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
@@ -338,16 +338,12 @@ def check_space(config: RunConfig, root: str) -> None:
     """The root's disk and shared memory have enough free space for this run."""
     model_bytes = model_size(config.model.path)
     version_bytes = _version_size(config, model_bytes)
-    num_durable = config.trainer.steps // config.weights.durable_every + 1
-    if config.weights.keep:
-        num_durable = min(num_durable, 2 * config.weights.keep)
-    needed = num_durable * version_bytes + _OPTIMIZER_COPIES * _KEPT_CHECKPOINTS * model_bytes + _SMALL_FILES_BYTES
     directory = local_directory(root)
     if directory is not None:
         _require_free(
             directory,
-            needed,
-            f"for {num_durable} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
+            _stored_bytes(config),
+            f"for {_num_durable(config)} durable weight versions of {_size(version_bytes)} and {_KEPT_CHECKPOINTS} "
             "checkpoints. Raise weights.durable_every, lower weights.keep or choose another --root",
         )
     if config.weights.transport == "shm":
@@ -364,6 +360,35 @@ def check_space(config: RunConfig, root: str) -> None:
             staged * model_bytes,
             f"for {staged} merged models of {_size(model_bytes)}. Enlarge it (docker run --shm-size)",
         )
+
+
+def space_lines(configs: Sequence[RunConfig], root: str) -> list[str]:
+    """A warning if the root's disk has not enough free space for all of these runs, which are carried out in turn."""
+    directory = local_directory(root)
+    needed = sum(_stored_bytes(config) for config in configs)
+    if directory is None or (free := _free(directory)) >= needed:
+        return []
+    return [
+        f"{directory}: {_size(free)} free, but {len(configs)} runs need up to {_size(needed)}, and a run that "
+        "does not fit is not started. Raise weights.durable_every, lower weights.keep or choose another --root"
+    ]
+
+
+def _num_durable(config: RunConfig) -> int:
+    """Durable weight versions that a run keeps."""
+    num_durable = config.trainer.steps // config.weights.durable_every + 1
+    return min(num_durable, 2 * config.weights.keep) if config.weights.keep else num_durable
+
+
+def _stored_bytes(config: RunConfig) -> int:
+    """Bytes that a whole run needs at its root: durable versions, checkpoints, rollouts and logs."""
+    model_bytes = model_size(config.model.path)
+    checkpoint_bytes = _OPTIMIZER_COPIES * model_bytes
+    return (
+        _num_durable(config) * _version_size(config, model_bytes)
+        + _KEPT_CHECKPOINTS * checkpoint_bytes
+        + _SMALL_FILES_BYTES
+    )
 
 
 def _version_size(config: RunConfig, model_bytes: int) -> int:
@@ -391,10 +416,15 @@ def model_size(path: str) -> int:
 
 
 def _require_free(directory: Path, needed: int, purpose: str) -> None:
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = _free(directory)
     if free < needed:
         raise ConfigError(f"{directory}: {_size(free)} free, but this run needs about {_size(needed)} {purpose}")
+
+
+def _free(directory: Path) -> int:
+    """Free bytes on the disk of a directory, which may be missing."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _size(num_bytes: int) -> str:

@@ -83,6 +83,16 @@ def test_too_little_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
         checks.check_space(config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}")
 
 
+def test_several_runs_that_do_not_all_fit_on_the_disk_are_named_before_the_first_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5_000_000_000}))
+    run, root = config("trainer.steps=300", "weights.durable_every=25"), f"file://{tmp_path}"  # 2.4 GB
+    assert checks.space_lines([run, run], root) == []
+    (line,) = checks.space_lines([run, run, run], root)
+    assert "5.0 GB free, but 3 runs need up to 7.2 GB" in line
+    assert checks.space_lines([run] * 3, "s3://bucket/runs") == []
+
+
 def test_too_little_shared_memory_is_refused_and_only_where_it_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "model_size", lambda path: 100_000_000)
     free = {str(tmp_path): 10**12}
