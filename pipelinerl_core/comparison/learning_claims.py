@@ -61,7 +61,7 @@ def claim_lines(document: Mapping[str, Any]) -> list[str]:
     lines += _bound_lines(found)
     less = found["ess_less_than_best_conventional"]
     if _known(less):
-        lines.append(f"the mean ESS of pipeline is {less['mean']:.3f} below that of {best}")
+        lines.append(f"pipeline has a mean ESS {less['mean']:.3f} lower than {best}")
     return lines
 
 
