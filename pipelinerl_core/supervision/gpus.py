@@ -3,11 +3,16 @@
 A GPU is assigned by a lock file in shared memory, which the supervisor of a role holds while it supervises: two runs
 of one host never share a GPU unnoticed, and a killed supervisor frees its GPUs. Containers take part if they share
 the host's /dev/shm (docker: ipc_mode: host). With placement.share_gpu, the roles of one run share a GPU.
+
+A GPU has one lock file for all users, and per user a note, `<uuid>.<user id>`, with the run and the role of the
+process that holds the note's lock. Any user can lock these files and create others, so this module never follows a
+link, never writes a file of another user and never waits for a lock without a deadline.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -15,7 +20,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import IO
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import ConfigError, DeadlineExceeded
@@ -28,6 +32,10 @@ _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 20.0
 _QUERY = ("--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits")
 _MIB = 2**20
+_CHOICE = "all"
+"""The lock of the process that chooses GPUs, held for milliseconds."""
+_DIRECTORY_MODE = 0o1777  # sticky: a user can neither remove nor replace files of other users
+_NOTE_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,78 +147,133 @@ def claimed_gpus(
         )
     with ExitStack() as held:
         deadline = time.monotonic() + seconds
-        while (devices := _claim(held, gpus, wanted, run_id, name, share=config.placement.share_gpu)) is None:
-            if time.monotonic() > deadline:
+        devices = None
+        while devices is None:
+            is_late = time.monotonic() > deadline
+            try:
+                devices = _claim(held, gpus, wanted, run_id, name, share=config.placement.share_gpu)
+                problem = ", ".join(holders(gpus)) if devices is None and is_late else ""
+            except OSError as error:
+                problem = f"{CLAIMS}: {error}"
+            if devices is None and is_late:
                 raise DeadlineExceeded(
                     f"{name}: {wanted} GPUs wanted, and within {seconds:.0f} s not as many were free of {len(gpus)}: "
-                    f"{', '.join(holders(gpus))}. End the other run, or lower placement.actors"
+                    f"{problem}. End the other run, or lower placement.actors"
                 )
-            if stop.wait(_POLL_SECONDS):
+            if devices is None and stop.wait(_POLL_SECONDS):
                 devices = ()
-                break
         yield {DEVICES_VARIABLE: ",".join(devices), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def _claim(
     held: ExitStack, gpus: tuple[Gpu, ...], wanted: int, run_id: str, name: str, *, share: bool
 ) -> tuple[str, ...] | None:
-    """Lock the first `wanted` free GPUs, or, to share, those that this run has. None: not enough are free."""
+    """Lock the first `wanted` free GPUs, or, to share, those that this run has. None: not now.
+
+    Waits for no lock. Raises OSError if a file is not usable.
+    """
     if not wanted:
         return ()
-    CLAIMS.mkdir(exist_ok=True)
-    _share_with_all_users(CLAIMS, 0o777)  # not sticky: Linux would refuse to open files of other users there
-    with ExitStack() as locked, _open(CLAIMS / "all") as everything:
-        fcntl.flock(everything, fcntl.LOCK_EX)  # held for milliseconds: one process chooses at a time
-        owners = [_owner(gpu) for gpu in gpus]
-        own = [gpu for gpu, owner in zip(gpus, owners, strict=True) if share and owner.startswith(f"{run_id}/")]
-        free = [gpu for gpu, owner in zip(gpus, owners, strict=True) if not owner]
-        chosen = (own + free)[:wanted]
-        if len(chosen) < wanted:
+    with _claims() as directory, ExitStack() as choosing, ExitStack() as locked:
+        if not _lock(_opened(choosing, directory, _CHOICE, os.O_CREAT), fcntl.LOCK_EX):
+            return None
+        own = [gpu for gpu in gpus if share and _note(directory, _note_name(gpu)).startswith(f"{run_id}/")]
+        chosen: list[Gpu] = []
+        for gpu in [*own, *(gpu for gpu in gpus if gpu not in own)]:
+            file = _opened(locked, directory, _name(gpu), os.O_CREAT)
+            is_taken = gpu in own or _lock(file, fcntl.LOCK_EX)
+            if is_taken and (not share or _lock(file, fcntl.LOCK_SH)):
+                chosen.append(gpu)
+            if len(chosen) == wanted:
+                break
+        else:
             return None
         for gpu in chosen:
-            file = locked.enter_context(_open(_lock_file(gpu)))
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            _write_owner(file, f"{run_id}/{name}")
+            note = _opened(locked, directory, _note_name(gpu), os.O_CREAT | os.O_RDWR)
+            if not _lock(note, fcntl.LOCK_SH):
+                return None
+            os.ftruncate(note, 0)
+            os.pwrite(note, f"{run_id}/{name}".encode(), 0)
         held.push(locked.pop_all())
     return tuple(gpu.device for gpu in chosen)
 
 
 def holders(gpus: tuple[Gpu, ...]) -> list[str]:
-    """A text for each GPU that a role has: "GPU 0: quickstart-1/actor-0"."""
-    owners = ((gpu, _owner(gpu)) for gpu in gpus)
-    return [f"GPU {gpu.device}: {owner}" for gpu, owner in owners if owner]
+    """A text for each GPU that a process has: "GPU 0: quickstart-1/actor-0"; also for the lock of the choice.
+
+    Raises OSError.
+    """
+    shown = {_CHOICE: str(CLAIMS / _CHOICE)} | {_name(gpu): f"GPU {gpu.device}" for gpu in gpus}
+    texts = []
+    with _claims() as directory, ExitStack() as files:
+        for name, place in shown.items():
+            if not _lock(_opened(files, directory, name, os.O_CREAT), fcntl.LOCK_EX):
+                notes = [_note(directory, one) for one in os.listdir(directory) if one.startswith(f"{name}.")]
+                texts.append(f"{place}: {', '.join(filter(None, notes)) or 'another process'}")
+    return texts
 
 
-def _lock_file(gpu: Gpu) -> Path:
-    return CLAIMS / gpu.uuid.replace("/", "_")
+def _name(gpu: Gpu) -> str:
+    return gpu.uuid.replace("/", "_").replace(".", "_")
 
 
-def _open(path: Path) -> IO[str]:
-    """A lock file, created for the processes of all users of this host."""
-    file = path.open("a+", encoding="utf-8")
-    _share_with_all_users(path, 0o666)
+def _note_name(gpu: Gpu) -> str:
+    return f"{_name(gpu)}.{os.geteuid()}"
+
+
+@contextmanager
+def _claims() -> Iterator[int]:
+    """A descriptor of CLAIMS, which is created if it is missing. Raises OSError."""
+    with suppress(FileExistsError):
+        CLAIMS.mkdir(_DIRECTORY_MODE)
+    directory = os.open(CLAIMS, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(directory)
+        if os.geteuid() in (0, status.st_uid):
+            os.fchmod(directory, _DIRECTORY_MODE)  # the umask, or an earlier release, has chosen another mode
+        elif not status.st_mode & stat.S_ISVTX:
+            raise OSError(f"user {status.st_uid} made it without the sticky bit; the user or root must set mode 1777")
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _opened(stack: ExitStack, directory: int, name: str, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file in CLAIMS, closed with `stack`. Raises OSError, also if the file is not what its name
+    says: a plain file, and a note of the user whose id the name has.
+
+    Only without O_CREAT Linux opens files of other users in a sticky directory (fs.protected_regular).
+    """
+    safe = os.O_NOFOLLOW | os.O_NONBLOCK | flags & ~os.O_CREAT
+    try:
+        file = os.open(name, safe, dir_fd=directory)
+        stack.callback(os.close, file)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+        file = os.open(name, safe | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory)
+        stack.callback(os.close, file)
+        os.fchmod(file, 0o644)  # whatever the umask: a process locks the file through a read-only descriptor
+    status, user = os.fstat(file), name.partition(".")[2]
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or user not in ("", str(status.st_uid)):
+        raise OSError(f"user {status.st_uid} has put something else in the place of the file {name!r}")
     return file
 
 
-def _share_with_all_users(path: Path, mode: int) -> None:
-    with suppress(PermissionError):  # another user has created the path, with this mode
-        path.chmod(mode)
-
-
-def _owner(gpu: Gpu) -> str:
-    """Run and role of a process that has a GPU; empty: the GPU is free."""
+def _lock(file: int, how: int) -> bool:
+    """Lock a file, or False if another process holds a lock that excludes this one."""
     try:
-        with _lock_file(gpu).open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "another run"
-    except FileNotFoundError:
-        pass
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _note(directory: int, name: str) -> str:
+    """Run and role of the process that holds the lock of a note; empty if none does or the note is not usable."""
+    with ExitStack() as stack, suppress(OSError):
+        file = _opened(stack, directory, name)
+        if not _lock(file, fcntl.LOCK_EX):
+            text = os.pread(file, _NOTE_BYTES, 0).decode(errors="replace")
+            return "".join(letter for letter in text if letter.isprintable())
     return ""
-
-
-def _write_owner(file: IO[str], owner: str) -> None:
-    file.truncate(0)
-    file.write(owner)
-    file.flush()

@@ -4,10 +4,12 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -118,16 +120,157 @@ def test_a_shared_gpu_is_for_one_run(tmp_path, monkeypatch):
             claim(runs, "actor", "actor-0", run_id="three")
 
 
-def test_the_locks_are_open_to_the_processes_of_all_users(tmp_path, monkeypatch):
-    host_of(tmp_path, monkeypatch, 1)
+@pytest.fixture
+def shared(monkeypatch):
+    """A host with one GPU, whose lock files all users reach; yields the directory of the lock files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        place = Path(directory)
+        place.chmod(0o1777)
+        (place / "host").mkdir()
+        host_of(place / "host", monkeypatch, 1)
+        monkeypatch.setattr(gpus, "CLAIMS", place / "claims")
+        yield place / "claims"
+
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user, which only root can become")
+
+
+def another_user(program, *arguments):
+    """A process of the user nobody; the program has imported `gpus` and `run` before it became this user."""
+    begin = (
+        "import fcntl, os, signal, sys, time\nfrom contextlib import ExitStack\nfrom pathlib import Path\n"
+        "from pipelinerl_core.supervision import gpus\n"
+        f"claims = gpus.CLAIMS = Path({str(gpus.CLAIMS)!r})\nos.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "gpu = gpus.Gpu('0', 'GPU-00aa-bb', 'H100', 1)\n"
+    )
+    command = [sys.executable, "-c", begin + textwrap.dedent(program), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def says(process):
+    """The first line that a process prints."""
+    return process.stdout.readline().strip()
+
+
+def end(process):
+    process.kill()
+    process.communicate()
+
+
+def test_the_locks_are_open_to_the_processes_of_all_users(shared):
     before = os.umask(0o077)
     try:
         with ExitStack() as run:
             claim(run, "actor", "actor-0")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "claims").stat().st_mode) == 0o777
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "claims").iterdir()} == {0o666}
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in shared.iterdir()} == {
+        "all": 0o644, "GPU-00aa-bb": 0o644, f"GPU-00aa-bb.{os.geteuid()}": 0o644
+    }  # fmt: skip
+
+
+@as_root
+def test_two_users_exclude_each_other_and_each_sees_who_has_the_gpu(shared):
+    program = """
+    with ExitStack() as held:
+        print(gpus._claim(held, (gpu,), 1, "theirs", "actor-0", share=False), gpus.holders((gpu,)), flush=True)
+        sys.stdin.readline()
+    """
+    with ExitStack() as run:
+        claim(run, "actor", "actor-0")
+        other = another_user(program)
+        assert says(other) == "None ['GPU 0: one/actor-0']", "a file of root, locked through a read-only descriptor"
+        end(other)
+    other = another_user(program)
+    try:
+        assert says(other) == "('0',) ['GPU 0: theirs/actor-0']"
+        with ExitStack() as run, pytest.raises(DeadlineExceeded, match="GPU 0: theirs/actor-0"):
+            claim(run, "actor", "actor-0")
+    finally:
+        end(other)
+    with ExitStack() as run:
+        assert claim(run, "actor", "actor-0")["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@as_root
+@pytest.mark.parametrize("name", ["all", "GPU-00aa-bb"])
+@pytest.mark.parametrize("how", ["LOCK_SH", "LOCK_EX"])
+def test_a_lock_that_a_stopped_process_of_another_user_holds_ends_as_a_named_deadline(shared, name, how):
+    with ExitStack() as run:
+        claim(run, "actor", "actor-0")
+    program = """
+    file = os.open(claims / sys.argv[1], os.O_RDONLY)
+    fcntl.flock(file, getattr(fcntl, sys.argv[2]))
+    print("held", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    other = another_user(program, name, how)
+    try:
+        assert says(other) == "held"
+        place = {"all": str(shared / "all")}.get(name, "GPU 0")
+        with ExitStack() as run, pytest.raises(DeadlineExceeded, match=f"not as many were free.*{place}: another"):
+            claim(run, "actor", "actor-0")
+        stop = Event()
+        stop.set()
+        with claimed_gpus(config(), "one", "actor", "actor-0", stop, 60.0) as environment:
+            assert environment["CUDA_VISIBLE_DEVICES"] == "", "a stop is honoured before the deadline"
+    finally:
+        end(other)
+
+
+PLANTED = {
+    "a link": "os.symlink(sys.argv[1], claims / name)",
+    "a pipe": "os.mkfifo(claims / name)",
+    "a hard link": "pass",  # made below: Linux may refuse it to the user (fs.protected_hardlinks)
+    "a file that root cannot trust": "(claims / name).write_text('root:x')",
+}
+
+
+@as_root
+@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("name", ["all", "GPU-00aa-bb", "GPU-00aa-bb.0"])
+def test_what_another_user_puts_in_the_place_of_a_file_is_neither_followed_nor_written(shared, name, planted):
+    """The other user has created the directory, and so may put there what they like."""
+    victim = shared.parent / "victim"
+    victim.write_text("private")
+    victim.chmod(0o600)
+    program = f"claims.mkdir(); name = {name!r}; {PLANTED[planted]}; print('planted', flush=True)"
+    other = another_user(program, victim)
+    try:
+        assert says(other) == "planted"
+    finally:
+        end(other)
+    if planted == "a hard link":
+        os.link(victim, shared / name)
+    is_harmless = planted.startswith("a file") and not name.endswith(".0")  # such a file is only locked
+    with ExitStack() as run:
+        if is_harmless:
+            claim(run, "actor", "actor-0")
+        else:
+            with pytest.raises(DeadlineExceeded, match=rf"{shared}: .*{name}"):
+                claim(run, "actor", "actor-0")
+    assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("private", 0o600)
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
+
+
+@as_root
+def test_a_directory_that_another_user_left_open_to_all_is_repaired_by_root_only(shared):
+    shared.mkdir()
+    shared.chmod(0o777)  # as an earlier release
+    program = """
+    try:
+        gpus.holders((gpu,))
+    except OSError as error:
+        print(error, flush=True)
+    """
+    other = another_user(program)
+    assert says(other) == "user 0 made it without the sticky bit; the user or root must set mode 1777"
+    end(other)
+    with ExitStack() as run:
+        assert claim(run, "actor", "actor-0")["CUDA_VISIBLE_DEVICES"] == "0"
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
 CLAIMER = """
