@@ -253,7 +253,8 @@ class EnvironmentProcess:
         try:
             while line := await process.stdout.readline():
                 self._handle(line)
-        except (BadAnswer, Invalid, ValueError) as error:  # ValueError: the line exceeds the reader's limit
+        except (BadAnswer, Invalid, ValueError, RecursionError) as error:
+            # ValueError: the line exceeds the reader's limit. RecursionError: a value that the log cannot write.
             self._bad_answer = printable(str(error))[:200]
             process.kill()
 

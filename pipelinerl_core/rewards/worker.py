@@ -16,7 +16,6 @@ the kernel kills the process when its parent dies.
 
 import argparse
 import json
-import math
 import os
 import resource
 import signal
@@ -30,7 +29,7 @@ from pipelinerl_core.rewards import forked
 from pipelinerl_core.rewards.verifiers import Components, Evaluation, Verifier
 from pipelinerl_core.sandbox import isolation
 from pipelinerl_core.sandbox.child_process import claim_stdout, write_all
-from pipelinerl_core.sandbox.user_code import Invalid, failure_line
+from pipelinerl_core.sandbox.user_code import Invalid, failure_line, finite_or_none
 
 
 def main() -> None:
@@ -131,11 +130,12 @@ def _caught(scored: Callable[[], dict[str, Any]], file: str = "") -> dict[str, A
     """The result with its reward as a float, or the failure."""
     try:
         result = scored()
+        reward = finite_or_none(result.get("reward", 0.0))
     except Exception as error:  # noqa: BLE001  (the boundary: whatever a verifier raises is data)
         return {"error": failure_line(error, file), **({} if isinstance(error, Invalid) else {"raised": True})}
-    if "reward" in result and not math.isfinite(reward := float(result["reward"])):
-        return {"error": f"the reward is {reward}, not a finite number"}
-    return {**result, "reward": float(result["reward"])} if "reward" in result else result
+    if reward is None:
+        return {"error": "the reward is not a finite number"}
+    return {**result, "reward": reward} if "reward" in result else result
 
 
 if __name__ == "__main__":

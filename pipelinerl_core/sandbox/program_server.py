@@ -161,7 +161,7 @@ def _run(limits: Limits) -> NoReturn:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code & 0xFF)
+    os._exit(code & 0xFF or int(code != 0))  # the kernel keeps the low byte, which is 0 for 256
 
 
 def _read(size: int) -> bytes:

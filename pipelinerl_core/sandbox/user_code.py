@@ -12,10 +12,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from importlib import import_module
-from numbers import Real
+from numbers import Rational, Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, SupportsFloat
 
 from pipelinerl_core.ranges import COMPONENT_NAME, MAX_COMPONENTS, MAX_REWARD
 
@@ -129,7 +129,17 @@ def finite_number(value: Any, name: str, part: str = "") -> float:
     if not isinstance(value, Real):
         shown = "None (no `return`?)" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
         raise Invalid(f"{name} returned {shown}{part}, not a number")
-    number = float(value)
-    if not math.isfinite(number) or abs(number) > MAX_REWARD:
-        raise Invalid(f"{name} returned {number}{part}; rewards are finite and within {MAX_REWARD:g} of 0")
+    number = finite_or_none(value)
+    if number is None or abs(number) > MAX_REWARD:
+        shown = str(number or ("a number beyond float" if isinstance(value, Rational) else value))
+        raise Invalid(f"{name} returned {shown}{part}; rewards are finite and within {MAX_REWARD:g} of 0")
     return number
+
+
+def finite_or_none(value: SupportsFloat) -> float | None:
+    """The number as a finite float; None for nan, infinity, and an integer or fraction beyond float."""
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -267,6 +267,7 @@ def test_the_sandbox_ends_with_its_parent(choice):
 
 ADD = {"prompt": "Add.", "tests": json.dumps([{"stdin": "1 2", "stdout": "3"}, {"stdin": "5 5", "stdout": "10"}])}
 SQUARE = {"prompt": "Square.", "tests": ["assert square(3) == 9", "assert square(-2) == 4", "assert square(0) == 0"]}
+HALF = {"prompt": "Half.", "tests": ["assert half(3) == 1.5", "assert half(2) == 1.0"]}
 RIGHT_ADD = "print(sum(map(int, input().split())))"
 # Reply -> (task, solved, passed)
 REPLIES = {
@@ -291,6 +292,11 @@ REPLIES = {
     "def square(x): return [[]] * 10**6": (SQUARE, 0.0, 0.0),
     "x = []\nfor _ in range(5000): x = [x]\ndef square(y): return x": (SQUARE, 0.0, 0.0),
     "def square(x): return float('nan')": (SQUARE, 0.0, 0.0),
+    f"{RIGHT_ADD}\nraise SystemExit(256)": (ADD, 0.0, 0.0),
+    "def half(x): return x / 2": (HALF, 1.0, 1.0),
+    "def half(x): return 10**400": (HALF, 0.0, 0.0),
+    "def half(x): return 10**5000": (HALF, 0.0, 0.0),
+    "import os\nos.write(3, b'1' + b'0' * 400 + b'\\n')\ndef half(x): return x / 2": (HALF, 0.0, 0.0),
 }
 OVERRIDES = ["prompts.kind=file", "prompts.path=rows.jsonl"]
 

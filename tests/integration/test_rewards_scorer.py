@@ -60,6 +60,8 @@ def verify(text, task):
                 pass
     if word == "nan":
         return float("nan")
+    if word == "huge":
+        return 10**400
     if word == "secret":
         return float("PIPELINERL_TOKEN" in os.environ)
     return 1.0
@@ -198,9 +200,10 @@ def test_an_exception_of_the_verifier_is_data_in_one_line_and_not_tried_again(ma
 
 
 def test_memory_is_limited_and_a_reward_is_a_finite_number(make_scorer, prompt):
-    memory, nan, ok = run(make_scorer(), "hoard", "nan", "ok", prompt=prompt)
+    memory, nan, huge, ok = run(make_scorer(), "hoard", "nan", "huge", "ok", prompt=prompt)
     assert "MemoryError" in str(memory)
     assert "not a finite number" in str(nan)
+    assert "not a finite number" in str(huge)
     assert ok == 1.0
 
 

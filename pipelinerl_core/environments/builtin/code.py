@@ -12,6 +12,7 @@ from pipelinerl_core.environments.api import BudgetSpent
 from pipelinerl_core.environments.builtin.code_tests import Call, StdinTest, Tests, parse_tests
 from pipelinerl_core.sandbox.program_server import Limits
 from pipelinerl_core.sandbox.programs import Choice, Execution, ProgramSandbox, SandboxEnded
+from pipelinerl_core.sandbox.user_code import finite_or_none
 
 MAX_PROGRAM = 100_000
 """Characters of a program; a longer one fails all tests."""
@@ -166,8 +167,10 @@ def same_value(found: Any, expected: Any) -> bool:
     if isinstance(expected, bool) or isinstance(found, bool):
         return found is expected
     if isinstance(expected, int | float) and isinstance(found, int | float):
-        has_decimal = isinstance(expected, float) or isinstance(found, float)
-        return math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9) if has_decimal else found == expected
+        if isinstance(found, int) and isinstance(expected, int):
+            return found == expected
+        near, exact = finite_or_none(found), finite_or_none(expected)
+        return near is not None and exact is not None and math.isclose(near, exact, rel_tol=1e-9, abs_tol=1e-9)
     if isinstance(expected, list) and isinstance(found, list):
         return len(found) == len(expected) and all(map(same_value, found, expected))
     if isinstance(expected, dict) and isinstance(found, dict):

@@ -143,6 +143,7 @@ SCORES = {
     "None": "score returned None (no `return`?), not a mapping of component names to numbers (my_env.py:18)",
     "1.0": "score returned float '1.0', not a mapping of component names to numbers (my_env.py:18)",
     "{'solved': float('nan')}": "score returned nan for solved; rewards are finite and * (my_env.py:18)",
+    "{'solved': 10**400}": "score returned a number beyond float for solved; rewards are finite and * (my_env.py:18)",
     "{'solved': '1'}": "score returned str '1' for solved, not a number (my_env.py:18)",
     "{'solved': None}": "score returned None (no `return`?) for solved, not a number (my_env.py:18)",
     "{'other': 1}": "score returned no solved, which weights names (returned: other) (my_env.py:18)",
@@ -176,6 +177,13 @@ DEADLY = {
         "await asyncio.sleep(1e9)",
         "3 times during this episode, the process was killed, because its answer is not valid (a line that names no "
         "episode)",
+    ),
+    "writes_a_reward_beyond_float": (
+        'line = b\'{"done": 1, "components": {"solved": 1\' + b\'0\' * 400 + b\'}, "turn_rewards": []}\\n\'\n'
+        "for number in range(3, 64):\n    try: os.write(number, line)\n    except OSError: pass\n"
+        "await asyncio.sleep(1e9)",
+        "3 times during this episode, the process was killed, because its answer is not valid (score returned a "
+        "number beyond float for solved; rewards are finite and within 1e+09 of 0)",
     ),
 }
 LIMITS = ("environment.call_seconds=1", "environment.episode_seconds=2")
@@ -355,6 +363,15 @@ def test_lines_of_the_process_are_checked(line, reason):
     (error,) = played(ANSWERS, ScriptedHost(), task={"line": line})
     assert "3 times during this episode, the process was killed, because its answer is not valid" in error
     assert reason in error
+
+
+def test_a_value_that_the_log_cannot_write_is_a_wrong_line():
+    class Logging(ScriptedHost):
+        def record(self, key, value):
+            raise RecursionError("too many levels")
+
+    (error,) = played(ANSWERS, Logging(), task={"line": '{"once": 0, "key": "a", "value": 2}'})
+    assert "3 times during this episode, the process was killed, because its answer is not valid (too many" in error
 
 
 def test_a_host_that_cancels_its_turn_cancels_the_episode():

@@ -88,6 +88,9 @@ def test_other_tests_are_refused_in_one_line(value, says):
         (float("nan"), 1.0, False),
         (float("inf"), 1.0, False),
         (10**17 + 1, 10**17, False),
+        ([10**400], [1.5], False),
+        ([1.5], [10**400], False),
+        ([10**400], [10**400], True),
     ],
 )
 def test_values_are_compared_as_json(found, expected, is_same):

@@ -67,6 +67,7 @@ def test_components_are_weighted_and_kept():
         ("", "[1.0]", {}, "returned list"),
         ("", "math.nan", {}, "returned nan"),
         ("", "-math.inf", {}, "returned -inf"),
+        ("", "10**5000", {}, "returned a number beyond float; rewards are finite"),
         ("", "1e10", {}, "within 1e[+]09"),
         ("", "{'a': None}", {}, "returned None .* for a, not a number"),
         ("", "{}", {}, "returned 0 components"),
