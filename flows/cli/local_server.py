@@ -17,6 +17,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError
+from pipelinerl_core.run.context import private_directory
 from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.supervision.role_commands import ending_with_parent
 from pipelinerl_core.supervision.temporary_directories import temporary_directory
@@ -80,18 +81,18 @@ def local_server(root: str) -> Iterator[str]:
 
 @contextmanager
 def _home(root: str) -> Iterator[Path]:
-    """<root>/.prefect, locked for this process; if another process holds the lock, a temporary directory.
+    """<root>/.prefect, locked for this process; if another process holds the lock or another user has made the
+    directory, a temporary directory.
 
     Two servers on one SQLite database would block each other.
     """
     directory = local_directory(root) or Path.home() / ".pipelinerl"
     home = directory / _HOME
-    home.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        lock = stack.enter_context((home / "lock").open("w"))
         try:
+            lock = stack.enter_context((private_directory(home) / "lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):
             home = stack.enter_context(temporary_directory())
         yield home
 

@@ -1,9 +1,11 @@
 """Opening a run: its record, its configuration and the token of the hub, which every role reads at its start."""
 
+import errno
 import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,10 +39,34 @@ class RunContext:
 
 
 def log_directory(url: str, run_id: str) -> Path:
-    """Directory of the roles' logs: beside the run's objects, or a temporary directory for a remote store."""
+    """Directory of the roles' logs: beside the run's objects, or a temporary directory for a remote store.
+
+    Raises ConfigError if the temporary directory is not this user's.
+    """
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / "logs"
-    return outer_temporary() / f"pipelinerl-{os.getuid()}" / run_id / "logs"
+    own = outer_temporary() / f"pipelinerl-{os.geteuid()}"
+    try:
+        return private_directory(own) / run_id / "logs"
+    except OSError as error:
+        raise ConfigError(f"{own}: no place for logs ({error.strerror}). Set TMPDIR to another directory") from None
+
+
+def private_directory(path: Path) -> Path:
+    """`path` as a directory of this user, mode 0700, created if it is missing. Raises OSError.
+
+    For fixed names in directories of all users, such as /tmp: a link or a directory of another user is refused.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(directory).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+        os.fchmod(directory, 0o700)
+    finally:
+        os.close(directory)
+    return path
 
 
 def outer_temporary() -> Path:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, outer_temporary
+from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, outer_temporary, private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +62,12 @@ def compiler_cache() -> Path:
 def link_compiler_cache(directory: Path) -> None:
     """Link torch's compiler cache into a temporary directory, so that engines start without compiling again.
 
-    A link, because torch's environment variable for the cache does not cover the whole cache.
+    A link, because torch's environment variable for the cache does not cover the whole cache. The cache holds code,
+    so a directory of another user is not linked.
     """
     cache = compiler_cache()
     with suppress(OSError):  # a process works without the cache
-        cache.mkdir(mode=0o700, exist_ok=True)
-        (directory / cache.name).symlink_to(cache)
+        (directory / cache.name).symlink_to(private_directory(cache))
 
 
 @contextmanager
@@ -111,7 +111,8 @@ def _remove_abandoned(parent: Path) -> None:
     """Remove the directories of this user whose owner has ended without removing them."""
     for directory in parent.glob(f"{_prefix()}*"):
         with suppress(OSError):  # removed meanwhile, or owned by another user
-            lock = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
+            # O_DIRECTORY: anybody can make a pipe of such a name, and the open of a pipe waits for a writer.
+            lock = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
             try:
                 if os.fstat(lock).st_uid == os.getuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.context import private_directory
 from pipelinerl_core.run.records import MANIFEST_FILE, WEIGHTS_FILE, weights_prefix
 from pipelinerl_core.types import WeightManifest
 from pipelinerl_core.weights.files import entry_of, manifest_bytes, serialize
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 SHM_ROOT = Path("/dev/shm")
 # An actor may still read one of these; an actor whose version has been removed reads the newest version.
 KEPT_VERSIONS = 4
-_MODE = 0o700  # shared memory is open to every user of the host; the weights are this user's
 _DIRECTORY = re.compile(r"(\d+)\.(\d+)")
 """<version>.<epoch>; other directories in shared memory hold no published version."""
 
@@ -35,8 +35,8 @@ def shm_directory(run_id: str) -> Path:
 def _left_behind(shm: Path) -> list[Path]:
     """The versions of earlier epochs in a run's shared memory, oldest first."""
     try:
-        found = [(_DIRECTORY.fullmatch(path.name), path) for path in shm.iterdir()]
-    except FileNotFoundError:  # no version was published, or another start has removed the directory
+        found = [(_DIRECTORY.fullmatch(path.name), path) for path in private_directory(shm).iterdir()]
+    except OSError:  # another start has removed the directory, or it cannot be used, as `_put_shm` will report
         return []
     ordered = sorted((int(name[1]), int(name[2]), path) for name, path in found if name is not None)
     return [path for _, _, path in ordered]
@@ -96,19 +96,21 @@ class WeightPublisher:
     def _put_shm(self, directory: Path, data: bytes) -> bool:
         """Write the weights to shared memory and remove old versions; False if shared memory does not accept them."""
         partial = directory / f".{self._file_name}.{os.getpid()}"
-        self._drop_old()  # an epoch that ended during a write has left one version too many
         try:
-            directory.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
-            directory.parent.chmod(_MODE)  # fails for a directory of another user, which is not used
-            directory.mkdir(exist_ok=True)
-            partial.write_bytes(data)
-            partial.replace(directory / self._file_name)
+            private_directory(directory.parent)
+            try:
+                self._drop_old()  # an epoch that ended during a write has left one version too many
+                directory.mkdir(exist_ok=True)
+                partial.write_bytes(data)
+                partial.replace(directory / self._file_name)
+            except OSError:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
         except OSError as error:
             logger.warning(
                 "%s cannot hold the weights (%s): they go through %s. Make it large enough for %d versions, e.g. "
                 "by docker run --shm-size", SHM_ROOT, error.strerror or error, self._store.url, KEPT_VERSIONS + 1,
             )  # fmt: skip
-            shutil.rmtree(directory, ignore_errors=True)
             return False
         if directory not in self._kept:
             self._kept.append(directory)

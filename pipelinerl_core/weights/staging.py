@@ -8,17 +8,22 @@ import os
 import shutil
 from pathlib import Path
 
+from pipelinerl_core.run.context import private_directory
 from pipelinerl_core.weights.publish import SHM_ROOT, shm_directory
 
 
 def staging_directory(run_id: str, name: str) -> Path | None:
-    """The staging directory of role `name` in this process; None on a host without shared memory.
+    """The staging directory of role `name` in this process; None if the run has no shared memory on this host.
 
     Removes directories that ended processes of this name have left.
     """
     if not SHM_ROOT.is_dir():
         return None
-    parent = shm_directory(run_id) / "staged"
+    own = shm_directory(run_id)
+    try:
+        parent = (private_directory(own) if os.path.lexists(own) else own) / "staged"
+    except OSError:  # another user has made a directory of this name
+        return None
     for old in parent.glob(f"{name}.*"):
         if not Path("/proc", old.suffix[1:]).exists():
             shutil.rmtree(old, ignore_errors=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipelinerl_core.errors import EngineError, SwapError
 from pipelinerl_core.interfaces import WeightUpdate
+from pipelinerl_core.run.context import private_directory
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ class StagedWeights:
             directory = Path(tempfile.mkdtemp(prefix="pipelinerl-vllm-", dir=memory))
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
         for path in reversed(self._made):
-            path.mkdir(mode=0o700, exist_ok=True)
+            private_directory(path)
         self._directory = directory
         self.current: Path | None = None
         """Weights for the next start of the engine core; None: the model directory."""

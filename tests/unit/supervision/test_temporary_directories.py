@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import OUTER_TEMPORARY_VARIABLE, log_directory
 from pipelinerl_core.supervision import temporary_directories
 from pipelinerl_core.supervision.temporary_directories import compiler_cache, own_temporary, temporary_directory
@@ -155,3 +157,41 @@ def test_a_process_runs_where_no_temporary_directory_can_be_made(monkeypatch, ca
     with own_temporary({"PATH": "/bin"}) as environment:
         assert environment == {"PATH": "/bin"}
     assert "no temporary directory below /tmp/there-is-no-such-directory" in caplog.text
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user, whose files only root can make")
+
+
+@as_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_compiler_cache_of_another_user_is_not_used(outer, is_link):
+    """It holds code that the role would run."""
+    planted = outer / "planted"
+    planted.mkdir()
+    os.chown(planted, 65534, 65534)
+    if is_link:
+        compiler_cache().symlink_to(planted)
+    else:
+        planted.rename(compiler_cache())
+    with own_temporary(os.environ) as environment:
+        assert list(Path(environment["TMPDIR"]).iterdir()) == [], "the process makes a cache of its own"
+
+
+def test_a_pipe_with_the_name_of_an_abandoned_directory_stops_nobody(outer):
+    os.mkfifo(outer / f"{temporary_directories._prefix()}pipe")
+    with temporary_directory() as directory:
+        assert directory.is_dir()
+
+
+@as_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_log_directory_of_another_user_is_refused(outer, is_link):
+    own = log_directory("s3://bucket/run", "run").parents[1]
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    if is_link:
+        own.rename(outer / "planted")
+        own.symlink_to(outer / "planted")
+    else:
+        os.chown(own, 65534, 65534)
+    with pytest.raises(ConfigError, match=rf"^{own}: no place for logs .*Set TMPDIR"):
+        log_directory("s3://bucket/run", "run")

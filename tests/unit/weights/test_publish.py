@@ -14,6 +14,7 @@ from pipelinerl_core.errors import ChecksumMismatch, ConfigError, MissingObject
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.weights.files import serialize
 from pipelinerl_core.weights.publish import KEPT_VERSIONS, WeightPublisher, shm_directory
+from pipelinerl_core.weights.staging import staging_directory
 from pipelinerl_core.weights.subscribe import WeightSubscriber
 
 WEIGHTS = {"b.weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "a.bias": torch.tensor([0.5])}
@@ -47,6 +48,29 @@ def test_shared_memory_of_a_run_is_this_users_alone_whatever_the_umask(shm, is_t
     finally:
         os.umask(before)
     assert stat.S_IMODE((shm / "pipelinerl-run").stat().st_mode) == 0o700
+
+
+def test_a_link_in_the_place_of_a_runs_shared_memory_is_not_followed(store, shm, caplog):
+    """Any user can make it; it could lead to the versions in this user's own store."""
+    elsewhere = shm.parent / "elsewhere"
+    for version in range(KEPT_VERSIONS + 3):
+        (elsewhere / f"{version:08d}.2").mkdir(parents=True)
+    elsewhere.chmod(0o755)
+    (shm / "pipelinerl-run").symlink_to(elsewhere)
+    assert publisher(store).publish(0, WEIGHTS, durable=False).shm is None
+    assert len(list(elsewhere.iterdir())) == KEPT_VERSIONS + 3
+    assert stat.S_IMODE(elsewhere.stat().st_mode) == 0o755
+    assert staging_directory("run", "actor-0") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user, whose files only root can make")
+def test_shared_memory_that_another_user_has_made_is_not_used_by_root_either(store, shm, caplog):
+    (shm / "pipelinerl-run").mkdir()
+    os.chown(shm / "pipelinerl-run", 65534, 65534)
+    assert publisher(store).publish(0, WEIGHTS, durable=False).key is not None
+    assert "it belongs to another user" in caplog.text
+    assert staging_directory("run", "actor-0") is None
+    assert list((shm / "pipelinerl-run").iterdir()) == []
 
 
 def test_durable_copy_serves_when_shared_memory_is_gone(store, shm):
