@@ -2,8 +2,11 @@
 
 from pipelinerl_core.errors import StoreError
 
+HIDDEN_PREFIX = "."
+"""Names that begin so belong to other programs (.nfs..., .DS_Store, .snapshot). No key has such a part, and listings
+leave these files and directories out."""
 TEMPORARY_PREFIX = ".tmp-"
-"""Prefix of the names of unfinished files. Keys must not use the prefix; listings leave such files out."""
+"""Prefix of the names of unfinished files."""
 
 
 def check_key(key: str) -> str:
@@ -13,8 +16,8 @@ def check_key(key: str) -> str:
     for part in key.split("/"):
         if part in ("", ".", ".."):
             raise StoreError(f"key {key!r} has a part {part!r}; keys are relative, without empty parts, '.' or '..'")
-        if part.startswith(TEMPORARY_PREFIX):
-            raise StoreError(f"key {key!r} has a part that starts with {TEMPORARY_PREFIX!r}, which is reserved")
+        if part.startswith(HIDDEN_PREFIX):
+            raise StoreError(f"key {key!r} has a part that begins with '.': listings leave such names out")
     return key
 
 
@@ -22,6 +25,11 @@ def check_prefix(prefix: str) -> str:
     """The prefix without the slash at its end; "" is the root. Raises StoreError as `check_key`."""
     trimmed = prefix.removesuffix("/")
     return check_key(trimmed) if trimmed else ""
+
+
+def is_visible(key: str) -> bool:
+    """Whether a listing has a key: no part is hidden, and the key is no marker of a directory ("a/b/")."""
+    return not any(part.startswith(HIDDEN_PREFIX) or not part for part in key.split("/"))
 
 
 def join_key(*parts: str) -> str:

@@ -1,27 +1,22 @@
 """Object stores in a directory and in the memory of this process."""
 
-import errno
 import fcntl
 import itertools
-import logging
 import os
+import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from pipelinerl_core.errors import MissingObject, StoreError
-from pipelinerl_core.storage.keys import TEMPORARY_PREFIX, check_key, check_prefix, join_key
+from pipelinerl_core.storage.failures import RETRY_SECONDS, repeated
+from pipelinerl_core.storage.keys import HIDDEN_PREFIX, TEMPORARY_PREFIX, check_key, check_prefix, join_key
 
-logger = logging.getLogger(__name__)
+R = TypeVar("R")
 
-RETRY_SECONDS = 60.0
-"""How long a write waits for space on a full disk; after that the role ends and is restarted."""
-_POLL_SECONDS = 0.5
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Full disk, spent quota, and the file size limit of this process (ulimit -f)."""
 _NEW_SECONDS = 60.0
 """A temporary file that is newer may not be locked yet."""
 _UNLOCKABLE_SECONDS = 86400.0
@@ -42,24 +37,12 @@ class FileStore:
 
         The temporary file is locked meanwhile: `unfinished` finds the files of killed writers by their missing lock.
         """
-        deadline = time.monotonic() + self._retry_seconds
-        has_warned = False
-        while True:
-            try:
-                self._write(key, data, create_only=create_only)
-                return
-            except OSError as error:
-                if isinstance(error, FileExistsError):
-                    raise
-                if error.errno not in _NO_SPACE or time.monotonic() + _POLL_SECONDS > deadline:
-                    raise StoreError(f"cannot write {key!r} below {self._root}: {error.strerror or error}") from error
-                if not has_warned:
-                    logger.warning("no space for %s below %s (%s): waiting", key, self._root, error.strerror)
-                    has_warned = True
-            time.sleep(_POLL_SECONDS)
-
-    def _write(self, key: str, data: bytes | memoryview, *, create_only: bool) -> None:
         path = self._path(key)
+        self._call("write", key, lambda: self._write(path, data, create_only=create_only))
+        # An operation of its own: a repeated link would find the file of the first one.
+        self._call("write", key, lambda: _sync_directory(path.parent))
+
+    def _write(self, path: Path, data: bytes | memoryview, *, create_only: bool) -> None:
         temporary = path.with_name(
             f"{TEMPORARY_PREFIX}{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}-{path.name}"
         )
@@ -72,58 +55,52 @@ class FileStore:
                         os.link(temporary, path)
                     else:
                         os.replace(temporary, path)
-                _sync_directory(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
         except FileExistsError:
             if create_only and path.is_file():
-                raise FileExistsError(f"{path} exists already") from None
-            raise StoreError(
-                f"cannot write {key!r} below {self._root}: a file has the name of a needed directory"
-            ) from None
+                raise
+            raise StoreError(f"cannot write {path}: a file has the name of a needed directory") from None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:  # of a read: a missing object
+            raise StoreError(f"cannot write {path}: {error.strerror}") from None
 
     def get(self, key: str) -> bytes:
-        try:
-            return self._path(key).read_bytes()
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise MissingObject(f"no object {key!r} in {self.url}") from None
-        except OSError as error:
-            raise StoreError(f"cannot read {key!r} below {self._root}: {error.strerror or error}") from error
+        return self._call("read", key, self._path(key).read_bytes)
 
     def exists(self, key: str) -> bool:
-        return self._path(key).is_file()
+        path = self._path(key)
+        try:
+            return stat.S_ISREG(self._call("look up", key, lambda: os.stat(path)).st_mode)
+        except MissingObject:
+            return False
 
     def children(self) -> list[str]:
+        def names() -> list[str]:
+            with os.scandir(self._root) as entries:
+                return sorted(one.name for one in entries if one.is_dir() and not one.name.startswith(HIDDEN_PREFIX))
+
         try:
-            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir())
-        except FileNotFoundError:
+            return self._call("list", "", names)
+        except MissingObject:
             return []
 
     def list(self, prefix: str) -> list[str]:
         top = self._root / check_prefix(prefix)
-        found = []
-        for directory, _, names in os.walk(top):
-            for name in names:
-                if not name.startswith(TEMPORARY_PREFIX):
-                    found.append((Path(directory) / name).relative_to(self._root).as_posix())
-        return sorted(found)
+        paths = self._call("list", prefix, lambda: list(_files(top)))
+        return sorted(
+            path.relative_to(self._root).as_posix() for path in paths if not path.name.startswith(HIDDEN_PREFIX)
+        )
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            try:
-                self._path(key).unlink(missing_ok=True)
-            except NotADirectoryError:
-                continue
-            except OSError as error:
-                raise StoreError(f"cannot delete {key!r} below {self._root}: {error.strerror or error}") from error
+            with suppress(MissingObject):
+                self._call("delete", key, self._path(key).unlink)
 
     def unfinished(self) -> tuple[str, ...]:
         """Temporary files of killed writers, relative to the root."""
-        found: tuple[str, ...] = ()
-        for directory, _, names in os.walk(self._root):
-            paths = (Path(directory) / name for name in names if name.startswith(TEMPORARY_PREFIX))
-            found += tuple(path.relative_to(self._root).as_posix() for path in paths if _is_abandoned(path))
-        return found
+        paths = self._call("list", "", lambda: list(_files(self._root)))
+        written = (path for path in paths if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path))
+        return tuple(path.relative_to(self._root).as_posix() for path in written)
 
     def discard(self, names: Iterable[str]) -> None:
         """Remove results of `unfinished`."""
@@ -136,11 +113,30 @@ class FileStore:
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
 
     def limited(self, seconds: float) -> "FileStore":
-        """The same store, with writes that fail after `seconds` on a full disk."""
+        """The same store, whose requests fail after an outage of `seconds`."""
         return FileStore(self._root, retry_seconds=seconds)
 
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    def _call(self, verb: str, key: str, operation: Callable[[], R]) -> R:
+        return repeated(operation, verb, key, self.url, retry_seconds=self._retry_seconds)
+
+
+def _files(top: Path) -> Iterator[Path]:
+    """All files below a directory, without hidden directories. Raises OSError for every error but a directory that
+    does not exist: a listing that fails is no empty listing."""
+    directories = [top]
+    while directories:
+        try:
+            with os.scandir(directories.pop()) as entries:
+                for entry in entries:
+                    if entry.is_file():
+                        yield Path(entry.path)
+                    elif entry.is_dir(follow_symlinks=False) and not entry.name.startswith(HIDDEN_PREFIX):
+                        directories.append(Path(entry.path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
 
 
 def _make_synced(directory: Path) -> None:

@@ -9,8 +9,6 @@ import functools
 import logging
 import math
 import os
-import random
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,19 +18,16 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import fsspec
-from botocore.exceptions import BotoCoreError, HTTPClientError  # type: ignore[import-untyped]
-from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from pipelinerl_core.errors import ConfigError, MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.storage.exclusive import create_exclusively
-from pipelinerl_core.storage.keys import check_key, check_prefix, join_key
+from pipelinerl_core.storage.failures import RETRY_SECONDS, NotS3, repeated, status_of
+from pipelinerl_core.storage.keys import check_key, check_prefix, is_visible, join_key
 
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
 
-RETRY_SECONDS = 60.0
-"""How long a request is repeated after its first failure; after a longer outage the role ends and is restarted."""
 ATTEMPT_SECONDS = 300.0
 """Time limit of one request, of at most PART_BYTES."""
 PART_BYTES = 32 << 20
@@ -48,11 +43,7 @@ STALL_SECONDS = 15
 _UPLOAD = "?uploadId="
 
 _OUT_OF_RANGE = 416
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
-_NO_ROOM_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
-"""Codes of a full Ceph or MinIO; transient, because space may be freed."""
-
-_Result = TypeVar("_Result")
+R = TypeVar("R")
 
 
 class S3Store:
@@ -108,20 +99,22 @@ class S3Store:
         if len(data) > PART_BYTES:
             self._put_parts(key, memoryview(data).cast("B"))
             return
-        path = self._path(key)
-        self._call("write", key, lambda timeout: self._fs.pipe_file(path, bytes(data), timeout=timeout))
+        self._request("write", key, "put_object", **self._target(key), Body=bytes(data), expects="ETag")
 
     def _put_parts(self, key: str, data: memoryview) -> None:
         """Write a large object as a multipart upload, which is ended after a failure: its parts take space."""
         target, writer = self._target(key), uuid.uuid4().hex
-        created = self._request("write", key, "create_multipart_upload", **target, Metadata={"writer": writer})
+        metadata = {"writer": writer}
+        created = self._request(
+            "write", key, "create_multipart_upload", **target, Metadata=metadata, expects="UploadId"
+        )
         upload = {**target, "UploadId": created["UploadId"]}
         size = max(PART_BYTES, -(-len(data) // MAX_PARTS))
 
         def put(number: int) -> dict[str, Any]:
             body = bytes(data[(number - 1) * size : number * size])
             verb = f"write part {number} of"
-            answer = self._request(verb, key, "upload_part", **upload, PartNumber=number, Body=body)
+            answer = self._request(verb, key, "upload_part", **upload, PartNumber=number, Body=body, expects="ETag")
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         threads = ThreadPoolExecutor(PARALLEL_PARTS, thread_name_prefix="s3-parts")
@@ -137,7 +130,8 @@ class S3Store:
 
     def _complete(self, key: str, upload: dict[str, str], parts: list[dict[str, Any]], writer: str) -> None:
         try:
-            self._request("write", key, "complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
+            made = {"Parts": parts}
+            self._request("write", key, "complete_multipart_upload", **upload, MultipartUpload=made, expects="ETag")
         except MissingObject:
             # The store has no such upload: an earlier attempt may have completed it, and the answer was lost.
             if not self.exists(key) or self._head(key).get("Metadata", {}).get("writer") != writer:
@@ -163,7 +157,7 @@ class S3Store:
         except FileExistsError:
             return True
         except StoreError as error:
-            if not isinstance(error.__cause__, Exception) or not _is_final(error.__cause__):
+            if isinstance(error, StoreUnavailable):
                 raise
             return False  # a store may also refuse requests with If-None-Match
         finally:
@@ -172,13 +166,10 @@ class S3Store:
 
     def create(self, key: str, data: bytes) -> None:
         """One PUT with If-None-Match. If the store supports it and the key exists, FileExistsError."""
-        path, writer = self._path(key), uuid.uuid4().hex
-
-        def write(timeout: float) -> None:
-            self._fs.pipe_file(path, data, mode="create", Metadata={"writer": writer}, timeout=timeout)
-
+        writer = uuid.uuid4().hex
+        options = {"IfNoneMatch": "*", "Metadata": {"writer": writer}}
         try:
-            self._call("write", key, write)
+            self._request("write", key, "put_object", **self._target(key), Body=data, **options, expects="ETag")
         except FileExistsError:
             # An earlier attempt of this writer may have arrived although its answer was lost (the HTTP client repeats
             # too).
@@ -198,43 +189,53 @@ class S3Store:
         try:
             data: bytes = self._fs.cat_file(path, start=start, end=start + PART_BYTES, timeout=timeout)
         except Exception as error:
-            if _status(error) == _OUT_OF_RANGE:
+            if status_of(error) == _OUT_OF_RANGE:
                 return b""
             raise
         return data
 
     def exists(self, key: str) -> bool:
-        """One HEAD request, never from a cache. A prefix of other keys is not an object."""
-        try:
-            self._head(key)
-        except MissingObject:
-            return False
-        return True
+        """One listing, which only an S3 server answers; a HEAD has no body that tells S3's 404 from a proxy's."""
+        target = self._target(key)["Key"]
+        pages = self._pages(key, target, Delimiter="/")
+        return any(entry["Key"] == target for page in pages for entry in page.get("Contents", ()))
 
     def children(self) -> list[str]:
-        def entries(timeout: float) -> list[dict[str, Any]]:
-            return list(self._fs.ls(self._root, detail=True, refresh=True, timeout=timeout))
-
-        try:
-            found = self._call("list", "", entries)
-        except MissingObject:
-            return []
-        paths = (str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory")
-        return sorted(path.rpartition("/")[2] for path in paths)
+        pages = self._pages("", self._prefix(""), Delimiter="/")
+        paths = [entry["Prefix"].rstrip("/") for page in pages for entry in page.get("CommonPrefixes", ())]
+        return sorted(filter(is_visible, (path.rpartition("/")[2] for path in paths)))
 
     def list(self, prefix: str) -> list[str]:
-        top = join_key(self._root, check_prefix(prefix))
-        try:
-            found = self._call("list", prefix, lambda timeout: self._fs.find(f"{top}/", timeout=timeout))
-        except MissingObject:
-            return []
-        return sorted(path.removeprefix(f"{self._root}/") for path in found if path.startswith(f"{top}/"))
+        pages = self._pages(prefix, self._prefix(prefix))
+        start = len(self._prefix(""))
+        return sorted(
+            filter(is_visible, (entry["Key"][start:] for page in pages for entry in page.get("Contents", ())))
+        )
+
+    def _prefix(self, prefix: str) -> str:
+        """The prefix of keys below `prefix` within the bucket."""
+        inner = join_key(self._root, check_prefix(prefix)).partition("/")[2]
+        return f"{inner}/" if inner else ""
+
+    def _pages(self, key: str, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
+        """The pages of a listing. Every S3 server says whether a page is the last one; nothing else is a listing."""
+        options |= {"Bucket": self._root.partition("/")[0], "Prefix": prefix}
+        while True:
+            page = self._request("list", key, "list_objects_v2", **options, expects="IsTruncated")
+            yield page
+            if not page["IsTruncated"]:
+                return
+            if "NextContinuationToken" not in page:
+                raise StoreUnavailable(
+                    f"cannot list {key!r} in {self.url}: a page names no next page and is not the last"
+                )
+            options["ContinuationToken"] = page["NextContinuationToken"]
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects one by one; missing objects are ignored."""
         for key in keys:
             try:
-                self._call("delete", key, functools.partial(self._remove, self._path(key)))
+                self._request("delete", key, "delete_object", **self._target(key))
             except MissingObject:
                 continue
 
@@ -290,75 +291,37 @@ class S3Store:
     def _head(self, key: str) -> dict[str, Any]:
         return self._request("look up", key, "head_object", **self._target(key))
 
-    def _request(self, verb: str, key: str, method: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to one request of the S3 API; repeated as in `_call`."""
-        answer: dict[str, Any] = self._call(
-            verb, key, lambda timeout: self._fs.call_s3(method, **arguments, timeout=timeout)
-        )
-        return answer
+    def _request(self, verb: str, key: str, method: str, *, expects: str = "", **arguments: Any) -> dict[str, Any]:
+        """The answer to one request of the S3 API; repeated during an outage.
+
+        expects: a field that the answer of every S3 server has; an answer without the field is a proxy's.
+        """
+
+        def ask(timeout: float) -> dict[str, Any]:
+            answer: dict[str, Any] = self._fs.call_s3(method, **arguments, timeout=timeout)
+            if expects and expects not in answer:
+                raise NotS3(f"the answer is not one of S3 ({method} without {expects}); a proxy may have sent it")
+            return answer
+
+        return self._call(verb, key, ask)
 
     def _target(self, key: str) -> dict[str, str]:
         bucket, _, name = self._path(key).partition("/")
         return {"Bucket": bucket, "Key": name}
 
-    def _remove(self, path: str, timeout: float) -> None:
-        self._fs.rm_file(path, timeout=timeout)
-
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
 
-    def _call(self, verb: str, key: str, operation: Callable[[float], _Result]) -> _Result:
-        """Repeat `operation(timeout)` until it succeeds, fails with a final error, or retry_seconds have passed since
-        its first failure."""
-        deadline = time.monotonic() + self._total_seconds
-        pause_seconds = 0.1
-        while True:
-            try:
-                return operation(self._attempt_seconds)
-            except Exception as error:  # noqa: BLE001 - s3fs, botocore and aiohttp share no base class
-                failure = error
-            deadline = min(deadline, time.monotonic() + self._retry_seconds)
-            if _status(failure) == 412 or isinstance(failure, FileExistsError):
-                raise FileExistsError(f"{self.url}/{key} exists already") from None
-            if _error_code(failure) != "NoSuchBucket" and isinstance(failure, FileNotFoundError):
-                raise MissingObject(f"no object {key!r} in {self.url}") from None
-            is_final = _is_final(failure)
-            if is_final or time.monotonic() + pause_seconds > deadline:
-                where = self._endpoint or "the AWS endpoint"
-                reason = str(failure) or f"no answer within {self._attempt_seconds:g} s"
-                kind = StoreError if is_final else StoreUnavailable
-                raise kind(f"cannot {verb} {key!r} in {self.url} at {where}: {reason}") from failure
-            time.sleep(pause_seconds * random.uniform(0.5, 1.0))
-            pause_seconds = min(2 * pause_seconds, 5.0)
+    def _call(self, verb: str, key: str, operation: Callable[[float], R]) -> R:
+        where = f"{self.url} at {self._endpoint or 'the AWS endpoint'}"
+        silence = f"no answer within {self._attempt_seconds:g} s"
+        return repeated(
+            functools.partial(operation, self._attempt_seconds), verb, key, where,
+            retry_seconds=self._retry_seconds, total_seconds=self._total_seconds, silence=silence,
+        )  # fmt: skip
 
 
 def _time_of(answer: dict[str, Any]) -> datetime:
     """The time of the store at an answer."""
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(date) if date else datetime.now(UTC)
-
-
-def _response(error: Exception) -> dict[str, Any]:
-    """The S3 response of an error that s3fs has translated; empty if the error has no response."""
-    response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
-    return response if isinstance(response, dict) else {}
-
-
-def _status(error: Exception) -> int | None:
-    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return int(status) if status is not None else None
-
-
-def _error_code(error: Exception) -> str | None:
-    code = _response(error).get("Error", {}).get("Code")
-    return str(code) if code is not None else None
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether a repetition cannot help: the store refused the request, or the request could not be built."""
-    status = _status(error)
-    if status is not None:
-        return status not in _TRANSIENT_STATUS and _error_code(error) not in _NO_ROOM_CODES
-    if isinstance(error, (HTTPClientError, BotoConnectionError)):
-        return False
-    return isinstance(error, (BotoCoreError, TypeError, ValueError, PermissionError))

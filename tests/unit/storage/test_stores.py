@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from pipelinerl_core.storage.exclusive import create_exclusively
 from pipelinerl_core.storage.local import FileStore
 from pipelinerl_core.storage.object_store import check_writable, open_store
 from pipelinerl_core.storage.s3 import S3Store
+from tests.fake_s3 import LOSE, OUTAGES, Answer, serving
 
 
 def test_a_plain_path_and_its_file_url_are_the_same_store(tmp_path, monkeypatch):
@@ -159,7 +158,7 @@ def test_a_failed_write_leaves_the_old_object_and_no_rubbish(tmp_path, monkeypat
 
 
 def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("pipelinerl_core.storage.local._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("pipelinerl_core.storage.failures._FIRST_PAUSE_SECONDS", 0.01)
     store = FileStore(tmp_path)
     sync, failures = os.fsync, iter([28, 122, 27])
 
@@ -173,108 +172,108 @@ def test_a_write_waits_for_room_on_a_full_disk(tmp_path, monkeypatch, caplog):
     store.put("commits/1.json", b"{}", create_only=True)
     assert store.get("commits/1.json") == b"{}"
     assert [record.getMessage() for record in caplog.records] == [
-        f"no space for commits/1.json below {tmp_path} (No space left on device): waiting"
+        f"cannot write 'commits/1.json' in file://{tmp_path} now, it is repeated: No space left on device"
     ]
     with pytest.raises(FileExistsError):
         store.put("commits/1.json", b"other", create_only=True)
 
 
-def test_other_failures_of_a_disk_are_not_waited_for(tmp_path, monkeypatch):
-    def broken(descriptor):
-        raise OSError(5, "Input/output error")
+def test_what_a_repetition_cannot_change_is_not_waited_for(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr("os.fsync", broken)
-    with pytest.raises(StoreError, match="Input/output error"):
+    monkeypatch.setattr("os.fsync", refuse)
+    with pytest.raises(StoreError, match=r"'a' .*Read-only file system"):
         open_store(str(tmp_path)).put("a", b"")
+
+
+ERRORS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EACCES, errno.ENAMETOOLONG]
+
+
+@pytest.mark.parametrize("number", ERRORS)
+@pytest.mark.parametrize("call", ["list", "children", "unfinished", "get", "exists", "delete"])
+def test_an_error_of_the_disk_is_no_empty_answer(tmp_path, monkeypatch, number, call):
+    store = FileStore(tmp_path, retry_seconds=0)
+    store.put("commits/a", b"1")
+
+    def broken(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    for name in ("os.scandir", "os.stat", "os.unlink", "io.open"):
+        monkeypatch.setattr(name, broken)
+    calls = {"list": "commits", "children": None, "unfinished": None, "delete": ["commits/a"]}
+    argument = calls.get(call, "commits/a")
+    is_outage = number not in (errno.EACCES, errno.ENAMETOOLONG)
+    with pytest.raises(StoreUnavailable if is_outage else StoreError, match=re.escape(os.strerror(number))):
+        getattr(store, call)(*([argument] if argument else []))
+
+
+def test_a_directory_that_vanishes_during_a_listing_is_empty(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path))
+    store.put("rollouts/a/1", b"1")
+    store.put("rollouts/b/1", b"1")
+    scandir = os.scandir
+
+    def scan(path):
+        if str(path).endswith("rollouts/b"):
+            raise FileNotFoundError
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", scan)
+    assert store.list("rollouts") == ["rollouts/a/1"]
+    assert store.list("nothing") == []
+
+
+def test_files_of_other_programs_are_in_no_listing(store, tmp_path):
+    for path in (".nfs0001", ".DS_Store", ".snapshot/daily/commits/2", "commits/.nfs0002", "commits/1"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    store = open_store(str(tmp_path))
+    assert store.list("") == ["commits/1"]
+    assert store.children() == ["commits"]
 
 
 # ---- S3 faults: a loopback endpoint that fails on purpose ----
 
 
-class FaultyS3(ThreadingHTTPServer):
-    """PUT and GET with If-None-Match. `script` holds a fault per request: a status, or "lose" (act, then hang up)."""
-
-    daemon_threads = True
-
-    def __init__(self, script=()):
-        super().__init__(("127.0.0.1", 0), FaultyHandler)
-        self.script = list(script)
-        self.objects = {}
-        self.writers = {}
-        self.requests = []
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-
-    @property
-    def endpoint(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class FaultyHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def handle_one(self, act):
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.requests.append((self.command, self.path, dict(self.headers)))
-        fault = self.server.script.pop(0) if self.server.script else None
-        status, answer = (fault, b"") if isinstance(fault, int) else act(body)
-        writer = self.server.writers.get(self.path)
-        if fault == "lose":
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        if writer is not None:
-            self.send_header("x-amz-meta-writer", writer)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(answer)
-
-    def put(self, body):
-        if self.headers.get("If-None-Match") == "*" and self.path in self.server.objects:
-            return 412, b"<Error><Code>PreconditionFailed</Code><Condition>If-None-Match</Condition></Error>"
-        self.server.objects[self.path] = body
-        self.server.writers[self.path] = self.headers.get("x-amz-meta-writer")
-        return 200, b""
-
-    def look(self, body):
-        found = self.server.objects.get(self.path)
-        return (404, b"<Error><Code>NoSuchKey</Code></Error>") if found is None else (200, found)
-
-    def remove(self, body):
-        self.server.objects.pop(self.path, None)
-        return 204, b""
-
-    def do_PUT(self):
-        self.handle_one(self.put)
-
-    def do_GET(self):
-        self.handle_one(self.look)
-
-    def do_HEAD(self):
-        self.handle_one(self.look)
-
-    def do_DELETE(self):
-        self.handle_one(self.remove)
-
-
 @pytest.fixture
 def faulty(s3_environment):
-    servers = []
-
-    def start(script=()):
-        server = FaultyS3(script)
-        servers.append(server)
+    """A function that starts the fake server with a list of answers, for its first requests."""
+    with serving() as server:
         s3_environment(server.endpoint)
-        return server
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        def start(script=()):
+            server.script = list(script)
+            server.fault = lambda asked: server.script.pop(0) if server.script else None
+            return server
+
+        yield start
+
+
+@pytest.mark.parametrize("name", OUTAGES)
+@pytest.mark.parametrize("call", ["list", "children", "exists", "get", "put", "create", "delete"])
+def test_what_no_s3_server_answers_is_an_outage(faulty, name, call):
+    server = faulty()
+    store = S3Store("s3://bucket/runs", retry_seconds=0.0)
+    assert store.is_conditional
+    store.put("commits/a", b"1")
+    arguments = {
+        "list": ("commits",), "children": (), "put": ("commits/a", b"2"), "create": ("b", b"3"),
+        "delete": (["commits/a"],),
+    }  # fmt: skip
+    server.script = [OUTAGES[name]]
+    call_store = lambda: getattr(store, call)(*arguments.get(call, ("commits/a",)))  # noqa: E731
+    if name.startswith("200") and (
+        call == "get" or (call, name) in (("delete", "200 HTML"), ("delete", "200 empty"))
+    ):  # digests and formats protect what is read
+        call_store()
+    else:
+        with pytest.raises(StoreUnavailable):
+            call_store()
+    assert server.script == []
+    patient = open_store("s3://bucket/runs")
+    server.script = [OUTAGES[name]]
+    assert patient.list("commits") == (["commits/a"] if "/bucket/runs/commits/a" in server.objects else [])
 
 
 def test_s3_repeats_what_may_pass_and_sends_no_surprise_checksums(faulty):
@@ -303,7 +302,7 @@ def test_s3_does_not_repeat_a_refusal_and_names_key_and_endpoint(faulty):
 
 
 def test_s3_gives_up_at_its_deadline(faulty):
-    server = faulty([404] + [503] * 100)
+    server = faulty([None] + [503] * 100)
     store = S3Store("s3://bucket/runs", retry_seconds=5.0)
     with pytest.raises(MissingObject):
         store.get("a")  # makes its client, which may take seconds
@@ -320,31 +319,35 @@ def test_s3_create_whose_answer_was_lost_is_recognised_as_its_own(faulty):
     store = open_store("s3://bucket/runs")
     assert store.is_conditional
     server.requests.clear()
-    server.script[:] = [None, "lose"]  # HEAD, then the PUT that arrives
+    server.script[:] = [None, LOSE]  # the look for the object, then the PUT that arrives
     store.put("epochs/1", b"mine", create_only=True)
     assert server.objects == {"/bucket/runs/epochs/1": b"mine"}
-    assert [method for method, _, _ in server.requests] == ["HEAD", "PUT", "PUT", "HEAD"]
+    assert [method for method, _, _ in server.requests] == ["GET", "PUT", "PUT", "HEAD"]
 
 
 def test_s3_create_that_another_won_is_refused(faulty):
     server = faulty()
     store = open_store("s3://bucket/runs")
     assert store.is_conditional
-    server.writers.clear()
-    server.script[:] = [404]  # HEAD does not see it yet
-    server.objects["/bucket/runs/epochs/1"] = b"same bytes"
+
+    def create_meanwhile(asked):
+        if asked == "PUT":
+            server.objects["/bucket/runs/epochs/1"] = b"same bytes"
+
+    server.fault = create_meanwhile
     with pytest.raises(FileExistsError):
         store.put("epochs/1", b"same bytes", create_only=True)
-    assert server.writers == {}
+    assert "/bucket/runs/epochs/1" not in server.writers
 
 
-def test_the_probe_tells_conditional_stores_from_others(faulty, monkeypatch):
+def test_the_probe_tells_conditional_stores_from_others(faulty):
     server = faulty()
     assert open_store("s3://bucket/runs").is_conditional
     assert server.objects == {}
-    monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (200, b""))
+    server.is_conditional = False
     assert not open_store("s3://bucket/runs").is_conditional
-    monkeypatch.setattr(FaultyHandler, "put", lambda self, body: (501, b"<Error><Code>NotImplemented</Code></Error>"))
+    refusal = Answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+    server.fault = lambda asked: refusal if asked == "PUT" else None
     assert not open_store("s3://bucket/runs").is_conditional
 
 
@@ -369,14 +372,13 @@ def test_a_writer_that_died_between_its_mark_and_the_object_is_named(store, monk
     assert store.get("epochs/2.json") == b"{}"
 
 
-def test_s3_missing_object_and_missing_bucket_differ(faulty, monkeypatch):
-    faulty()
+def test_s3_missing_object_and_missing_bucket_differ(faulty):
+    server = faulty()
     store = open_store("s3://bucket/runs")
     with pytest.raises(MissingObject):
         store.get("a")
     assert not store.exists("a")
-    missing_bucket = (404, b"<Error><Code>NoSuchBucket</Code></Error>")
-    monkeypatch.setattr(FaultyHandler, "look", lambda self, body: missing_bucket)
+    server.fault = lambda asked: Answer(404, b"<Error><Code>NoSuchBucket</Code></Error>")
     with pytest.raises(StoreError, match=r"'a' in s3://bucket/runs at") as caught:
         store.get("a")
     assert not isinstance(caught.value, MissingObject)
