@@ -33,6 +33,7 @@ _TAIL_BYTES = 2_000
 # A single command needs no schedules, workers or automations: the services that poll for them are off.
 _SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",  # and no origin but its own: docs/security.md
     "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
     "PREFECT_SERVER_UI_ENABLED": "true",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
@@ -99,12 +100,14 @@ def _home(root: str) -> Iterator[Path]:
 
 def _environment(home: Path, port: int) -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
+    origins = [f"http://{host}:{port}" for host in ("127.0.0.1", "localhost")]
     database = f"sqlite+aiosqlite:///{home / 'prefect.db'}"
     return {
         **inherited,
         **_SETTINGS,
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",  # the default of the page is port 4200
+        "PREFECT_SERVER_UI_API_URL": f"{origins[0]}/api",  # the default of the page is port 4200
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
     }
 

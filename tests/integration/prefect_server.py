@@ -74,6 +74,12 @@ def kill_tree(pid: int) -> None:
                 one.kill()
 
 
+def csrf_headers(url: str) -> dict[str, str]:
+    """Headers without which the server at this URL refuses every request that changes something."""
+    with urlopen(f"{url}/csrf-token?client=tests", timeout=60) as answer:
+        return {"Prefect-Csrf-Client": "tests", "Prefect-Csrf-Token": json.load(answer)["token"]}
+
+
 class Prefect:
     """A server and a worker per pool, in a home of their own."""
 
@@ -87,6 +93,10 @@ class Prefect:
             "PREFECT_HOME": str(home),
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix(
+                "/api"
+            ),  # as docs/tutorials/prefect.md sets them
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             **({"PREFECT_API_DATABASE_CONNECTION_URL": database} if database else {}),
@@ -108,6 +118,9 @@ class Prefect:
         """POST with a body, GET without."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        if data is not None:
+            for header, value in csrf_headers(self.url).items():
+                request.add_header(header, value)
         with urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
