@@ -34,6 +34,8 @@ def shm_directory(run_id: str) -> Path:
 
 def _left_behind(shm: Path) -> list[Path]:
     """The versions of earlier epochs in a run's shared memory, oldest first."""
+    if not os.path.lexists(shm):  # no version was published
+        return []
     try:
         found = [(_DIRECTORY.fullmatch(path.name), path) for path in private_directory(shm).iterdir()]
     except OSError:  # another start has removed the directory, or it cannot be used, as `_put_shm` will report
