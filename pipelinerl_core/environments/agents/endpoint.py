@@ -11,26 +11,40 @@ request. Equal bodies alone are no retry.
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
-import math
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pipelinerl_core.environments.agents.http import BadRequest, Request, answer, event_stream, read_request
+from pipelinerl_core.environments.agents.http import (
+    READ_BYTES,
+    Answer,
+    BadRequest,
+    Connection,
+    Head,
+    Room,
+    answer,
+    event_stream,
+)
 from pipelinerl_core.environments.api import Ask, AskError, BudgetSpent, Reply, json_text
+from pipelinerl_core.sandbox.user_code import Invalid, checked_components
 
 MODEL = "policy"
 """The name in /v1/models; requests may name any model."""
+MAX_CONNECTIONS = 64
+"""Open connections of an endpoint."""
 
 
 @dataclass(slots=True)
 class _Turn:
     """One turn of the model: the request that asked for it, and the answer."""
 
-    body: bytes
+    digest: bytes
+    """Of the request's body."""
     key: str
     """The request's idempotency key; empty without."""
     asking: asyncio.Task[Mapping[str, Any]]
@@ -65,11 +79,12 @@ class Endpoint:
         self._turns: list[_Turn] = []
         self._given: list[_Given] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._room = Room()
         self._server: asyncio.Server | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=READ_BYTES)
         return self
 
     async def __aexit__(self, *_error: object) -> None:
@@ -102,62 +117,82 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        connection = Connection(reader, writer, self._room)
         try:
-            while not self._is_closed and (request := await read_request(reader)) is not None:
-                writer.write(await self._answered(request))
-                await writer.drain()
+            if len(self._connections) > MAX_CONNECTIONS:
+                await connection.send(_refusal(BadRequest(f"over {MAX_CONNECTIONS} connections are open", 503)))
+                return
+            while not self._is_closed and (head := await connection.head()) is not None:
+                self._check_key(head)
+                await connection.send(await self._answered(head, await connection.body(head)))
         except BadRequest as error:
-            writer.write(_refusal(error))
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the program has closed the connection; a turn that it asked for goes on
+            with suppress(ConnectionError):
+                await connection.refuse(_refusal(error))
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the program or `__aexit__` has closed the connection; a turn that it asked for goes on
         finally:
+            connection.forget()
             writer.close()
             self._connections.discard(task)
 
-    async def _answered(self, request: Request) -> bytes:
+    def _check_key(self, head: Head) -> None:
+        given = head.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.key.encode()):
+            raise BadRequest("this API key belongs to no running episode", 401, "invalid_api_key")
+
+    async def _answered(self, head: Head, body: bytearray) -> Answer:
         try:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
-                raise BadRequest("this API key belongs to no running episode", 401, "invalid_api_key")
-            path = request.path.partition("?")[0].removeprefix("/v1")
-            match request.method, path:
+            path = head.path.partition("?")[0].removeprefix("/v1")
+            match head.method, path:
                 case "POST", "/chat/completions":
-                    return await self._completed(request)
+                    return await self._completed(head, body)
                 case "POST", "/reward":
-                    return self._rewarded(request)
+                    return self._rewarded(head, body)
                 case "GET", "/models":
                     return answer(200, {"object": "list", "data": [_model()]})
                 case "GET", _ if path.startswith("/models/"):
                     return answer(200, _model())
                 case _:
-                    raise BadRequest(f"{request.method} {request.path}: no such route", 404, "not_found")
+                    raise BadRequest(f"{head.method} {head.path}: no such route", 404, "not_found")
         except BadRequest as error:
             return _refusal(error)
 
-    def _rewarded(self, request: Request) -> bytes:
-        body = _parsed(request)
-        values = body.get("components", {})
-        if not isinstance(values, dict) or "reward" not in body or set(body) - {"reward", "components"}:
+    def _rewarded(self, head: Head, body: bytearray) -> Answer:
+        given = _parsed(body)
+        values = given.get("components", {})
+        if not isinstance(values, dict) or "reward" not in given or set(given) - {"reward", "components"}:
             raise BadRequest('a reward is {"reward": number}, with further {"components": {name: number}} or without')
-        numbers = {**values, "reward": body["reward"]}
-        if wrong := [name for name, value in numbers.items() if not _is_number(value)]:
-            raise BadRequest(f"{wrong[0]} is no finite number")
-        self.posted = numbers
+        numbers = {**values, "reward": given["reward"]}
+        if wrong := [name for name, value in numbers.items() if type(value) not in (int, float)]:
+            raise BadRequest(f"{wrong[0]} is no number")
+        try:
+            posted = checked_components(numbers, "the request")
+        except Invalid as error:
+            raise BadRequest(str(error).replace(" returned ", " has ", 1)) from None
+        is_repeated = posted == self.posted and (_is_retry(head) or "idempotency-key" in head.headers)
+        if self.posted is not None and not is_repeated:
+            raise BadRequest("the episode has its reward already: the first one counts", 409)
+        self.posted = posted
         return answer(200, {"object": "reward"})
 
-    async def _completed(self, request: Request) -> bytes:
-        body = _parsed(request)
-        if body.get("n", 1) not in (1, None):
+    async def _completed(self, head: Head, body: bytearray) -> Answer:
+        given = _parsed(body)
+        if given.get("n", 1) not in (1, None):
             raise BadRequest("n must be 1: the run samples the episodes of a group")
-        turn = self._same_turn(request)
+        options = given.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise BadRequest("stream_options is no object")
+        key, digest = head.headers.get("idempotency-key", ""), hashlib.sha256(body).digest()
+        turn = self._same_turn(head, key, digest)
         if turn is None:
-            history, tools = self._history(body.get("messages")), body.get("tools") or []
-            if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            history, tools = self._history(given.get("messages")), given.get("tools") or []
+            if not _are_objects(tools):
                 raise BadRequest("tools is no list of objects")
+            _check_json(history, tools)
             is_early = bool(self._turns) and not self._turns[-1].asking.done()
             # A task of its own: the turn goes on if the program drops the connection.
             asking = asyncio.create_task(self._asked(history, tools, is_early=is_early))
-            turn = _Turn(request.body, request.headers.get("idempotency-key", ""), asking)
+            turn = _Turn(digest, key, asking)
             self._turns.append(turn)
         try:
             completion = await asyncio.shield(turn.asking)
@@ -166,18 +201,16 @@ class Endpoint:
             raise BadRequest(reason, 400, "context_length_exceeded") from None
         except AskError as error:
             raise BadRequest(str(error)) from None
-        if not body.get("stream"):
+        if not given.get("stream"):
             return answer(200, completion)
-        options = body.get("stream_options") or {}
         return event_stream(_chunks(completion, has_usage=bool(options.get("include_usage"))))
 
-    def _same_turn(self, request: Request) -> _Turn | None:
+    def _same_turn(self, head: Head, key: str, digest: bytes) -> _Turn | None:
         """The turn of an earlier request that this request repeats; None: this is a new request."""
-        if key := request.headers.get("idempotency-key", ""):
+        if key:
             return next((turn for turn in self._turns if turn.key == key), None)
-        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-        last = self._turns[-1:] if is_retry else []
-        return next((turn for turn in last if turn.body == request.body), None)
+        last = self._turns[-1:] if _is_retry(head) else []
+        return next((turn for turn in last if turn.digest == digest), None)
 
     # ---- turns ---------------------------------------------------------------------------------------------------
 
@@ -213,18 +246,33 @@ class Endpoint:
         return _completion(reply, wire, number)
 
 
-def _parsed(request: Request) -> dict[str, Any]:
+def _is_retry(head: Head) -> bool:
+    return head.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+def _parsed(body: bytearray) -> dict[str, Any]:
     try:
-        body = json.loads(request.body)
+        given = json.loads(body)
     except (ValueError, RecursionError):
         raise BadRequest("the body is no JSON") from None
-    if not isinstance(body, dict):
+    except MemoryError:
+        raise BadRequest("the body needs more memory than this process has", 413) from None
+    if not isinstance(given, dict):
         raise BadRequest("the body is no JSON object")
-    return body
+    return given
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _are_objects(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
+
+
+def _check_json(*values: Any) -> None:
+    """Refuse what Python reads and JSON does not have."""
+    try:
+        for value in values:
+            json_text(value)
+    except (ValueError, RecursionError):
+        raise BadRequest("messages or tools have nan, infinity, half a surrogate pair or too many levels") from None
 
 
 def _plain(message: Any) -> dict[str, Any]:
@@ -236,6 +284,10 @@ def _plain(message: Any) -> dict[str, Any]:
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
             raise BadRequest("a content has parts that are no text")
         plain["content"] = "".join(part["text"] for part in parts)
+    if not isinstance(plain.get("content", ""), str):
+        raise BadRequest("a content is no text")
+    if not _are_objects(plain.get("tool_calls", [])):
+        raise BadRequest("tool_calls is no list of objects")
     if plain["role"] == "developer":
         plain["role"] = "system"
     return plain
@@ -314,6 +366,8 @@ def _model() -> dict[str, Any]:
     return {"id": MODEL, "object": "model", "created": 0, "owned_by": "pipelinerl"}
 
 
-def _refusal(error: BadRequest) -> bytes:
+def _refusal(error: BadRequest) -> Answer:
     body = {"message": str(error), "type": "invalid_request_error", "code": error.code, "param": None}
-    return answer(error.status, {"error": body})
+    # The official clients repeat a request after 503, and without this header after 409.
+    headers = {503: [("Retry-After", "1")], 409: [("X-Should-Retry", "false")]}
+    return answer(error.status, {"error": body}, headers.get(error.status, ()))

@@ -187,7 +187,7 @@ reward(1)
         ("chat([user('a')])\ntime.sleep(60)", "took more than environment.call_seconds=3"),
         (
             "chat([user('a')])\nsys.exit(reward(1e400)[1]['error']['message'])",
-            "exit code 1: reward is no finite number",
+            "exit code 1: the request has inf for reward; rewards are finite",
         ),
     ],
 )
@@ -213,7 +213,7 @@ reward(0)
 """
     one = played(tmp_path, code, "one")
     assert one.shown[0] == [401, 400, "n must be 1: the run samples the episodes of a group", 400, 404,
-                            "reward is no finite number", 200]  # fmt: skip
+                            "reward is no number", 200]  # fmt: skip
     assert one.result.score == 0
 
 
