@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 
 from pipelinerl.flows.cli.console import say
 from pipelinerl_core.config import stored_config
@@ -45,12 +46,12 @@ def _page(url: str) -> LivePage:
     return LivePage(store, token_decoder(str(model)) if model else None)
 
 
-def serve(run: str, root: str, host: str, port: int) -> None:
+def serve(run: str, root: str, host: str, port: int, names: Sequence[str] = ()) -> None:
     """Serve until Ctrl-C. ConfigError for an address that cannot be bound, or a missing run other than `latest`."""
     current = CurrentPage(run, root)
     if run != "latest":  # the first run may start later
         current()
-    server = build_server(current, host, port)
+    server = build_server(current, host, port, names)
     say(f"http://{host}:{server.server_address[1]}/ follows {run} until Ctrl-C")
     try:
         server.serve_forever()

@@ -13,6 +13,12 @@ def status(
     web: Annotated[bool, typer.Option("--web", help="Serve a page that follows the run, until Ctrl-C.")] = False,
     host: Annotated[str, typer.Option(help="Address for --web. The page has no password.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port for --web; 0: any free port.", min=0, max=65535)] = 0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name under which a browser may open --web, besides this host's name and IP addresses; repeatable."
+        ),
+    ] = None,
     root: Root = "",
     as_json: Json = False,
 ) -> None:
@@ -26,7 +32,7 @@ def status(
     if web:
         from pipelinerl.flows.cli.live_page import serve
 
-        serve(run, root, host, port)
+        serve(run, root, host, port, allowed_host or ())
         return
     from pipelinerl_core.report.live_view import format_status, run_status
     from pipelinerl_core.run.locate import locate_run

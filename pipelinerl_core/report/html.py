@@ -22,6 +22,11 @@ from pipelinerl_core.telemetry.redact import flatten, redact
 _TEMPLATES = resources.files("pipelinerl_core.report") / "templates"
 
 
+def styles() -> str:
+    """The text of the page's style element."""
+    return (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+
+
 def write_report(store: ObjectStore, *, decode: Decode | None = None) -> dict[str, Any]:
     """Write report.json, report.html and weights.parquet, reading the run once; returns the report."""
     facts = collect(store)
@@ -59,7 +64,7 @@ def _page(store: ObjectStore, facts: RunFacts, report: Mapping[str, Any], decode
     decode = decode or samples.token_decoder(str(facts.run.config.get("model", {}).get("path", "")))
     page = string.Template((_TEMPLATES / "report.html").read_text(encoding="utf-8"))
     return page.substitute(
-        css=(_TEMPLATES / "report.css").read_text(encoding="utf-8"),
+        css=styles(),
         run_id=escape(facts.run.run_id),
         summary=_summary(report),
         emulation=escape(report["emulation"]["note"] if report["emulation"] else ""),

@@ -9,22 +9,30 @@
 | /healthz     | 200 |
 
 The server reads only stored objects, so the server can run on any host and stop at any time.
+
+A page of the web can give its own name the address of this server (DNS rebinding) and would then read everything, so
+a request must name an IP address, this host, or a name that whoever started the server has allowed.
 """
 
+import base64
+import hashlib
 import json
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from html import escape
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipelinerl_core.errors import ConfigError, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report.facts import RunCache, collect
-from pipelinerl_core.report.html import page_of
+from pipelinerl_core.report.html import page_of, styles
 from pipelinerl_core.report.live_view import status_line, status_of
 from pipelinerl_core.report.samples import Decode
 from pipelinerl_core.report.scrape_targets import role_progress, targets
@@ -39,11 +47,11 @@ STATUS_SECONDS = 1.0
 PAGE_SHARE = 0.1
 """Largest share of the time spent on rendering the page."""
 _TIMEOUT_SECONDS = 30
-_LIVE = """<p id="live" style="position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
+_STYLE = """#live {position:sticky;top:0;margin:0;padding:.6rem 1rem;background:Canvas;z-index:9;
 border-bottom:1px solid color-mix(in srgb, CanvasText 20%, Canvas);
-font-variant-numeric:tabular-nums;white-space:pre-wrap">@LINE@</p>
-<script>
-let page = "@PAGE@";
+font-variant-numeric:tabular-nums;white-space:pre-wrap}"""
+_SCRIPT = """
+let page = document.getElementById("live").dataset.page;
 setInterval(async () => {
   try {
     const status = await (await fetch("status.json")).json();
@@ -56,7 +64,10 @@ setInterval(async () => {
     document.getElementById("live").textContent = "the server of this page has stopped";
   }
 }, 2000);
-</script>
+"""
+_LIVE = f"""<style>{_STYLE}</style>
+<p id="live" data-page="@PAGE@">@LINE@</p>
+<script>{_SCRIPT}</script>
 """
 
 
@@ -112,12 +123,37 @@ class LivePage:
             return self._body.replace("<body>", f"<body>{live}", 1)
 
 
+def _hashes(*texts: str) -> str:
+    """The sources of a Content-Security-Policy that allow exactly these inline texts."""
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; script-src {_hashes(_SCRIPT)}; "
+    f"style-src {_hashes(_STYLE, styles())}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""Of every answer: the page runs its own script and nothing else, whatever the text of a model or a run contains."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], find_page: Callable[[], LivePage]) -> None:
+    def __init__(self, address: tuple[str, int], find_page: Callable[[], LivePage], names: Collection[str]) -> None:
         self.find_page = find_page
+        own = socket.gethostname()
+        self._names = {name.lower().rstrip(".") for name in ("localhost", own, own.partition(".")[0], *names)}
         super().__init__(address, _Handler)
+
+    def answers_to(self, host: str) -> bool:
+        """Whether the server is meant by a Host header; the port may be that of a forwarding."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+            return name in self._names or bool(ip_address(name.partition("%")[0]))
+        except ValueError:
+            return False
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -125,6 +161,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
+        if not self.server.answers_to(self.headers.get("Host", "")):
+            self.send_error(
+                HTTPStatus.MISDIRECTED_REQUEST,
+                explain="This page answers to IP addresses, to the name of its host, and to the names that "
+                "`pipelinerl status --web --allowed-host NAME` allows.",
+            )
+            return
         find_page = self.server.find_page
         answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": ("text/html; charset=utf-8", lambda: find_page().page().encode()),
@@ -146,20 +189,29 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        """Also of errors."""
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing per request."""
 
 
-def build_server(find_page: Callable[[], LivePage], host: str, port: int) -> ThreadingHTTPServer:
+def build_server(
+    find_page: Callable[[], LivePage], host: str, port: int, names: Collection[str] = ()
+) -> ThreadingHTTPServer:
     """A listening server; call `serve_forever`. Raises ConfigError if the address cannot be bound.
 
     find_page: called for each request, on any thread; if it raises StoreError or ConfigError, the answer is 503.
+    names: host names to which the server answers, besides `host`, this host's own name and IP addresses; any other
+    is refused with 421.
     """
     try:
-        return _Server((host, port), find_page)
+        return _Server((host, port), find_page, (host, *names))
     except OSError as error:
         raise ConfigError(f"{host}:{port} cannot be bound: {error.strerror or error}. Set another --port") from None

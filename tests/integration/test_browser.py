@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from urllib.request import urlopen
 
 import pytest
 
+from pipelinerl_core.report import web
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.integration.browser import Page, browser
 from tests.integration.cli_case import committed
 from tests.integration.pipeline import ROOT
@@ -256,3 +260,36 @@ def test_the_live_page_shows_reward_lag_ledger_lanes_and_tokens_by_version(world
     assert len(set(by_version.values())) >= 2, f"each with its own tint: {by_version}"
     assert page.value("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off at 1280 pixels"
     assert page.errors == []
+
+
+def test_the_live_page_renews_itself_and_runs_no_script_but_its_own(page, monkeypatch):
+    monkeypatch.setattr(web, "STATUS_SECONDS", 0.0)
+    store = MemoryStore()
+    write_run(store, Shape(steps=10))
+    hidden = {key: store.get(key) for key in store.list("commits") if int(key.split("/")[1].split(".")[0]) > 4}
+    store.delete(hidden)
+    live = web.LivePage(store, None)
+    server = web.build_server(lambda: live, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        page.go(f"http://localhost:{server.server_address[1]}/")
+        page.sees("stopped, step 4/10", "Roles over time")
+        assert page.value("getComputedStyle(document.getElementById('live')).position") == "sticky"
+        assert page.value("getComputedStyle(document.querySelector('.kicker')).fontSize") == "13px"
+        page.value("document.querySelector('main').dataset.old = 'yes'")
+        for key, data in hidden.items():
+            store.put(key, data)
+        page.sees("step 10/10")
+        page.until("the new report", "!document.querySelector('main').dataset.old")
+        page.value(
+            "addEventListener('securitypolicyviolation', event => { window.blocked = event.effectiveDirective })"
+        )
+        page.value("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.ran = 1\">')")
+        page.until("the block of a foreign script", "window.blocked")
+        assert page.value("window.ran") is None
+        assert page.errors == []
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,7 +1,12 @@
 """The page of a run while it goes on, and what Prometheus scrapes."""
 
 import json
+import re
+import socket
 import threading
+from base64 import b64encode
+from hashlib import sha256
+from http.client import HTTPConnection
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -66,11 +71,65 @@ def test_the_page_is_the_report_below_a_line_of_what_the_run_does_now(run, serve
     assert "Roles over time" in page
     assert 'id="live"' in page
     assert "stopped, step 4/10" in page
-    assert 'let page = "4/2";' in page
+    assert 'data-page="4/2"' in page
     status = json.loads(get(f"{served}/status.json"))
     assert (status["step"], status["page"]) == (4, "4/2")
     assert status["line"].startswith(f"{status['run_id']}: stopped, step 4/10  reward ")
     assert get(f"{served}/healthz") == "ok\n"
+
+
+def answer_to(served, host, path="/"):
+    """Status, headers and text of the answer to a request with this Host header."""
+    connection = HTTPConnection(served.removeprefix("http://"), timeout=60)
+    connection.request("GET", path, headers={"Host": host})
+    answer = connection.getresponse()
+    found = (answer.status, answer.headers, answer.read().decode())
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/targets.json", "/healthz"])
+def test_a_page_of_the_web_whose_name_leads_here_reads_nothing(run, served, path):
+    for host in (
+        "evil.example",
+        "evil.example:80",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "a@b:c",
+        "[",
+        "",
+    ):
+        status, _, text = answer_to(served, host, path)
+        assert (status, "--allowed-host NAME" in text) == (421, True), host
+    own = socket.gethostname()
+    for host in ("localhost", "LOCALHOST.:8080", "127.0.0.1:1", "[::1]:9464", "10.1.2.3", "[fe80::1%25eth0]", own):
+        assert answer_to(served, host, path)[0] == 200, host
+
+
+def test_names_that_were_allowed_are_answered(run):
+    server = build_server(lambda: None, "127.0.0.1", 0, ["status", "Gpu1.Example"])
+    assert [server.answers_to(host) for host in ("status:9464", "gpu1.example", "gpu1", "other")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    server.server_close()
+
+
+def test_the_page_may_run_its_own_script_and_nothing_else(run, served):
+    for path in ("/", "/nothing"):
+        headers = answer_to(served, "localhost", path)[1]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+        assert policy["default-src"] == "'none'"
+        assert "unsafe" not in headers["Content-Security-Policy"]
+    page = get(f"{served}/")
+    for element, source in (("script", "script-src"), ("style", "style-src")):
+        texts = re.findall(rf"<{element}>(.*?)</{element}>", page, re.DOTALL)
+        hashes = {f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in texts}
+        assert hashes == set(policy[source].split())
+    assert not re.search(r'<[^>]* (style|on[a-z]+)="', page), "attributes that the policy would block"
 
 
 def test_markup_in_the_id_of_a_run_is_text_on_its_page(run):
@@ -89,7 +148,7 @@ def test_a_new_commit_makes_a_new_page_and_reads_no_batch_twice(run, served, mon
     monkeypatch.setattr(facts, "read_batch", lambda store, commit: read.append(commit.step) or real(store, commit))
     run.commit(7)
     assert json.loads(get(f"{served}/status.json"))["page"] == "7/2"
-    assert 'let page = "7/2";' in get(f"{served}/")
+    assert 'data-page="7/2"' in get(f"{served}/")
     assert read == [5, 6, 7]
 
 
@@ -101,7 +160,7 @@ def test_a_live_run_is_drawn_again_only_now_and_then(run, monkeypatch):
     page.page()
     run.commit(7)
     assert (page.status()["step"], page.status()["page"]) == (7, "4/2")
-    assert 'let page = "4/2";' in page.page()
+    assert 'data-page="4/2"' in page.page()
 
 
 def test_what_is_not_there_and_what_cannot_be_read(run, served, monkeypatch):
