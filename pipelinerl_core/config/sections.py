@@ -4,12 +4,13 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from pipelinerl_core.config.dtype import Dtype
 from pipelinerl_core.config.interleave import Interleave
 from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.mixture import MixturePart
+from pipelinerl_core.config.mlflow_login import take_login
 from pipelinerl_core.config.rules import first_problem
 from pipelinerl_core.config.section import Section
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
@@ -225,7 +226,8 @@ class EnvironmentConfig(Section):
     isolation: Literal["auto", "none"] = "auto"
     """auto: environment processes drop access to files, network and other processes as far as the kernel allows
     (Landlock, seccomp). none: limits of time and memory only; set if the host supports no isolation, or if the
-    environment starts programs. Not for kind=command: agent programs are not isolated (docs/security.md)."""
+    environment starts programs. With kind=command or verifiers, auto separates each program from other processes, and
+    none does not (docs/security.md)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -456,7 +458,8 @@ class TrackingConfig(Section):
 
     mlflow_uri: str = ""
     """MLflow tracking URI; empty: $MLFLOW_TRACKING_URI, or else a SQLite file under the root (for a root on S3:
-    ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow."""
+    ~/.local/share/pipelinerl/mlflow.db); `none`: no MLflow. A server's login belongs in MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD; it is split off a URI."""
     experiment: str = "pipelinerl"
     """Name of the MLflow experiment that lists the runs. Set to separate studies."""
     log_format: Literal["text", "json"] = "text"
@@ -471,10 +474,12 @@ class TrackingConfig(Section):
     """Share of the groups that are traced, the same groups in every role; all steps are traced. Lower if traces grow
     too large."""
 
+    _split_login = field_validator("mlflow_uri")(take_login)
+
     @property
     def chosen_uri(self) -> str:
-        """mlflow_uri, or else $MLFLOW_TRACKING_URI; may be empty."""
-        return self.mlflow_uri or os.environ.get(MLFLOW_VARIABLE, "")
+        """mlflow_uri, or else $MLFLOW_TRACKING_URI; may be empty. Without login (see `take_login`)."""
+        return self.mlflow_uri or take_login(os.environ.get(MLFLOW_VARIABLE, ""))
 
 
 class StoreConfig(Section):

@@ -69,7 +69,7 @@ def build_environments(config: RunConfig, code: str | None, scorer: Scorer | Non
 
 
 def _program_spec(config: RunConfig) -> EnvironmentSpec:
-    """Agent programs start other programs, with any amount of address space: their processes are not isolated."""
+    """Agent programs use files and start programs, with any amount of address space: the launcher isolates them."""
     section = config.environment
     name = "Verifiers" if section.kind == "verifiers" else "Judged" if section.is_judged else "Posted"
     command, preload = section.command, section.preload
@@ -79,7 +79,7 @@ def _program_spec(config: RunConfig) -> EnvironmentSpec:
     prepare = Prepare(
         path=f"pipelinerl_core.environments.agents.program:{name}",
         code=None,
-        options={"command": command, "preload": preload},
+        options={"command": command, "preload": preload, "isolation": section.isolation},
         weights={} if section.is_judged else config.reward.weights,
         call_seconds=section.call_seconds,
         episode_seconds=section.episode_seconds,

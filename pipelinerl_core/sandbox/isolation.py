@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from dataclasses import dataclass
 
-from pipelinerl_core.sandbox import landlock, seccomp
+from pipelinerl_core.sandbox import landlock, privileges, seccomp
 
 EVALUATION_BYTES = 1 << 30
 """Memory that an evaluation may allocate beyond the memory of its process."""
@@ -23,8 +23,6 @@ _NETWORK_FILES = (
     *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/usr/share/ca-certificates", "/usr/local/share/ca-certificates"),
     *("/etc/pki/tls/certs", "/etc/pki/tls/openssl.cnf", "/etc/pki/ca-trust/extracted"),
 )
-_PR_SET_DUMPABLE = 4  # <linux/prctl.h>
-_CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 _MADV_COLLAPSE, _HUGE_PAGE = 25, 2 << 20  # <linux/mman.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -62,8 +60,8 @@ def seal(policy: Policy) -> None:
             f"an imported module has started threads ({', '.join(others)}), which cannot be isolated. Do without the "
             f"module, or set {policy.key}=none"
         )
-    forbid_dumps()
-    drop_capabilities()
+    privileges.forbid_dumps()
+    privileges.drop_capabilities()
     if policy.forks:
         _make_forks_cheap()
     if landlock.version() > 0:
@@ -130,18 +128,6 @@ def address_space_bytes() -> int:
     """Size of this process's address space. Requires /proc."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
-
-
-def forbid_dumps() -> None:
-    """Other processes, also of the same user, can neither trace this process nor read its memory."""
-    _LIBC.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def drop_capabilities() -> None:
-    """Drop root's capabilities, which would allow raising limits; no_new_privs prevents regaining them."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    if _LIBC.capset(header, (ctypes.c_uint32 * 6)()):
-        raise OSError(ctypes.get_errno(), "capset failed")
 
 
 def _make_forks_cheap() -> None:

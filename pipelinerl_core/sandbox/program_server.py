@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from pipelinerl_core.parent_death import die_with_parent
-from pipelinerl_core.sandbox import isolation, landlock, seccomp
+from pipelinerl_core.sandbox import isolation, landlock, privileges, seccomp
 from pipelinerl_core.sandbox.child_process import write_all
 
 NOBODY = 65534
@@ -66,9 +66,9 @@ def main(files: list[int], readable: list[str], limits: dict[str, Any]) -> None:
     os.closerange(ERRORS + 1, _MAX_DESCRIPTORS)
     for name in COMMON_MODULES:
         import_module(name)
-    isolation.forbid_dumps()
+    privileges.forbid_dumps()
     is_root = not _leave_root()
-    isolation.drop_capabilities()
+    privileges.drop_capabilities()
     # After the change of the user, which resets the signal. A bubblewrap that root has started may not signal nobody:
     # the server then ends with its requests, at most wall_seconds later.
     die_with_parent()

@@ -4,10 +4,13 @@
 
     environment process --request, four descriptors--> launcher --fork--> guard --fork--> program --> its children
 
-A request is one message of JSON, {"command": [...], "environment": {...}}, with the descriptors of the guard's
-socket, stdin, stdout and stderr. The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so no process can
-leave its tree. If the program ends, or the environment process closes the socket or dies, the guard kills the tree,
-and then sends the exit status of the program (negative: a signal) as JSON. The launcher ends when SOCKET closes.
+A request is one message with the descriptors of the guard's socket, stdin, stdout and stderr. The guard reads
+{"command": [...], "environment": {...}, "is_separate": true} from its socket, because programs may be forks of the
+launcher, whose memory must have no key of an episode. is_separate: the program gets a Landlock domain of its own and
+loses the capabilities that lead to the memory of other processes. The guard adopts every orphan below it
+(PR_SET_CHILD_SUBREAPER), so no process can leave its tree. If the program ends, or the environment process closes the
+socket or dies, the guard kills the tree, and then sends the exit status of the program (negative: a signal) as JSON.
+The launcher ends when SOCKET closes.
 
 After the modules are imported, the launcher sends {"ready": true, "facts": [...]}, with PIPELINERL_FACTS of each
 module that has such a dictionary.
@@ -31,6 +34,8 @@ import time
 import traceback
 from typing import Any
 
+_SANDBOX = os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, "sandbox")
+_LANDLOCK, _PRIVILEGES = (runpy.run_path(os.path.join(_SANDBOX, name)) for name in ("landlock.py", "privileges.py"))
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _MAX_REQUEST = 1 << 20
 _NUM_DESCRIPTORS = 4
@@ -43,6 +48,7 @@ _EXIT_NOT_STARTED = 127
 def main(descriptor: int, modules: list[str]) -> None:
     """Import the modules, say so, and start programs until the socket closes."""
     del sys.path[0]  # the directory of this file
+    _PRIVILEGES["forbid_dumps"]()
     requests = socket.socket(fileno=descriptor)
     try:
         facts = [getattr(importlib.import_module(module), "PIPELINERL_FACTS", {}) for module in modules]
@@ -54,20 +60,21 @@ def main(descriptor: int, modules: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards need no wait
     while True:
-        message, descriptors, _, _ = socket.recv_fds(requests, _MAX_REQUEST, _NUM_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1, _NUM_DESCRIPTORS)
         if not message:
             return
         if os.fork() == 0:
             requests.close()
-            _guard(json.loads(message), descriptors, is_forked=bool(modules))
+            _guard(descriptors, is_forked=bool(modules))
             os._exit(0)
         for one in descriptors:
             os.close(one)
 
 
-def _guard(request: dict[str, Any], descriptors: list[int], *, is_forked: bool) -> None:
+def _guard(descriptors: list[int], *, is_forked: bool) -> None:
     """Start the program, wait for its end or for the end of the socket, and kill the tree."""
     control = socket.socket(fileno=descriptors[0])
+    request = json.loads(control.recv(_MAX_REQUEST))
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -94,6 +101,8 @@ def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) ->
         for number, one in enumerate(descriptors[1:]):
             os.dup2(one, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        if request["is_separate"]:
+            _separate()
         command, environment = request["command"], request["environment"]
         if not is_forked:
             os.execvpe(command[0], command, environment)
@@ -113,6 +122,12 @@ def _become(request: dict[str, Any], descriptors: list[int], is_forked: bool) ->
     _leave(0)
 
 
+def _separate() -> None:
+    if _LANDLOCK["version"]() > 0:
+        _LANDLOCK["separate"]()
+    _PRIVILEGES["drop_capabilities"](_PRIVILEGES["OVER_PROCESSES"])
+
+
 def _run_python(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
@@ -124,7 +139,7 @@ def _leave(code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(code & 0xFF)
+        os._exit(code & 0xFF or int(code != 0))  # the kernel keeps the low byte, which is 0 for 256
 
 
 def _watch(program: int, control: socket.socket) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pipelinerl_core.environments.agents.endpoint import Endpoint
 from pipelinerl_core.environments.api import Ask, BudgetSpent
+from pipelinerl_core.sandbox import landlock, privileges
 from pipelinerl_core.sandbox.user_code import Invalid
 
 OUTPUT_BYTES = 64 << 10
@@ -66,12 +67,9 @@ class Launcher:
         """The process has ended, for example for lack of memory."""
         return self._process.poll() is not None
 
-    def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Send a request, as described in launcher.py. Raises Invalid."""
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], list(descriptors))
-        except OSError as error:
-            raise Invalid(f"the program could not be started: {error}") from None
+    def start(self, descriptors: Sequence[int]) -> None:
+        """Send a request, as described in launcher.py. Raises OSError."""
+        socket.send_fds(self._socket, [b"s"], list(descriptors))
 
 
 def program_environment(further: Mapping[str, str]) -> dict[str, str]:
@@ -118,19 +116,22 @@ class Program:
     """One running program."""
 
     def __init__(
-        self, launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], given: bytes
-    ) -> None:
-        """Start the program; given: its stdin. Raises Invalid."""
+        self, launcher: Launcher, command: Sequence[str], environment: Mapping[str, str], given: bytes,
+        *, is_separate: bool,
+    ) -> None:  # fmt: skip
+        """Start the program; given: its stdin; is_separate: see launcher.py. Raises Invalid."""
         self.stdout, self.stderr = Output(), Output()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
-        request = {"command": list(command), "environment": dict(environment)}
+        request = {"command": list(command), "environment": dict(environment), "is_separate": is_separate}
         with tempfile.TemporaryFile() as stdin, theirs:
             stdin.write(given)
             stdin.seek(0)
             try:
-                ends = (self.stdout.write_end, self.stderr.write_end)
-                launcher.start(request, (theirs.fileno(), stdin.fileno(), *ends))
+                self._control.send(json.dumps(request).encode())
+                launcher.start((theirs.fileno(), stdin.fileno(), self.stdout.write_end, self.stderr.write_end))
+            except OSError as error:
+                raise Invalid(f"the program could not be started: {error}") from None
             finally:
                 os.close(self.stdout.write_end)
                 os.close(self.stderr.write_end)
@@ -157,9 +158,20 @@ class _AgentProgram:
     weights = {"reward": 1.0}  # noqa: RUF012  (the form of environments)
 
     def __init__(
-        self, command: list[str], preload: list[str], variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        command: list[str],
+        preload: list[str],
+        isolation: str,
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """See environment.command, environment.preload, Launcher."""
+        """See environment.command, environment.preload, environment.isolation, Launcher."""
+        privileges.forbid_dumps()  # this process has the keys of all its episodes
+        self._is_separate = isolation == "auto"
+        if self._is_separate and landlock.version() == 0:
+            self.note = (
+                "this kernel has no Landlock (Linux 5.13 and newer, enabled): agent programs can read the memory and "
+                "the environment variables of other processes of the actor's user, also tokens and keys"
+            )
         self._command = command
         self._start_launcher = partial(Launcher, command, preload, variables)
         self._launcher = self._start_launcher()
@@ -179,7 +191,8 @@ class _AgentProgram:
                     }
                 )
                 given = json.dumps(task).encode()
-                program = Program(self._launcher, _filled(self._command, task), environment, given)
+                command = _filled(self._command, task)
+                program = Program(self._launcher, command, environment, given, is_separate=self._is_separate)
                 try:
                     status = await _ended(program, endpoint)
                     await endpoint.finish_turn()
@@ -208,13 +221,12 @@ class Posted(_AgentProgram):
 class Verifiers(Posted):
     """The environment of environment.kind=verifiers: verifiers_episode.py plays a task of the library per episode."""
 
-    def __init__(self, command: list[str], preload: list[str]) -> None:
+    def __init__(self, command: list[str], preload: list[str], isolation: str) -> None:
         """Load the taskset in the launcher; the program of an episode is a fork. Raises Invalid."""
         directory = str(Path(command[1]).parent)
         try:
-            super().__init__(
-                command, preload, {"PYTHONPATH": directory, "PIPELINERL_TASKSET": json.dumps(command[2:])}
-            )
+            variables = {"PYTHONPATH": directory, "PIPELINERL_TASKSET": json.dumps(command[2:])}
+            super().__init__(command, preload, isolation, variables)
         except Invalid as error:
             if not Path(command[0]).exists() or "No module named" in str(error):
                 install = "make install ENVIRONMENTS=verifiers, or set environment.python"
