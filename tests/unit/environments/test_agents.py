@@ -304,6 +304,14 @@ def test_modules_are_imported_once_and_each_episode_runs_in_a_fork(tmp_path):
     assert "environment.preload=no_such: ModuleNotFoundError: No module named 'no_such'" in play('["no_such"]')
 
 
+def test_an_exit_code_above_255_is_an_error_of_a_fork_too(tmp_path):
+    """The kernel keeps the low byte, and a program that is no fork ends with 0 then."""
+    command = f"environment.command={json.dumps([sys.executable, str(tmp_path / 'agent.py')])}"
+    overrides = ("environment.reward=posted", command, 'environment.preload=["wave"]')
+    one = played(tmp_path, "chat([user('a')])\nreward(1)\nsys.exit(256)", "one", overrides=overrides)
+    assert "ended with exit code 1" in one.result
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
