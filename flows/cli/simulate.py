@@ -135,13 +135,13 @@ def _recorded(run: str, root: str) -> "Calibration":
     from pipelinerl_core.report.facts import collect
     from pipelinerl_core.run.locate import locate_run
     from pipelinerl_core.run.processor import processor
-    from pipelinerl_core.run.reading import read_record
+    from pipelinerl_core.run.reading import list_keys, read_record
     from pipelinerl_core.run.records import EpochRecord
     from pipelinerl_core.storage.object_store import open_store
 
     store = open_store(locate_run(run, root))
     facts = collect(store)
-    epochs = [read_record(store, key, EpochRecord) for key in store.list("epochs")]
+    epochs = [read_record(store, key, EpochRecord) for key in list_keys(store, "epochs")]
     is_here = any(epoch.processor == processor() for epoch in epochs)
     return calibrate(facts, cores=usable_cores(stored_config(facts.run.config)) if is_here else 0)
 

@@ -9,11 +9,15 @@ program needs the segments in which every group is decided by these commits:
 
 A crash in between leaves segments, which a later call deletes. If two processes compact at the same time, each reads
 every segment before it writes, so that both write the same rows, or one of them ends with MissingObject.
+
+If a batch is missing or damaged, the object of its steps is not written and the segments with their groups stay; each
+later call tries again.
 """
 
+import hashlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,9 +25,10 @@ import pyarrow.parquet as pq
 from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.data.schema import BATCH_SCHEMA, ROLLOUT_SCHEMA, conform
 from pipelinerl_core.data.segments import SegmentName, SegmentReader
-from pipelinerl_core.errors import BrokenRecord, MissingObject, SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import StepRange, list_commits, read_range
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     COMPACTED_ROLLOUTS_PREFIX,
     RETIRED_PREFIX,
@@ -60,7 +65,7 @@ _ROW_GROUP = 4096
 
 def list_rollouts(store: ObjectStore) -> list[StepRange]:
     """The objects of compacted rollouts, by first step."""
-    return [StepRange.parse(key) for key in store.list(COMPACTED_ROLLOUTS_PREFIX)]
+    return [StepRange.parse(key) for key in list_keys(store, COMPACTED_ROLLOUTS_PREFIX)]
 
 
 def read_rollouts(store: ObjectStore, steps: StepRange, columns: Sequence[str] = SCHEMA.names) -> pa.Table:
@@ -78,18 +83,27 @@ def compact_rollouts(store: ObjectStore) -> int:
 
     Raises StoreError. The next call continues.
     """
-    ends = {(steps.last, steps.epoch) for steps in list_rollouts(store)}
-    left = [steps for steps in list_commits(store).files if (steps.last, steps.epoch) not in ends]
+    written = {(step, steps.epoch) for steps in list_rollouts(store) for step in range(steps.first, steps.last + 1)}
+    files = list_commits(store).files
+    left = [
+        file for file in files if any((step, file.epoch) not in written for step in range(file.first, file.last + 1))
+    ]
     if not left:
         return 0
     segments = _Segments(store)
     num_objects = 0
+    unwritten: set[GroupKey] = set()
     for steps in left:
         commits = read_range(store, steps)
         for part in _parts(commits):
-            num_objects += _write(store, part, segments)
-    segments.delete_decided(commits[-1])
-    logger.info("rollouts of steps %d to %d are compacted", left[0].first, left[-1].last)
+            try:
+                num_objects += _write(store, part, segments)
+            except (MissingObject, ChecksumMismatch, SchemaMismatch) as error:
+                where = f"steps {part[0].step} to {part[-1].step}"
+                logger.warning("rollouts of %s are not compacted, their segments stay: %s", where, error)
+                unwritten |= {(fate.group_id, fate.attempt) for commit in part for fate in commit.fates}
+    segments.delete_decided(commits[-1], unwritten)
+    logger.info("%d objects of compacted rollouts are written", num_objects)
     return num_objects
 
 
@@ -130,11 +144,13 @@ def _write(store: ObjectStore, commits: Sequence[Commit], segments: "_Segments")
 
 def _trained(store: ObjectStore, commit: Commit) -> Iterator[pa.RecordBatch]:
     for entry in commit.batches:
-        try:
-            batches = from_segment(store.get(entry.name), entry.name)
-            yield from (_as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained") for batch in batches)
-        except (MissingObject, SchemaMismatch) as error:
-            logger.warning("trained rows of step %d are not in the compacted rollouts: %s", commit.step, error)
+        data = store.get(entry.name)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ChecksumMismatch(
+                f"{store.url}/{entry.name} differs from the sha256 in the commit of step {commit.step}"
+            )
+        for batch in from_segment(data, entry.name):
+            yield _as_rows(conform(batch, BATCH_SCHEMA), commit.step, "trained")
 
 
 def _as_rows(batch: pa.RecordBatch, step: int, fate: str) -> pa.RecordBatch:
@@ -152,14 +168,14 @@ class _Segments:
         self._store = store
         self._reader = SegmentReader(store)
         self._segment_of: dict[GroupKey, SegmentName] = {}
-        self._groups_in: dict[SegmentName, set[int]] = {}
+        self._groups_in: dict[SegmentName, set[GroupKey]] = {}
         for name in self._reader.segments():
             try:
                 refs = self._reader.groups_in(rollout_key(*name))
             except SchemaMismatch as error:
                 logger.warning("segment left out of the compacted rollouts: %s", error)
                 continue
-            self._groups_in[name] = {ref.group_id for ref in refs}
+            self._groups_in[name] = {(ref.group_id, ref.attempt) for ref in refs}
             self._segment_of |= {(ref.group_id, ref.attempt): name for ref in refs}
 
     def untrained(self, commit: Commit) -> Iterator[pa.RecordBatch]:
@@ -170,18 +186,20 @@ class _Segments:
                 batch = self._reader.read_group(*name, fate.group_id, fate.attempt)
                 yield _as_rows(conform(batch, ROLLOUT_SCHEMA), commit.step, fate.fate)
 
-    def delete_decided(self, commit: Commit) -> None:
-        """Delete the segments in which every group is decided as of a commit.
+    def delete_decided(self, commit: Commit, unwritten: Set[GroupKey]) -> None:
+        """Delete the segments in which every group is decided as of a commit and none is `unwritten`.
 
         The newest segment of an actor life that may return stays: its name keeps later lives of the actor newer.
         """
-        retired = {parse_retired_key(key) for key in self._store.list(RETIRED_PREFIX)}
+        retired = {parse_retired_key(key) for key in list_keys(self._store, RETIRED_PREFIX)}
         newest = {(name.actor, name.epoch): name for name in sorted(self._groups_in)}
         kept = {name for life, name in newest.items() if life not in retired}
         is_open = set(commit.open_groups)
         decided = [
             name
             for name, groups in self._groups_in.items()
-            if name not in kept and all(one < commit.next_group_id and one not in is_open for one in groups)
+            if name not in kept
+            and groups.isdisjoint(unwritten)
+            and all(group_id < commit.next_group_id and group_id not in is_open for group_id, _ in groups)
         ]
         self._store.delete([rollout_key(*name) for name in decided])

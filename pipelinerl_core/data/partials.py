@@ -33,6 +33,7 @@ from pipelinerl_core.data.codec import (
 from pipelinerl_core.data.schema import PARTIAL_SCHEMA, conform
 from pipelinerl_core.errors import MissingObject, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import partial_key, partial_prefix
 from pipelinerl_core.types import FinishReason, GroupKey, Origin, Outcome, PartialRow, PreviousHolder
 
@@ -153,7 +154,7 @@ class PartialReader:
     def holders(self) -> dict[int, list[PreviousHolder]]:
         """group_id -> all holders whose log has rows of the group, newest attempt first. Reads every log."""
         found: dict[int, list[PreviousHolder]] = {}
-        names = {tuple(key.split("/")[1:3]) for key in self._store.list("partials")}
+        names = {tuple(key.split("/")[1:3]) for key in list_keys(self._store, "partials")}
         for actor, epoch in sorted(names):
             for group_id, attempt in self._rows(actor, int(epoch)):
                 found.setdefault(group_id, []).append(PreviousHolder(actor, int(epoch), attempt))
@@ -188,7 +189,7 @@ class _InheritedLog:
         with self._lock:
             if self._listed_at < since:
                 listed_at = clock()
-                for key in self._store.list(self._prefix):
+                for key in list_keys(self._store, self._prefix):
                     if key not in self._seen:
                         self._read(key)
                         self._seen.add(key)

@@ -16,6 +16,7 @@ from pipelinerl_core.data.checks import check_groups, split_groups
 from pipelinerl_core.data.codec import flat_list, from_segment, origins_in, to_segment
 from pipelinerl_core.errors import MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import rollout_key
 from pipelinerl_core.types import GroupKey, GroupRef
 
@@ -142,7 +143,7 @@ class SegmentReader:
         `low_water` maps "<actor>/<epoch>" to the lowest seq that is still needed; earlier segments are left out, and
         all segments of `retired` actor epochs.
         """
-        names = [parse_rollout_key(key) for key in self._store.list("rollouts")]
+        names = [parse_rollout_key(key) for key in list_keys(self._store, "rollouts")]
         marks = low_water or {}
         needed = (name for name in names if (name.actor, name.epoch) not in retired)
         return sorted(name for name in needed if name.seq >= marks.get(f"{name.actor}/{name.epoch}", 0))

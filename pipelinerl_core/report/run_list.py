@@ -10,7 +10,7 @@ from pipelinerl_core.errors import MissingObject, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.hub_status import HubWatch
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, EvalRecord, RunRecord, eval_key, eval_version
 
 _THREADS = 8
@@ -88,7 +88,7 @@ def _read(store: ObjectStore, record: RunRecord) -> ListedRun:
     steps = int(record.config.get("trainer", {}).get("steps", 0))
     step = last.step if last else 0
     is_over = bool(last and step >= steps)
-    versions = sorted({eval_version(key) for key in store.list(EVALS_PREFIX)})
+    versions = sorted({eval_version(key) for key in list_keys(store, EVALS_PREFIX)})
     first, newest = (_accuracy(store, versions[at : at + 1 or None]) for at in (0, -1))
     return ListedRun(
         run_id=record.run_id,

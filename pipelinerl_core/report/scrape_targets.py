@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pipelinerl_core.errors import MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import ROLES_PREFIX, RoleRecord
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def live_roles(store: ObjectStore, *, roles: Sequence[str] = (), now: float | No
     """
     now = time.time() if now is None else now
     found = []
-    for key in store.list(ROLES_PREFIX):
+    for key in list_keys(store, ROLES_PREFIX):
         if roles and key.removeprefix(f"{ROLES_PREFIX}/").partition("-")[0] not in roles:
             continue
         try:

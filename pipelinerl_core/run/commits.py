@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
-from pipelinerl_core.errors import MissingObject
+from pipelinerl_core.errors import MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import CommitListing, StepRange, decode_commits, list_commits
-from pipelinerl_core.run.history import counting, read_epochs
+from pipelinerl_core.run.history import counting, read_epochs, refuse_missing
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import Commit, EpochRecord
 
@@ -97,6 +97,19 @@ def read_commits(store: ObjectStore) -> Commits:
     commits = Commits(store)
     commits.epochs = read_epochs(store)
     commits.select(counting(listing.keys(), commits.epochs), listing)
+    return commits
+
+
+def read_all_commits(store: ObjectStore) -> Commits:
+    """The commits that count, without a gap. Raises StoreUnavailable if the store lists fewer than were adopted."""
+    for is_last in (False, True):  # a trainer may adopt a commit between the listing and the reading of the epochs
+        commits = read_commits(store)
+        try:
+            refuse_missing(store, commits.keys_by_step, commits.epochs)
+            break
+        except StoreUnavailable:
+            if is_last:
+                raise
     return commits
 
 

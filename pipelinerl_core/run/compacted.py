@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipelinerl_core.errors import BrokenRecord, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.reading import parse_record
+from pipelinerl_core.run.reading import list_keys, parse_record
 from pipelinerl_core.run.records import (
     COMMITS_PREFIX,
     COMPACTED_COMMITS_PREFIX,
@@ -92,8 +92,8 @@ class CommitListing(NamedTuple):
 
 def list_commits(store: ObjectStore) -> CommitListing:
     """List originals, then compacted objects."""
-    originals = store.list(f"{COMMITS_PREFIX}/")
-    return CommitListing(originals, [StepRange.parse(key) for key in store.list(COMPACTED_COMMITS_PREFIX)])
+    originals = list_keys(store, f"{COMMITS_PREFIX}/")
+    return CommitListing(originals, [StepRange.parse(key) for key in list_keys(store, COMPACTED_COMMITS_PREFIX)])
 
 
 def encode_commits(records: Sequence[bytes], commits: Sequence[Commit]) -> bytes:

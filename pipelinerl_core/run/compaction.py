@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping
 
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.compacted import StepRange, decode_commits, encode_commits, list_commits
+from pipelinerl_core.run.compacted import StepRange, decode_commits, encode_commits, list_commits, read_range
 from pipelinerl_core.run.history import counting, read_epochs
 from pipelinerl_core.run.reading import parse_record
 from pipelinerl_core.run.records import Commit, parse_commit_key
@@ -39,7 +39,10 @@ def compact_commits(store: ObjectStore) -> int:
     listing = list_commits(store)  # before the epochs (see `counting`)
     counted = counting(listing.keys(), read_epochs(store))
     compacted = {key for file in listing.files for key in file.commit_keys()}
-    store.delete([key for key in listing.originals if key in compacted])  # left by a crash before the deletion
+    for file in listing.files:
+        if left_over := set(listing.originals) & set(file.commit_keys()):  # of a crash before the deletion
+            read_range(store, file)
+            store.delete(sorted(left_over))
     left = {step: key for step, key in counted.items() if key not in compacted}
     files = _files(left, max(counted, default=-1) - MARGIN_STEPS)
     for file in files:

@@ -10,7 +10,7 @@ from typing import Any
 from pipelinerl_core.errors import BrokenRecord, ConfigError, MissingObject
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.hub_status import HubWatch
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import CONTROL_KEY, ControlRecord, parse_commit_key
 from pipelinerl_core.storage.object_store import open_store
 
@@ -26,7 +26,7 @@ def request_drain(url: str) -> dict[str, Any]:
     if HubWatch(store).find_live() is None:
         raise ConfigError(f"{url}: this run is not live. Only a live run can be drained")
     ask_to_drain(store, by=f"{getpass.getuser()}@{socket.gethostname()}")
-    steps = [parse_commit_key(key)[0] for key in store.list("commits")]
+    steps = [parse_commit_key(key)[0] for key in list_keys(store, "commits")]
     return {"run_id": url.rpartition("/")[2], "step": max(steps, default=-1)}
 
 

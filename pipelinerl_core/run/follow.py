@@ -8,7 +8,7 @@ from pipelinerl_core.interfaces import ObjectStore, Tracker
 from pipelinerl_core.run.commits import Commits, CommitSteps
 from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.history import counting
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import EVALS_PREFIX, RUN_KEY, ActorSample, Commit, EpochRecord, EvalRecord, RunRecord
 from pipelinerl_core.telemetry.length_bias import length_metrics
 from pipelinerl_core.telemetry.metrics import finite
@@ -77,12 +77,12 @@ class RunFollower:
         return News(commits=CommitSteps(self.commits, fresh), evals=evals)
 
     def _read_epochs(self) -> None:
-        for key in self.store.list("epochs"):
+        for key in list_keys(self.store, "epochs"):
             if key not in self._epochs or self._epochs[key].is_claim:
                 self._epochs[key] = read_record(self.store, key, EpochRecord)
 
     def _read_evals(self) -> tuple[EvalRecord, ...]:
-        new_keys = [key for key in self.store.list(EVALS_PREFIX) if key not in self._eval_keys]
+        new_keys = [key for key in list_keys(self.store, EVALS_PREFIX) if key not in self._eval_keys]
         fresh = [read_record(self.store, key, EvalRecord) for key in new_keys]
         self._eval_keys.update(new_keys)
         for record in fresh:

@@ -11,28 +11,38 @@ write of a commit, and announces the commit after the second check only. Therefo
 harmless, and the hub never has a commit that readers ignore (docs/adr/0019-takeover-in-two-writes.md).
 """
 
+import itertools
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
-from pipelinerl_core.errors import ConfigError, Fenced, MissingObject
+from pipelinerl_core.errors import ConfigError, Fenced, MissingObject, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import list_commits, read_compacted
 from pipelinerl_core.run.hub_status import process_mark
 from pipelinerl_core.run.processor import processor
-from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import Commit, EpochRecord, commit_key, epoch_key, parse_commit_key
+from pipelinerl_core.run.reading import list_keys, read_record
+from pipelinerl_core.run.records import (
+    COMMITS_PREFIX,
+    Commit,
+    EpochRecord,
+    commit_key,
+    epoch_key,
+    parse_commit_key,
+)
 
+MAX_LATE = 2
+"""Commits that a fenced trainer may have written around the listing of its successor."""
 # Bound of the search for a free epoch number; a run has far fewer starts.
 _MAX_EPOCHS = 100_000
 
 
 def read_epochs(store: ObjectStore) -> list[EpochRecord]:
     """Every start of hub and trainer, oldest first."""
-    return [read_record(store, key, EpochRecord) for key in store.list("epochs/")]
+    return [read_record(store, key, EpochRecord) for key in list_keys(store, "epochs")]
 
 
 def counting(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> dict[int, str]:
@@ -67,6 +77,49 @@ def _lineage(trainers: Iterable[EpochRecord]) -> list[EpochRecord]:
     return found
 
 
+def refuse_missing(
+    store: ObjectStore, steps: Collection[int], epochs: Iterable[EpochRecord], known: int = -1
+) -> None:
+    """Raise StoreUnavailable if commits that existed are not among the counting `steps`, as the store listed them.
+
+    These are steps below the newest one, steps that an earlier trainer epoch has adopted, and steps up to `known`.
+    The store may have given a wrong answer once; a run never goes on from such an answer.
+    """
+    adopters = [one for one in epochs if one.role == "trainer" and not one.is_claim]
+    accepted = max((one.epoch for one in adopters if one.accepts_loss), default=0)
+    adopted = max((one.adopted_through for one in adopters if one.epoch >= accepted), default=-1)
+    newest = max(adopted, known, *steps, -1)
+    missing = next((step for step in range(newest + 1) if step not in steps), None)
+    if missing is not None:
+        raise StoreUnavailable(
+            f"{store.url}/{COMMITS_PREFIX}/{missing:08d}.*: the store lists no commit of step {missing}, but step "
+            f"{newest} was committed. The store may have answered wrongly: try again. If commits are lost for good, "
+            f"`pipelinerl accept-loss {store.url}` lets the run continue from the last step before them"
+        )
+
+
+def lost_commits(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> list[str]:
+    """A sentence for each trainer epoch with more commits that do not count than a takeover leaves (MAX_LATE).
+
+    keys, epochs: as in `counting`. Losses that a user has accepted are left out.
+    """
+    known, trainers = list(keys), [record for record in epochs if record.role == "trainer"]
+    lineage, counted = _lineage(trainers), set(counting(known, trainers).values())
+    steps: dict[tuple[int, str], list[int]] = {}
+    for step, epoch in sorted(parse_commit_key(key) for key in known if key not in counted):
+        later = [record for record in lineage if record.epoch > epoch and record.adopted_through < step]
+        reason = f"no epoch adopted epoch {epoch}"
+        if later:  # the newest epoch is the first
+            reason = f"epoch {later[-1].epoch} adopted only steps through {later[-1].adopted_through}"
+        if not any(record.accepts_loss for record in later):
+            steps.setdefault((epoch, reason), []).append(step)
+    return [
+        f"{len(late)} commits of epoch {epoch} do not count, steps {late[0]} to {late[-1]}: {reason}"
+        for (epoch, reason), late in steps.items()
+        if len(late) > MAX_LATE
+    ]
+
+
 def counted_commit_keys(store: ObjectStore) -> dict[int, str]:
     """Step -> key of the commit that counts, for all committed steps in order; `read_commit` reads the keys."""
     # The commits are listed before the epochs: a commit that an epoch did not adopt was written after the claim of
@@ -88,36 +141,70 @@ def read_commit(store: ObjectStore, key: str) -> Commit:
 
 def is_complete(store: ObjectStore, steps: int) -> bool:
     """Whether the last step is committed, by a commit that counts."""
-    if not any(parse_commit_key(key)[0] >= steps for key in store.list("commits")):
+    if not any(parse_commit_key(key)[0] >= steps for key in list_keys(store, COMMITS_PREFIX)):
         return False
     return max(counted_commit_keys(store), default=-1) >= steps
 
 
 def take_over(
-    store: ObjectStore, arithmetic: Mapping[str, str | int] = MappingProxyType({})
+    store: ObjectStore, arithmetic: Mapping[str, str | int] = MappingProxyType({}), *, accepts_loss: bool = False
 ) -> tuple[EpochRecord, dict[int, str]]:
     """Claim the next trainer epoch and adopt the commits of earlier epochs: (epoch, step -> key of its commit).
 
-    Raises Fenced if a newer trainer has claimed an epoch in the meantime.
+    accepts_loss: adopt the steps before the first missing commit only.
+    Raises Fenced if a newer trainer has claimed an epoch in the meantime, StoreUnavailable as `refuse_missing`.
     """
-    through = max(counted_commit_keys(store), default=-1)
+    # Listed twice, because readers believe the claim until the adoption: one wrong answer must not change it.
+    through = max(max(counted_commit_keys(store), default=-1) for _ in range(2))
     claim = take_epoch(store, "trainer", through, arithmetic, is_claim=True)
     keys = list_commits(store).keys()
     trainers = [record for record in read_epochs(store) if record.role == "trainer"]
+    if claim.epoch not in {record.epoch for record in trainers}:
+        raise _incomplete(store, claim)
     for newer in trainers:
         if newer.epoch > claim.epoch:
             raise _fenced(claim, newer)
     # Claims of earlier epochs are ignored. Their processes are fenced: they commit nothing, also if they adopt later.
     earlier = [record for record in trainers if not record.is_claim]
     commits = counting(keys, earlier)
+    if accepts_loss:
+        last = _last_whole(commits)
+        commits = {step: key for step, key in commits.items() if step <= last}
+    else:
+        refuse_missing(store, commits, earlier, through)
     adopted = {
         "is_claim": False,
+        "accepts_loss": accepts_loss,
         "adopted_through": max(commits, default=-1),
         "parent": max((record.epoch for record in earlier), default=None),
     }
     epoch = claim.model_copy(update=adopted)
     store.put(epoch_key(epoch.epoch), epoch.model_dump_json().encode())
     return epoch, commits
+
+
+def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]:
+    """The last step before missing commits, and why they are missing; `is_final` makes the run continue there.
+
+    Raises ConfigError if no commit is missing.
+    """
+    keys, epochs = list_commits(store).keys(), read_epochs(store)
+    commits = counting(keys, epochs)
+    try:
+        refuse_missing(store, commits, epochs)
+    except StoreUnavailable as error:
+        reason = str(error).partition(": ")[2].partition(". ")[0]
+    else:
+        raise ConfigError(f"{store.url}: no commit is missing, so there is no loss to accept")
+    last = _last_whole(commits)
+    if is_final:
+        last = take_over(store, accepts_loss=True)[0].adopted_through
+    return {"run": store.url, "step": last, "reason": reason, "is_accepted": is_final}
+
+
+def _last_whole(commits: Collection[int]) -> int:
+    """The last of the steps 0, 1, 2, ... without a gap; -1 for none."""
+    return next(step for step in itertools.count() if step not in commits) - 1
 
 
 def take_epoch(
@@ -181,13 +268,21 @@ def write_commit(store: ObjectStore, epoch: EpochRecord, commit: Commit) -> None
 
 
 def check_not_fenced(store: ObjectStore, epoch: EpochRecord) -> None:
-    """Raise Fenced if a newer epoch of the same role exists."""
-    for key in reversed(store.list("epochs/")):
-        if key <= epoch_key(epoch.epoch):
+    """Raise Fenced if a newer epoch of the same role exists, StoreUnavailable if the listing is not whole."""
+    for key in reversed(list_keys(store, "epochs")):
+        if key == epoch_key(epoch.epoch):
             return
         newer = read_record(store, key, EpochRecord)
         if newer.role == epoch.role:
             raise _fenced(epoch, newer)
+    raise _incomplete(store, epoch)
+
+
+def _incomplete(store: ObjectStore, epoch: EpochRecord) -> StoreUnavailable:
+    key = epoch_key(epoch.epoch)
+    return StoreUnavailable(
+        f"{store.url}/epochs: the store lists no {key}, which this process has written: try again"
+    )
 
 
 def _fenced(epoch: EpochRecord, newer: EpochRecord) -> Fenced:

@@ -9,13 +9,31 @@ from pydantic_core import from_json
 from pipelinerl_core.errors import BrokenRecord
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ranges import first_error
-from pipelinerl_core.run.records import FORMAT_VERSION, Record
+from pipelinerl_core.run.records import FORMAT_VERSION, KEY_PATTERNS, Record
 
 R = TypeVar("R", bound=Record)
 
 logger = logging.getLogger(__name__)
 
 _STATISTICS = (("swaps",), ("actors",))  # fields of a commit with statistics that actors report
+
+
+_foreign: set[str] = set()
+
+
+def list_keys(store: ObjectStore, prefix: str) -> list[str]:
+    """The keys of a run under one of KEY_PATTERNS, or under a part of it, sorted.
+
+    A file with another name, such as an editor's backup, is named once in the log and left out.
+    """
+    prefix = prefix.rstrip("/")
+    pattern = next(one for folder, one in KEY_PATTERNS.items() if f"{prefix}/".startswith(f"{folder}/"))
+    keys = store.list(prefix)
+    for key in (key for key in keys if not pattern.fullmatch(key)):
+        if (name := f"{store.url}/{key}") not in _foreign:
+            _foreign.add(name)
+            logger.warning("%s is no object of a run and is left out", name)
+    return [key for key in keys if pattern.fullmatch(key)]
 
 
 def read_record(store: ObjectStore, key: str, model: type[R]) -> R:

@@ -22,12 +22,16 @@
   evals/<version>.<set>.json             the same on a set of eval.sets, or on a part of a mixture
   roles/<role>-<name>.json               address of a live role's health and metrics; removed at the role's end
   prediction.json                        speed and lag that the simulation predicts; written once
+  garbage.json                           what the last `pipelinerl gc` would remove, for the next one
   report.json report.html weights.parquet
 <root>/whatif/<run_id>/arms/<name>-<digest>/
   run.json epochs/ commits/ weights/ evals/   as above; run.json has replay_of
   replay.json                            the arm of a what-if replay is trained
 """
 
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,6 +47,7 @@ CONTROL_KEY = "control.json"
 RESUME_KEY = "resume.json"
 STARTS_KEY = "starts.json"
 PREDICTION_KEY = "prediction.json"
+GARBAGE_KEY = "garbage.json"
 REPORT_JSON_KEY = "report.json"
 REPORT_HTML_KEY = "report.html"
 WEIGHTS_TABLE_KEY = "weights.parquet"
@@ -63,6 +68,32 @@ ADAPTERS_FILE = "adapters.safetensors"
 """Instead of WEIGHTS_FILE with weights.content=adapters: the adapters' factors; the header says how to merge them."""
 MANIFEST_FILE = "manifest.json"
 """Of a weight version or a checkpoint; written last."""
+
+
+_OF_STEP = r"\d+\.\d+"
+_OF_LIFE = r"[^/]+/\d+"
+KEY_PATTERNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        folder: re.compile(f"{folder}/{names}")
+        for folder, names in {
+            "epochs": r"\d+\.json",
+            "rollouts": rf"{_OF_LIFE}/\d+\.arrow",
+            "partials": rf"{_OF_LIFE}/\d+\.arrow",
+            RETIRED_PREFIX: _OF_LIFE,
+            "batches": rf"{_OF_STEP}/\d+\.arrow",
+            QUARANTINED_PREFIX: rf"{_OF_STEP}/\d+\.arrow",
+            "weights": rf"{_OF_STEP}/[^/]+",
+            "checkpoints": rf"{_OF_STEP}/.+",
+            COMMITS_PREFIX: rf"{_OF_STEP}\.json",
+            COMPACTED_COMMITS_PREFIX: r"\d+-\d+\.\d+\.parquet",
+            COMPACTED_ROLLOUTS_PREFIX: r"\d+-\d+\.\d+\.parquet",
+            EVALS_PREFIX: r"\d+(\.[^/]+)?\.json",
+            ROLES_PREFIX: r"[^/]+\.json",
+            RENDEZVOUS_PREFIX: r"\d+\.json",
+        }.items()
+    }
+)
+"""Folder -> its keys. `run.reading.list_keys` leaves other files out, such as an editor's backup."""
 
 
 def holds_adapters(manifest: WeightManifest) -> bool:
@@ -223,6 +254,8 @@ class EpochRecord(Record):
     """Newest earlier epoch of the same role that was not only a claim; None for the first epoch."""
     adopted_through: StepOrNone
     """Last commit of earlier epochs that counts; -1 for none."""
+    accepts_loss: bool = False
+    """Of `pipelinerl accept-loss`: later commits of earlier epochs were missing; the run continues without them."""
     is_claim: bool = False
     """A trainer that has not adopted commits yet: `adopted_through` is preliminary (run/history.py)."""
     started_at: Seconds
@@ -278,6 +311,14 @@ class ResumeRecord(Record):
     """`section.key=value`, of RESUMABLE keys only."""
     at: Seconds
     """Unix seconds."""
+
+
+class GarbageRecord(Record):
+    """garbage.json: what a call of `pipelinerl gc` noted; a later call removes what still is garbage."""
+
+    at: Seconds
+    """Unix seconds."""
+    keys: tuple[str, ...]
 
 
 class StartsRecord(Record):

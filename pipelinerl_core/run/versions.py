@@ -7,6 +7,7 @@ from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.commits import read_commits
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import MANIFEST_FILE, Commit, parse_weights_key
 
 ALL = "all"
@@ -54,7 +55,7 @@ def remove_weights(store: ObjectStore, keys: Collection[str]) -> None:
 
 def stored_versions(store: ObjectStore) -> set[int]:
     """Versions with a complete copy of the weights in the object store; one listing."""
-    manifests = (key for key in store.list("weights") if key.endswith(f"/{MANIFEST_FILE}"))
+    manifests = (key for key in list_keys(store, "weights") if key.endswith(f"/{MANIFEST_FILE}"))
     return {parse_weights_key(key)[0] for key in manifests}
 
 

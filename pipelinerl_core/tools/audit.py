@@ -4,7 +4,7 @@ Run: python -m pipelinerl_core.tools.audit --run URL [--json]. Exit code 1 if a 
 
 | check    | passes if |
 |----------|-----------|
-| commits  | each step 0, 1, ... s has exactly one counting commit, of an existing epoch; epochs name their parents |
+| commits  | each step 0, 1, ... s has one counting commit, of an existing epoch; no takeover left out commits |
 | groups   | every group below the frontier has exactly one fate, or is open at the last commit |
 | rows     | the rows of each step are the rows of its trained groups, each trained once |
 | tokens   | the ledger of every commit adds up; trained and masked tokens equal the tokens in earlier batches |
@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,15 @@ from numpy.typing import NDArray
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
-from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError
+from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
-from pipelinerl_core.run.commits import Commits, read_commits
+from pipelinerl_core.run.commits import Commits, read_all_commits, read_commits
+from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run, refuse_arm
-from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, checkpoint_prefix
+from pipelinerl_core.run.history import lost_commits
+from pipelinerl_core.run.reading import list_keys, read_record
+from pipelinerl_core.run.records import QUARANTINED_PREFIX, CheckpointManifest, Commit, EpochRecord, checkpoint_prefix
 from pipelinerl_core.run.versions import retained, stored_versions
 from pipelinerl_core.types import FileEntry, GroupKey, Rollout, TrainingRow
 from pipelinerl_core.weights.files import verify
@@ -52,6 +54,8 @@ class Audit:
         self.problems: list[str] = []
         self.damaged: list[str] = []
         """Damaged objects that the audit does not need."""
+        self.accepted_losses: list[int] = []
+        """Steps after which a user has continued without commits that were lost."""
         self.quarantined: list[str] = []
         """Objects with the rows of steps whose loss or gradient was not finite."""
         self._quarantined_groups: set[GroupKey] = set()
@@ -76,10 +80,14 @@ class Audit:
 
     def run(self) -> "Audit":
         """Run all checks; a failed check does not stop the audit."""
-        commits = read_commits(self._store)
+        try:
+            commits = read_all_commits(self._store)
+        except StoreUnavailable as error:
+            self._problem(str(error))
+            commits = read_commits(self._store)
         keys, epochs = commits.keys_by_step, commits.epochs
         self._is_one_hub = sum(record.role == "hub" for record in epochs) <= 1
-        self._check_lineage({record.epoch: record.parent for record in epochs}, keys)
+        self._check_lineage(epochs, keys)
         last = None
         for step in commits:
             last = self._read(commits, step)
@@ -108,17 +116,18 @@ class Audit:
             "problems": self.problems,
             "damaged": self.damaged,
             "quarantined": self.quarantined,
+            "accepted_losses": self.accepted_losses,
         }
 
     # ---- commits, groups and rows ----------------------------------------------------------------------------
 
-    def _check_lineage(self, parents: Mapping[int, int | None], commits: Mapping[int, str]) -> None:
+    def _check_lineage(self, epochs: Sequence[EpochRecord], commits: Mapping[int, str]) -> None:
+        parents = {record.epoch: record.parent for record in epochs}
         for epoch, parent in parents.items():
             if parent is not None and (parent not in parents or parent >= epoch):
                 self._problem(f"epoch {epoch}: parent {parent} is not an earlier epoch")
-        missing = sorted(set(range(max(commits, default=-1) + 1)) - set(commits))
-        if missing:
-            self._problem(f"commits {missing[:8]} are missing below {max(commits)}")
+        self.problems += lost_commits(list_commits(self._store).keys(), epochs)
+        self.accepted_losses = [record.adopted_through for record in epochs if record.accepts_loss]
         if not commits:
             self._problem("the run has no commit")
         for key in commits.values():
@@ -293,7 +302,7 @@ class Audit:
     def _check_quarantined(self) -> None:
         """A damaged object is no problem: the rows are in the segments or compacted rollouts, too."""
         missing, num_damaged = set(self._quarantined_groups), len(self.damaged)
-        self.quarantined = sorted(self._store.list(QUARANTINED_PREFIX))
+        self.quarantined = sorted(list_keys(self._store, QUARANTINED_PREFIX))
         for key in self.quarantined:
             try:
                 data = self._store.get(key)
@@ -308,7 +317,7 @@ class Audit:
             self._problem(f"groups {sorted(missing)[:8]} are quarantined, but quarantined/ lacks their rows")
 
     def _check_segments(self) -> None:
-        for key in self._store.list("rollouts"):
+        for key in list_keys(self._store, "rollouts"):
             try:
                 data = self._store.get(key)
                 from_segment(data, key)
@@ -350,6 +359,10 @@ def lines(document: Mapping[str, Any]) -> list[str]:
         *(f"DOES NOT CLOSE: {problem}" for problem in shown),
         *([f"and {more} more"] if more else []),
         *(f"rows of a step that was not taken: {key}" for key in document["quarantined"][:_SHOWN_PROBLEMS]),
+        *(
+            f"accepted: the run went on after step {step} without lost commits"
+            for step in document["accepted_losses"]
+        ),
         *(f"damaged, but no longer needed: {text}" for text in document["damaged"][:_SHOWN_PROBLEMS]),
         "PASS: no rollout was lost or trained twice, the run closes"
         if document["closes"]

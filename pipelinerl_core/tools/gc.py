@@ -1,17 +1,20 @@
 """Garbage collection of a run's objects, also of a live run; the audit closes before and after.
 
-Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--whatif] [--dry-run] [--json].
+Run: python -m pipelinerl_core.tools.gc --run URL [--rollouts] [--whatif] [--now] [--dry-run] [--json].
+
+The first call notes what is garbage in garbage.json; a later call removes what was noted and still is garbage. So one
+wrong answer of a store cannot delete what a run needs. The last two classes do not depend on such answers.
 
 | class    | objects | removed |
 |----------|---------|---------|
-| orphans  | up to the newest commit: objects of trainers that crashed before their commit, or were fenced | always |
+| orphans  | up to the newest commit: objects of trainers that died before a commit or were fenced | always |
 | checkpoints | all except the checkpoint of step 0 and the newest two (only the newest in a finished run) | always |
 | weights | durable versions beyond `weights.keep` (run/versions.py) | always |
 | partials | logs of decided groups; in a finished run all logs | always |
 | rollouts | segments in which every group is decided; batches/ has the trained rows, too | with --rollouts |
-| unfinished | temporary files and multipart uploads of killed writers | always |
-| whatif   | arms and studies of what-if replays of the run, which are beside the run | with --whatif |
-| shared_memory | this host's shared memory of runs under the same root whose processes were killed | always |
+| unfinished | at once: files and multipart uploads of killed writers | always |
+| whatif   | at once: arms and studies of what-if replays of the run, which are beside the run | with --whatif |
+| shared_memory | at once: shared memory of this host, of runs under the same root that were killed | always |
 
 Detection of a live run is not reliable: the hub may be restarting, a clock may be behind, the store may be slow.
 Therefore objects that a run may write when it continues from the newest commit are never garbage: objects of later
@@ -26,6 +29,7 @@ import argparse
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,19 +37,23 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import from_segment
 from pipelinerl_core.data.partials import decode_partials
 from pipelinerl_core.data.segments import parse_rollout_key
-from pipelinerl_core.errors import PipelineRLError, SchemaMismatch
+from pipelinerl_core.errors import BrokenRecord, MissingObject, PipelineRLError, SchemaMismatch, StoreError
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
-from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.commits import read_all_commits
+from pipelinerl_core.run.compacted import list_commits
 from pipelinerl_core.run.context import open_run
-from pipelinerl_core.run.history import read_epochs
+from pipelinerl_core.run.history import lost_commits, read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
 from pipelinerl_core.run.locate import abandoned_shared_memory
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import (
+    GARBAGE_KEY,
     RETIRED_PREFIX,
     WHATIF_PREFIX,
     CheckpointRef,
     Commit,
+    GarbageRecord,
     batch_key,
     checkpoint_prefix,
     parse_retired_key,
@@ -79,9 +87,11 @@ class Collector:
         self._store = store
         self._config = config
         self._is_live = is_live
-        commits = read_commits(store)
+        commits = read_all_commits(store)
         self.epochs = commits.epochs
         """Epochs that define the counting commits; a newer epoch invalidates the collection."""
+        if lost := lost_commits(list_commits(store).keys(), self.epochs):
+            raise StoreError(f"{store.url}: nothing is removed: {lost[0]}. See `pipelinerl audit {store.url}`")
         self._commit_keys = set(commits.keys_by_step.values())
         self._commits = [_Named.of(commit) for commit in commits.values()]
         last = next(iter(commits.newest(1)), None)
@@ -102,9 +112,9 @@ class Collector:
         kept = {f"{commit.weights_key}/" for commit in self._commits}
         kept |= {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits}
         kept |= {f"{batch_key(commit.step, commit.epoch, rank=0).rpartition('/')[0]}/" for commit in self._commits}
-        found = [key for key in self._store.list("commits") if key not in self._commit_keys]
+        found = [key for key in list_keys(self._store, "commits") if key not in self._commit_keys]
         for prefix in ("batches", "weights", "checkpoints"):
-            found += [key for key in self._store.list(prefix) if f"{key.rpartition('/')[0]}/" not in kept]
+            found += [key for key in list_keys(self._store, prefix) if f"{key.rpartition('/')[0]}/" not in kept]
         if not self._is_done:
             # Weights of the last step stay, too: a starting trainer, or an actor that cannot read the weights, makes
             # the trainer publish the version again under a key that no commit names.
@@ -120,25 +130,25 @@ class Collector:
         first = [f"{checkpoint_prefix(0, commit.epoch)}/" for commit in self._commits[:1]]
         kept = {*first, *prefixes[-1 if self._is_done else -2 :]}
         made = {f"{checkpoint_prefix(commit.step, commit.epoch)}/" for commit in self._commits} - kept
-        return [key for key in self._store.list("checkpoints") if f"{key.rpartition('/')[0]}/" in made]
+        return [key for key in list_keys(self._store, "checkpoints") if f"{key.rpartition('/')[0]}/" in made]
 
     def weights(self) -> list[str]:
         """Weights of committed versions that the run does not retain."""
         durable = [commit for commit in self._commits if commit.weights_key is not None]
         kept = retained(self._config, {*(commit.step for commit in durable), *stored_versions(self._store)})
         doomed = {f"{commit.weights_key}/" for commit in durable if commit.step not in kept}
-        return [key for key in self._store.list("weights") if f"{key.rpartition('/')[0]}/" in doomed]
+        return [key for key in list_keys(self._store, "weights") if f"{key.rpartition('/')[0]}/" in doomed]
 
     def partials(self) -> list[str]:
         """Logs without an open group."""
-        keys = self._store.list("partials")
+        keys = list_keys(self._store, "partials")
         return keys if self._is_done else [key for key in keys if not self._is_open(self._logged(key))]
 
     def rollouts(self) -> list[str]:
         """Segments in which every group is decided: below the low-water marks, and of retired actor epochs."""
         found = []
-        retired = {parse_retired_key(key) for key in self._store.list(RETIRED_PREFIX)}
-        for key in self._store.list("rollouts"):
+        retired = {parse_retired_key(key) for key in list_keys(self._store, RETIRED_PREFIX)}
+        for key in list_keys(self._store, "rollouts"):
             name = parse_rollout_key(key)
             mark = self._low_water.get(f"{name.actor}/{name.epoch}")
             is_retired = (name.actor, name.epoch) in retired
@@ -164,11 +174,18 @@ def _step_of(key: str) -> int:
 
 
 def collect(
-    store: ObjectStore, config: RunConfig, *, with_rollouts: bool, dry_run: bool, is_live: bool = False
+    store: ObjectStore,
+    config: RunConfig,
+    *,
+    with_rollouts: bool,
+    dry_run: bool,
+    is_live: bool = False,
+    now: bool = False,
 ) -> dict[str, list[str]]:
-    """Class -> removed keys (`dry_run`: removable keys).
+    """Class -> removed keys (`dry_run`: garbage). `noted`: keys that the next call removes if they still are garbage.
 
     is_live: the run is live at the beginning. Otherwise PipelineRLError if the run is started; nothing is removed.
+    now: remove all garbage at once. Raises StoreUnavailable if a commit is missing.
     """
     collector = Collector(store, config, is_live=is_live)
     garbage = {
@@ -180,16 +197,29 @@ def collect(
     if with_rollouts:
         garbage["rollouts"] = collector.rollouts()
     unfinished = [*store.unfinished()]
+    noted: list[str] = []
     if not dry_run:
         if not is_live:
             _refuse_started(store, collector)
+        if not now:
+            before = _read_noted(store)
+            noted = sorted(key for keys in garbage.values() for key in keys if key not in before)
+            garbage = {name: [key for key in keys if key in before] for name, keys in garbage.items()}
+        store.put(GARBAGE_KEY, GarbageRecord(at=time.time(), keys=noted).model_dump_json().encode())
         for name, keys in garbage.items():
             if name == "weights":
                 remove_weights(store, keys)
             else:
                 store.delete(keys)
         store.discard(unfinished)
-    return {**garbage, "unfinished": unfinished}
+    return {**garbage, "unfinished": unfinished, "noted": noted}
+
+
+def _read_noted(store: ObjectStore) -> set[str]:
+    try:
+        return set(read_record(store, GARBAGE_KEY, GarbageRecord).keys)
+    except (MissingObject, BrokenRecord):  # then this call notes, and removes nothing
+        return set()
 
 
 def collect_shared_memory(root: str, *, dry_run: bool) -> list[str]:
@@ -217,7 +247,7 @@ def _refuse_started(store: ObjectStore, collector: Collector) -> None:
 
 def main() -> int:
     """Command line of the garbage collection."""
-    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--whatif", "--dry-run", "--json")}
+    switches = {name: {"action": "store_true"} for name in ("--rollouts", "--whatif", "--now", "--dry-run", "--json")}
     return run_main((__doc__ or "").splitlines()[0], {**RUN, **switches}, _remove, logs=False)
 
 
@@ -225,7 +255,7 @@ def _remove(options: argparse.Namespace) -> None:
     context = open_run(options.run)
     garbage = collect(
         context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
-        is_live=HubWatch(context.store).find_live() is not None,
+        is_live=HubWatch(context.store).find_live() is not None, now=options.now,
     )  # fmt: skip
     if options.whatif:
         garbage["whatif"] = collect_whatif(context.store, context.run_id, dry_run=options.dry_run)
@@ -235,8 +265,11 @@ def _remove(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"run_id": context.run_id, "dry_run": options.dry_run, **garbage}))  # noqa: T201
     else:
+        noted = garbage.pop("noted")
         for name, keys in garbage.items():
             print(f"{name}: {len(keys)} objects {verb}")  # noqa: T201
+        if noted:
+            print(f"{len(noted)} objects are noted; the next `pipelinerl gc` removes them (--now: at once)")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipelinerl_core.errors import ChecksumMismatch, MissingObject, StoreError
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import CheckpointManifest, checkpoint_prefix
 from pipelinerl_core.types import FileEntry
 
@@ -62,7 +62,7 @@ def prune_checkpoints(store: ObjectStore, keep: int = 2) -> list[tuple[int, int]
     later epoch did not adopt. Keep at least 2, because a checkpoint is used only after a later commit names it.
     Manifests are deleted first, so that an interrupted deletion leaves no checkpoint that looks complete.
     """
-    keys = store.list("checkpoints")
+    keys = list_keys(store, "checkpoints")
     by_age = sorted({_parse(key) for key in keys}, reverse=True)
     finished = [age for age in by_age if f"{checkpoint_prefix(age[1], age[0])}/{_MANIFEST}" in keys]
     if len(finished) <= keep:

@@ -156,7 +156,7 @@ def check_objects(url):
         [4, 5, 6, 7], [12, 13, 14, 15], [16, 17, 18, 19], [24, 25, 26, 27],
     ]  # fmt: skip
     assert all(math.isfinite(row.advantage) for found in rows.values() for row in found)  # as before the learner
-    removed = collect(store, config, with_rollouts=True, dry_run=False)
+    removed = collect(store, config, with_rollouts=True, dry_run=False, now=True)
     assert not any(key.startswith("quarantined/") for names in removed.values() for key in names)
     assert_closes(url)
     store.delete([keys[0]])

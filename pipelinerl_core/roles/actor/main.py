@@ -32,6 +32,7 @@ from pipelinerl_core.roles.runtime.process import (
 from pipelinerl_core.rollouts.episode import EpisodePlayer
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.history import is_complete
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import RETIRED_PREFIX
 from pipelinerl_core.run.user_code import stored_code
 from pipelinerl_core.weights.subscribe import WeightSubscriber
@@ -44,7 +45,9 @@ def next_epoch(store: ObjectStore, name: str) -> int:
     actor of this name. The hub fences an actor whose epoch is not the newest. Two starts within one second cannot
     happen, because an actor takes seconds to start.
     """
-    keys = [key for prefix in ("rollouts", "partials", RETIRED_PREFIX) for key in store.list(f"{prefix}/{name}")]
+    keys = [
+        key for prefix in ("rollouts", "partials", RETIRED_PREFIX) for key in list_keys(store, f"{prefix}/{name}")
+    ]
     return max(int(time.time()), *(int(key.split("/")[2]) + 1 for key in keys), 0)
 
 

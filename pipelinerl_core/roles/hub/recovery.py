@@ -12,10 +12,11 @@ from pipelinerl_core.data.codec import flat_structs
 from pipelinerl_core.data.partials import PartialReader
 from pipelinerl_core.data.schema import ROLLOUT_SCHEMA
 from pipelinerl_core.data.segments import SegmentReader
-from pipelinerl_core.errors import SchemaMismatch
+from pipelinerl_core.errors import MissingObject, SchemaMismatch
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.ledger import ActorKey, GroupSummary, SealedGroup
-from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.commits import read_all_commits
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import RETIRED_PREFIX, Commit, parse_retired_key, rollout_key
 from pipelinerl_core.types import GroupKey, GroupRef, LengthTotals, PreviousHolder, WeightManifest
 
@@ -52,11 +53,11 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
 
     max_row_bytes: limit of the rows returned in memory; other rows stay in their segments.
     """
-    commits = read_commits(store)
+    commits = read_all_commits(store)
     commit = next(iter(commits.newest(1)), None)
     manifests = (commits[step].manifest for step in reversed(commits))
     manifest = next((one for one in manifests if one is not None), None)
-    retired = frozenset(ActorKey(*parse_retired_key(key)) for key in store.list(RETIRED_PREFIX))
+    retired = frozenset(ActorKey(*parse_retired_key(key)) for key in list_keys(store, RETIRED_PREFIX))
     past = StoredState(commit=commit, manifest=manifest, retired=retired, holders=PartialReader(store).holders())
     segments, num_bytes = SegmentReader(store), 0
     for name in segments.segments(commit.low_water if commit else None, retired):
@@ -70,6 +71,8 @@ def read_stored_state(store: ObjectStore, max_row_bytes: float = math.inf) -> St
                 num_bytes += batch.nbytes
                 if num_bytes <= max_row_bytes:
                     past.rows[ref.group_id, ref.attempt] = batch
+        except MissingObject as error:  # compaction or gc deletes segments whose groups are all decided
+            logger.info("segment left out, it was deleted since the listing: %s", error)
         except SchemaMismatch as error:
             logger.error("segment left out, its groups are generated again: %s", error)
     return past

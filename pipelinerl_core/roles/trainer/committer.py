@@ -23,6 +23,7 @@ from pipelinerl_core.roles.runtime.hub_link import HubLink
 from pipelinerl_core.roles.trainer.broadcasting import BroadcastPublisher
 from pipelinerl_core.run.compaction import compact_commits, is_due
 from pipelinerl_core.run.history import write_commit
+from pipelinerl_core.run.reading import list_keys
 from pipelinerl_core.run.records import (
     ADAPTERS_FILE,
     WEIGHTS_FILE,
@@ -259,8 +260,10 @@ class Committer:
         try:
             compact_commits(self._store)
             compact_rollouts(self._store)
-        except StoreError as error:
-            logger.warning("old commits or rollouts are not compacted, the trainer tries again later: %s", error)
+        except Exception as error:  # nobody reads the result of this thread
+            is_known = isinstance(error, StoreError)
+            logger.warning("old commits or rollouts are not compacted, the trainer tries again later: %s",
+                           error, exc_info=not is_known)  # fmt: skip
 
     def _remove_old(self, commit: Commit, *, has_checkpoint: bool) -> None:
         """Remove checkpoints and weights that the run does not keep. `gc` removes what a failed request leaves."""
@@ -268,7 +271,7 @@ class Committer:
             if has_checkpoint:
                 prune_checkpoints(self._store, keep=_KEPT_CHECKPOINTS)
             if commit.manifest is not None and commit.manifest.key is not None:
-                keys = self._store.list("weights")
+                keys = list_keys(self._store, "weights")
                 remove_weights(self._store, weights_to_remove(self._config, keys, commit.step))
         except StoreError as error:
             logger.warning("old checkpoints or weights are not removed: %s", error)

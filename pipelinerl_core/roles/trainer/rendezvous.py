@@ -13,7 +13,7 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.interfaces import ObjectStore
-from pipelinerl_core.run.reading import read_record
+from pipelinerl_core.run.reading import list_keys, read_record
 from pipelinerl_core.run.records import RENDEZVOUS_PREFIX, RendezvousRecord, rendezvous_key
 
 _FILE, _OPEN_FILE, _TCP = "file:", "open-file:", "tcp:"
@@ -69,7 +69,7 @@ def announce_rendezvous(store: ObjectStore, record: RendezvousRecord) -> None:
 
 def newest_rendezvous(store: ObjectStore) -> RendezvousRecord | None:
     """The rendezvous of the newest start of the trainer; None if there is none."""
-    keys = store.list(RENDEZVOUS_PREFIX)
+    keys = list_keys(store, RENDEZVOUS_PREFIX)
     if not keys:
         return None
     return read_record(store, keys[-1], RendezvousRecord)

@@ -15,6 +15,7 @@ from pipelinerl_core.run.hub_status import read_hub, refuse_second_hub
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import (
     CONTROL_KEY,
+    GARBAGE_KEY,
     HUB_KEY,
     PREDICTION_KEY,
     REPLAY_KEY,
@@ -24,6 +25,7 @@ from pipelinerl_core.run.records import (
     CheckpointManifest,
     ControlRecord,
     EvalRecord,
+    GarbageRecord,
     PredictionRecord,
     Record,
     RendezvousRecord,
@@ -85,6 +87,11 @@ RECORDS = {
         StartsRecord(flow_run_id="f", run_count=1, step=-1),
         "step",
         lambda s: count_start(s.url, "f", 1, 1),
+    ),
+    GARBAGE_KEY: (
+        GarbageRecord(at=1.0, keys=()),
+        "at",
+        lambda store: read_record(store, GARBAGE_KEY, GarbageRecord),
     ),
     CONTROL_KEY: (
         ControlRecord(desired="run", at=1.0),

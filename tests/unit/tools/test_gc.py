@@ -10,7 +10,7 @@ import torch
 from pipelinerl_core.config import build_config
 from pipelinerl_core.data.codec import to_segment
 from pipelinerl_core.data.partials import encode_partials
-from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.errors import PipelineRLError, StoreError, StoreUnavailable
 from pipelinerl_core.roles.hub.recovery import read_stored_state
 from pipelinerl_core.run import locate
 from pipelinerl_core.run.records import (
@@ -26,14 +26,14 @@ from pipelinerl_core.run.versions import remove_weights, weights_to_remove
 from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.testing.synthetic_run import Shape, put_record, write_run
-from pipelinerl_core.tools.audit import Audit
+from pipelinerl_core.tools.audit import Audit, lines
 from pipelinerl_core.tools.gc import LIVE_MARGIN, collect, collect_shared_memory
 from pipelinerl_core.training.checkpoint import save_checkpoint
 from pipelinerl_core.weights.publish import WeightPublisher
 from tests.builders import hub_record, partial_row, put_commit, put_epoch
 from tests.unit.tools.run_case import CONFIG, EPOCH, STEPS, change, commit_of, stored_run
 
-NOTHING = {name: [] for name in ("orphans", "checkpoints", "weights", "partials", "rollouts", "unfinished")}
+NOTHING = {name: [] for name in ("orphans", "checkpoints", "weights", "partials", "rollouts", "unfinished", "noted")}
 LONGER = build_config({"trainer": {"steps": STEPS + 5}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 DONE = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
 
@@ -111,25 +111,55 @@ def test_orphans_go_once_the_run_has_gone_past_them_and_everything_that_counts_s
     past, beyond = put_orphans(store)
     assert collect(store, LONGER, with_rollouts=True, dry_run=True)["orphans"] == sorted(past)
     assert everything(store) == before.union(past, beyond)
-    collect(store, LONGER, with_rollouts=False, dry_run=False)
+    collect(store, LONGER, with_rollouts=False, dry_run=False, now=True)
     assert everything(store) == before.union(beyond)
     assert Audit(store, CONFIG).run().problems == []
     put_next_steps(store, 4, 5)
     assert collect(store, LONGER, with_rollouts=False, dry_run=True)["orphans"] == sorted(beyond)
 
 
+def test_a_first_call_notes_what_a_later_call_removes_if_it_still_is_garbage(store):
+    past, _ = put_orphans(store)
+    before = everything(store)
+    first = collect(store, LONGER, with_rollouts=False, dry_run=False)
+    assert (first["orphans"], everything(store)) == ([], before)
+    assert set(past) <= set(first["noted"])
+    store.delete(past[:1])
+    store.put(batch_key(1, 1, rank=0), b"newer garbage")
+    second = collect(store, LONGER, with_rollouts=False, dry_run=False)
+    assert second["orphans"] == sorted(past[1:])
+    assert second["noted"] == [batch_key(1, 1, rank=0)]
+    assert collect(store, LONGER, with_rollouts=False, dry_run=False)["orphans"] == second["noted"]
+    assert Audit(store, CONFIG).run().problems == []
+
+
+def test_nothing_is_removed_of_a_run_that_lists_fewer_commits_than_it_has(store):
+    put_orphans(store)
+    before = everything(store)
+    one = store.get(commit_key(1, EPOCH))
+    store.delete([commit_key(1, EPOCH)])
+    with pytest.raises(StoreUnavailable, match=r"commits/00000001\.\*: the store lists no commit of step 1"):
+        collect(store, LONGER, with_rollouts=True, dry_run=False, now=True)
+    store.put(commit_key(1, EPOCH), one)
+    put_epoch(store, 4, parent=EPOCH, adopted_through=0)
+    with pytest.raises(StoreError, match="commits of epoch 2 do not count, steps 1 to 4: epoch 4 adopted"):
+        collect(store, LONGER, with_rollouts=True, dry_run=False, now=True)
+    assert everything(store) == before
+    assert "FAIL" in lines(Audit(store, CONFIG).run().document)[-1]
+
+
 def test_orphans_of_a_run_that_is_done_go(store):
     before = everything(store)
     past, beyond = put_orphans(store)
-    assert collect(store, DONE, with_rollouts=False, dry_run=False)["orphans"] == sorted([*past, *beyond])
+    assert collect(store, DONE, with_rollouts=False, dry_run=False, now=True)["orphans"] == sorted([*past, *beyond])
     assert everything(store) == before
 
 
 def test_nothing_goes_of_the_steps_that_a_run_takes_while_it_is_looked_through(store):
     put_epoch(store, 4, parent=EPOCH, adopted_through=STEPS)
     before = everything(store)
-    busy = BusyStore(store, "commits/", lambda: put_next_steps(store, 4, 5))
-    collect(busy, LONGER, with_rollouts=False, dry_run=False)
+    busy = BusyStore(store, "commits", lambda: put_next_steps(store, 4, 5))
+    collect(busy, LONGER, with_rollouts=False, dry_run=False, now=True)
     after = everything(store)
     assert before < after
     assert {commit_key(4, 4), commit_key(5, 4), batch_key(4, 4, rank=0), "weights/00000005.4/manifest.json"} <= after
@@ -146,7 +176,9 @@ def test_a_run_that_starts_while_it_is_looked_through_is_left_alone(store, start
     store.put(batch_key(2, 1, rank=0), b"x")
     before = everything(store)
     with pytest.raises(PipelineRLError, match=r"started during the collection|this run is live"):
-        collect(BusyStore(store, "batches", lambda: starts(store)), LONGER, with_rollouts=True, dry_run=False)
+        collect(
+            BusyStore(store, "batches", lambda: starts(store)), LONGER, with_rollouts=True, dry_run=False, now=True
+        )
     assert everything(store) == before
 
 
@@ -163,7 +195,7 @@ def test_checkpoints_go_that_no_start_and_no_replay_needs(store, config, gone):
         save_checkpoint(store, step, EPOCH, {"w": torch.zeros(1)}, {})
         change(store, step, checkpoint=CheckpointRef(step=step, epoch=EPOCH))
     save_checkpoint(store, STEPS + 1, EPOCH, {"w": torch.zeros(1)}, {})  # its commit is on the way, unless it is done
-    collect(store, config, with_rollouts=False, dry_run=False)
+    collect(store, config, with_rollouts=False, dry_run=False, now=True)
     left = {int(key.split("/")[1].split(".")[0]) for key in store.list("checkpoints")}
     assert left == set(range(STEPS + 2)) - set(gone)
     assert Audit(store, CONFIG).run().problems == []
@@ -173,17 +205,17 @@ def test_logs_stay_while_one_of_their_groups_is_open(store):
     decided, still_open, unknown = put_log(store, 0, 0, 5), put_log(store, 1, 0, 6), put_log(store, 2, 9)
     torn = partial_key("actor-0", 1, 3)
     store.put(torn, b"torn")
-    assert collect(store, LONGER, with_rollouts=False, dry_run=False)["partials"] == [decided, torn]
+    assert collect(store, LONGER, with_rollouts=False, dry_run=False, now=True)["partials"] == [decided, torn]
     assert store.list("partials") == [still_open, unknown]
-    assert collect(store, DONE, with_rollouts=False, dry_run=False)["partials"] == [still_open, unknown]
+    assert collect(store, DONE, with_rollouts=False, dry_run=False, now=True)["partials"] == [still_open, unknown]
 
 
 @pytest.mark.parametrize(("config", "gone"), [(LONGER, [1, 2]), (DONE, [1, 2, 3])])
 def test_segments_below_the_low_water_mark_go_when_asked(store, config, gone):
     change(store, STEPS, low_water={"actor-0/1": 3})
-    assert "rollouts" not in collect(store, config, with_rollouts=False, dry_run=False)
+    assert "rollouts" not in collect(store, config, with_rollouts=False, dry_run=False, now=True)
     assert len(store.list("rollouts")) == STEPS
-    collected = collect(store, config, with_rollouts=True, dry_run=False)["rollouts"]
+    collected = collect(store, config, with_rollouts=True, dry_run=False, now=True)["rollouts"]
     assert collected == [rollout_key("actor-0", 1, seq) for seq in gone]
     assert Audit(store, CONFIG).run().problems == []
 
@@ -216,12 +248,13 @@ def test_segments_of_retired_lives_go_when_asked(store):
     change(store, STEPS, low_water={})
     assert collect(store, LONGER, with_rollouts=True, dry_run=True)["rollouts"] == []
     store.put(retired_key("actor-0", 1), b"")
-    collected = collect(store, LONGER, with_rollouts=True, dry_run=False)["rollouts"]
+    collected = collect(store, LONGER, with_rollouts=True, dry_run=False, now=True)["rollouts"]
     assert collected == [rollout_key("actor-0", 1, seq) for seq in range(1, STEPS + 1)]
 
 
 def put_versions(store, num, *, epoch=EPOCH):
-    """Steps 1 to `num` with durable weights."""
+    """Steps 0 to `num`, from 1 with durable weights."""
+    put_commit(store, 0, epoch)
     for step in range(1, num + 1):
         publisher = WeightPublisher(store, run_id="run", epoch=epoch, use_shm=False)
         manifest = publisher.publish(step, {"w": torch.full((2, 2), float(step))}, durable=True)
@@ -239,7 +272,7 @@ def test_weights_beyond_the_kept_versions_go_and_the_audit_does_not_miss_them(is
     put_versions(store, 40)
     config = build_config({"weights": {"keep": 5}, "trainer": {"steps": 100}, "eval": {"num_prompts": 0}})
     store.put("weights/00000041.2/model.safetensors", b"being written")
-    collected = collect(store, config, with_rollouts=False, dry_run=False, is_live=is_live)["weights"]
+    collected = collect(store, config, with_rollouts=False, dry_run=False, now=True, is_live=is_live)["weights"]
     assert versions_in(store) == [36, 37, 38, 39, 40, 41]
     assert len(collected) == 2 * 35
     audit = Audit(store, config).run()
@@ -273,7 +306,7 @@ def test_a_live_run_is_collected_as_of_ten_steps_ago():
     put_hub(store)
     before = everything(store)
     end = STEPS + 20 - 1 - LIVE_MARGIN
-    garbage = collect(store, LONGER, with_rollouts=True, dry_run=False, is_live=True)
+    garbage = collect(store, LONGER, with_rollouts=True, dry_run=False, now=True, is_live=True)
     assert garbage["orphans"] == [batch_key(step, 1, rank=0) for step in range(end + 1)]
     assert garbage["rollouts"] == [rollout_key("actor-0", 1, seq) for seq in range(end)]
     assert garbage["partials"] == [partial_key("actor-0", 1, seq) for seq in range(end)]
@@ -293,7 +326,7 @@ def test_a_hub_that_starts_after_a_collection_of_a_live_run_finds_the_same_state
         commit = commit_of(store, STEPS).model_copy(update={"step": step, "low_water": {"actor-0/1": 3}})
         put_record(store, commit_key(step, EPOCH), commit)
     before = read_stored_state(store)
-    collect(store, LONGER, with_rollouts=True, dry_run=False, is_live=True)
+    collect(store, LONGER, with_rollouts=True, dry_run=False, now=True, is_live=True)
     after = read_stored_state(store)
     assert len(store.list("rollouts")) == 1
     assert (after.commit, after.manifest, after.sealed) == (before.commit, before.manifest, before.sealed)

@@ -25,6 +25,8 @@ def put_segment(store, actor, epoch, seq, group_id):
 
 def test_segments_of_retired_lives_are_not_read(store):
     put_epoch(store, 1)
+    for step in range(3):
+        put_commit(store, step)
     put_commit(store, 3, low_water={"actor-0/9": 4}, manifest=weight_manifest(3), next_group_id=9)
     for seq in range(6):
         put_segment(store, "actor-0", 9, seq, group_id=seq)

@@ -20,7 +20,7 @@ from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.types import FileEntry
 from pipelinerl_core.weights.files import UNREADABLE_COUNTER
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.builders import epoch_record, put_commit, put_epoch
+from tests.builders import put_commit, put_epoch
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -135,7 +135,7 @@ class FailingStore(MemoryStore):
 
 def committer_of(store, epoch=2):
     config = load_config("quickstart", ["weights.transport=object_store"])
-    return Committer(store, config, run_id="run", epoch=epoch_record(epoch), link=None)
+    return Committer(store, config, run_id="run", epoch=put_epoch(store, epoch), link=None)
 
 
 def committer_at_1(store):
