@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from pipelinerl_core.config import RunConfig
+from pipelinerl_core.config.mlflow_login import split_login, take_login
 from pipelinerl_core.config.model_path import resolve_model_path
 from pipelinerl_core.config.sections import MLFLOW_VARIABLE, ModelConfig
 from pipelinerl_core.errors import ConfigError
@@ -177,10 +178,10 @@ def _space(found: Examination, root: str) -> None:
 def _servers(found: Examination) -> None:
     prefect = os.environ.get("PREFECT_API_URL", "")
     if prefect:
-        _reachable(found, "prefect", prefect, lambda: check_http("PREFECT_API_URL", prefect))
+        _reachable(found, "prefect", split_login(prefect)[0], lambda: check_http("PREFECT_API_URL", prefect))
     else:
         found.note("prefect", "PREFECT_API_URL is not set: `train` starts a local server")
-    mlflow = os.environ.get(MLFLOW_VARIABLE, "")
+    mlflow = take_login(os.environ.get(MLFLOW_VARIABLE, ""))
     if mlflow:
         _reachable(found, "mlflow", mlflow, lambda: check_mlflow(mlflow))
     else:

@@ -8,13 +8,14 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 from pipelinerl_core import __version__
 from pipelinerl_core.config import RunConfig, load_config
 from pipelinerl_core.config.arm import Arm, distinct
+from pipelinerl_core.config.mlflow_login import without_logins
 from pipelinerl_core.config.model_path import builtin_recipe, seeded_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.interfaces import ObjectStore
@@ -95,7 +96,8 @@ class Plan:
 
 def plan_comparison(wanted: Wanted) -> Plan:
     """Resolve and check every configuration. Raises ConfigError for the first wrong value."""
-    arms = distinct(wanted.arms)
+    arms = distinct(Arm(arm.name, without_logins(arm.overrides)) for arm in wanted.arms)
+    wanted = replace(wanted, arms=arms, overrides=without_logins(wanted.overrides))
     reference = wanted.reference or arms[0].name
     if reference not in [arm.name for arm in arms]:
         raise ConfigError(f"--reference {reference}: no such arm; there are {', '.join(arm.name for arm in arms)}")

@@ -137,9 +137,8 @@ def _mlflow(run: RunRecord) -> str | None:
     """Where MLflow shows the run: the command for a database file, or the server; None without MLflow."""
     if not run.mlflow_uri:
         return None
-    if run.mlflow_uri.startswith(("http://", "https://")):
-        return redact_text(run.mlflow_uri)
-    return f"mlflow ui --backend-store-uri {shlex.quote(run.mlflow_uri)}"
+    uri = redact_text(run.mlflow_uri)  # a database's URL may have a password
+    return uri if uri.startswith(("http://", "https://")) else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
 
 
 def _kind(facts: RunFacts, section: str) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipelinerl_core.config import RunConfig, load_config, resume_config
+from pipelinerl_core.config.mlflow_login import without_logins
 from pipelinerl_core.run.context import RunContext, open_run, refuse_arm
 from pipelinerl_core.run.locate import locate_run, refuse_if_live
 
@@ -25,19 +26,20 @@ class Job:
 
 def new_job(preset: str, overrides: Sequence[str], root: str) -> Job:
     """Parse the configuration of a new run; raises ConfigError."""
-    return Job(preset=preset, overrides=tuple(overrides), root=root, config=load_config(preset, overrides))
+    overrides = without_logins(overrides)
+    return Job(preset=preset, overrides=overrides, root=root, config=load_config(preset, overrides))
 
 
 def resume_job(run: str, overrides: Sequence[str], root: str) -> Job:
     """Open a run to resume, with overrides. Raises ConfigError, also if the run is live. Writes nothing."""
-    url = locate_run(run, root)
+    url, overrides = locate_run(run, root), without_logins(overrides)
     refuse_if_live(url)
     found = open_run(url)
     refuse_arm(found, "Resume")
     changed = replace(found, config=resume_config(found.config, overrides))
     return Job(
         preset=found.run_id,
-        overrides=tuple(overrides),
+        overrides=overrides,
         root=url.rpartition("/")[0],
         config=changed.config,
         run=changed,

@@ -1,17 +1,19 @@
 """Checks of configuration and host before a run starts. Each check raises ConfigError: what, why, what to set."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from safetensors import safe_open
 
@@ -19,6 +21,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.cores import own_cores
 from pipelinerl_core.config.hub_models import is_hub_model
 from pipelinerl_core.config.mixture import naming
+from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES, split_login
 from pipelinerl_core.config.model_path import PackagedModel, builtin_recipe, packaged_file, resolve_model_path
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.context import RunContext
@@ -298,10 +301,15 @@ def _check_in_child(subject: str, module: str, given: Mapping[str, Any], seconds
     return ended.stdout.splitlines()
 
 
-def check_http(setting: str, url: str) -> None:
-    """The server at `url` answers its health page."""
+def check_http(setting: str, url: str, login: tuple[str, str] | None = None) -> None:
+    """The server at `url` answers its health page. login: user name and password, unless `url` has them."""
+    url, own_login = split_login(url)
+    request = Request(f"{url.rstrip('/')}/health")
+    if login := own_login or login:
+        credentials = b64encode(":".join(login).encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {credentials}")  # for this server only
     try:
-        with urlopen(f"{url.rstrip('/')}/health", timeout=HTTP_SECONDS) as answer:
+        with urlopen(request, timeout=HTTP_SECONDS) as answer:
             if answer.status == HTTPStatus.OK:
                 return
         reason = f"answered {answer.status}"
@@ -313,7 +321,8 @@ def check_http(setting: str, url: str) -> None:
 def check_mlflow(uri: str) -> None:
     """The MLflow server answers; a database file needs no server."""
     if uri.startswith(("http://", "https://")):
-        check_http("tracking.mlflow_uri", uri)
+        user, password = (os.environ.get(name, "") for name in LOGIN_VARIABLES)
+        check_http("tracking.mlflow_uri", uri, (user, password) if user else None)
     elif uri.startswith("file:") or (uri and uri != "none" and "://" not in uri):
         raise ConfigError(
             f"tracking.mlflow_uri={uri}: MLflow 3 no longer writes plain directories. "

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pipelinerl_core import parent_death
+from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
 from pipelinerl_core.run.context import TOKEN_VARIABLE
 
 _ROLES = {
@@ -30,11 +31,12 @@ _CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def role_environment(threads: int, token: str) -> dict[str, str]:
-    """This process's environment with the thread limits and the token of a role."""
+    """This process's environment, without a login of MLflow, with the thread limits and the token of a role."""
     limits = dict.fromkeys(_THREAD_VARIABLES, str(threads))
     # Must stay the first variable, unchanged: vLLM writes process titles to the memory where the environment begins.
     first = {"PYTHONUNBUFFERED": "1"}
-    return {**first, **os.environ, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
+    inherited = {name: value for name, value in os.environ.items() if name not in LOGIN_VARIABLES}
+    return {**first, **inherited, **_PASSIVE_WAIT, **_CUDA, **limits, **first, TOKEN_VARIABLE: token}
 
 
 def role_command(role: str, arguments: Mapping[str, str]) -> list[str]:

@@ -38,6 +38,7 @@ from mlflow import MlflowClient  # noqa: E402
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag  # noqa: E402
 from mlflow.exceptions import MlflowException  # noqa: E402
 
+from pipelinerl_core.config.mlflow_login import take_login  # noqa: E402
 from pipelinerl_core.errors import ConfigError  # noqa: E402
 from pipelinerl_core.telemetry.datasets import DatasetNote  # noqa: E402
 from pipelinerl_core.telemetry.redact import flatten, redact, redact_text  # noqa: E402
@@ -146,7 +147,7 @@ class MlflowTracker:
         becomes parameters with dotted keys; secrets are redacted there and in `tags`. `machine` is called every 10 s
         on the writer thread; its metrics are logged at step = seconds since the start of the MLflow run.
         """
-        self._uri = uri
+        self._uri = take_login(uri)  # of run.json of an earlier release
         self._experiment = experiment
         self._run_name = run_name
         self._tags = redact({RUN_TAG: run_name, **(tags or {})})

@@ -4,8 +4,10 @@ import json
 import os
 import socket
 import time
+from base64 import b64encode
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
+from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -13,6 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from pipelinerl_core.config import load_config, model_path
+from pipelinerl_core.config.mlflow_login import LOGIN_VARIABLES
+from pipelinerl_core.config.sections import TrackingConfig
 from pipelinerl_core.errors import ConfigError, PipelineRLError
 from pipelinerl_core.report.markdown import report_markdown
 from pipelinerl_core.run.hub_status import HubWatch, may_be_live, process_mark, refuse_second_hub
@@ -192,7 +196,10 @@ def test_plain_mlflow_directories_are_refused_and_databases_need_no_server():
 
 
 class Healthy(BaseHTTPRequestHandler):
+    logins: ClassVar[list[str | None]] = []
+
     def do_GET(self):
+        self.logins.append(self.headers["Authorization"])
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
@@ -205,6 +212,28 @@ def test_a_server_that_answers_its_health_page_is_accepted(monkeypatch):
     with HTTPServer(("127.0.0.1", 0), Healthy) as server:
         Thread(target=server.handle_request, daemon=True).start()
         checks.check_http("tracking.mlflow_uri", f"http://127.0.0.1:{server.server_port}/")
+
+
+@pytest.mark.parametrize("setting", ["PREFECT_API_URL", "tracking.mlflow_uri"])
+def test_a_login_is_sent_to_the_server_and_not_to_the_name_server(setting, monkeypatch):
+    monkeypatch.setattr(checks, "HTTP_SECONDS", 60.0)
+    for name in LOGIN_VARIABLES:
+        monkeypatch.setenv(name, "")
+    asked, look_up = [], socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *more, **keys: asked.append(host) or look_up(host, *more, **keys)
+    )
+    Healthy.logins.clear()
+    with HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://bob:hunter2%2F@127.0.0.1:{server.server_port}"
+        if setting == "PREFECT_API_URL":
+            checks.check_http(setting, url)
+        else:
+            tracking = TrackingConfig(mlflow_uri=url)
+            checks.check_mlflow(tracking.chosen_uri)
+    assert Healthy.logins == [f"Basic {b64encode(b'bob:hunter2/').decode()}"]
+    assert asked == ["127.0.0.1"]
 
 
 def test_the_prompt_source_is_opened_in_a_child_and_its_line_comes_back(tmp_path):
