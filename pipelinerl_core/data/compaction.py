@@ -169,7 +169,8 @@ class _Segments:
         self._reader = SegmentReader(store)
         self._segment_of: dict[GroupKey, SegmentName] = {}
         self._groups_in: dict[SegmentName, set[GroupKey]] = {}
-        for name in self._reader.segments():
+        # Listed twice: rows of a segment that one wrong listing lacks would be in no object, and deleted later.
+        for name in sorted({*self._reader.segments(), *self._reader.segments()}):
             try:
                 refs = self._reader.groups_in(rollout_key(*name))
             except SchemaMismatch as error:

@@ -9,7 +9,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.run.compacted import CommitListing, StepRange, decode_commits, list_commits
 from pipelinerl_core.run.history import counting, read_epochs, refuse_missing
 from pipelinerl_core.run.reading import read_record
-from pipelinerl_core.run.records import Commit, EpochRecord
+from pipelinerl_core.run.records import Commit, EpochRecord, parse_commit_key
 
 _DECODED_FILES = 4
 """Compacted objects of which the parsed commits are in memory."""
@@ -93,23 +93,38 @@ class Commits(Mapping[int, Commit]):
 
 def read_commits(store: ObjectStore) -> Commits:
     """The commits that count."""
-    listing = list_commits(store)  # before the epochs (see `counting`)
-    commits = Commits(store)
-    commits.epochs = read_epochs(store)
-    commits.select(counting(listing.keys(), commits.epochs), listing)
-    return commits
+    return _selected(store, list_commits(store))  # listed before the epochs (see `counting`)
 
 
 def read_all_commits(store: ObjectStore) -> Commits:
-    """The commits that count, without a gap. Raises StoreUnavailable if the store lists fewer than were adopted."""
-    for is_last in (False, True):  # a trainer may adopt a commit between the listing and the reading of the epochs
-        commits = read_commits(store)
+    """The commits that count, without a gap. Raises StoreUnavailable if the store lists fewer than before.
+
+    Listed twice, because one wrong listing must not lose steps; a third time, because a trainer may adopt a commit
+    between the listing and the reading of the epochs.
+    """
+    known = max(_steps_of(list_commits(store)), default=-1)
+    for is_last in (False, True):
+        listing = list_commits(store)  # before the epochs (see `counting`)
+        commits = _selected(store, listing)
         try:
+            refuse_missing(store, _steps_of(listing), (), known)
             refuse_missing(store, commits.keys_by_step, commits.epochs)
             break
         except StoreUnavailable:
             if is_last:
                 raise
+    return commits
+
+
+def _steps_of(listing: CommitListing) -> set[int]:
+    keys = listing.keys()
+    return {parse_commit_key(key)[0] for key in keys}
+
+
+def _selected(store: ObjectStore, listing: CommitListing) -> Commits:
+    commits = Commits(store)
+    commits.epochs = read_epochs(store)
+    commits.select(counting(listing.keys(), commits.epochs), listing)
     return commits
 
 

@@ -118,6 +118,8 @@ class Forwarder:
         if logged is None:
             return False
         if self._next is None:
+            if not self._has(logged):  # one wrong listing must not end the tracker's timeline
+                self._evals.extend(self._follower.refresh().evals)
             if not self._has(logged):
                 self._tracker.start_over(last.step)
                 return False

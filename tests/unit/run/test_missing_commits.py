@@ -1,0 +1,128 @@
+"""A store that lists fewer commits than exist: nobody goes on from there, unless a user accepts the loss."""
+
+from contextlib import suppress
+
+import pytest
+
+from pipelinerl_core.errors import ConfigError, StoreUnavailable
+from pipelinerl_core.roles.hub.recovery import read_stored_state
+from pipelinerl_core.run.history import (
+    accept_lost_commits,
+    check_not_fenced,
+    counted_commit_keys,
+    lost_commits,
+    read_epochs,
+    take_over,
+)
+from pipelinerl_core.run.records import commit_key, epoch_key
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.tools.audit import Audit, lines
+from tests.builders import put_commit, put_epoch, small_config
+
+STEPS = 22
+
+
+class WrongOnce:
+    """A store of which one listing is empty: the `number`-th of a folder, from 0."""
+
+    def __init__(self, store, folder, number):
+        self._store, self._folder, self._number = store, folder, number
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def list(self, prefix):
+        keys = self._store.list(prefix)
+        if prefix != self._folder:
+            return keys
+        self._number -= 1
+        return [] if self._number == -1 else keys
+
+
+@pytest.fixture
+def run():
+    store = MemoryStore()
+    put_epoch(store, 1, "hub")
+    put_epoch(store, 2)
+    for step in range(STEPS + 1):
+        put_commit(store, step, 2)
+    return store
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("folder", ["commits", "epochs"])
+def test_one_wrong_listing_of_a_takeover_loses_no_step(run, folder, number, earlier):
+    if earlier:
+        put_epoch(run, 3, parent=2, adopted_through=STEPS)
+    with suppress(StoreUnavailable):
+        epoch, commits = take_over(WrongOnce(run, folder, number))
+        assert (epoch.adopted_through, len(commits)) == (STEPS, STEPS + 1)
+    assert len(counted_commit_keys(run)) == STEPS + 1
+    assert take_over(run)[0].adopted_through == STEPS
+
+
+def test_a_fenced_trainer_does_not_pass_with_an_empty_listing(run):
+    [_, own] = read_epochs(run)
+    with pytest.raises(StoreUnavailable, match=r"the store lists no epochs/000002\.json"):
+        check_not_fenced(WrongOnce(run, "epochs", 0), own)
+    check_not_fenced(run, own)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_hub_lists_again_and_then_refuses(run, number):
+    assert read_stored_state(WrongOnce(run, "commits", number)).commit.step == STEPS
+    put_epoch(run, 3, parent=2, adopted_through=STEPS)
+    run.delete([commit_key(7, 2)])
+    with pytest.raises(StoreUnavailable, match=r"commits/00000007\.\*: .* step 22 was committed.*accept-loss"):
+        read_stored_state(run)
+
+
+def test_a_user_may_accept_that_commits_are_lost(run):
+    with pytest.raises(ConfigError, match="no commit is missing"):
+        accept_lost_commits(run, is_final=True)
+    run.delete([commit_key(step, 2) for step in (10, 11)])
+    with pytest.raises(StoreUnavailable):
+        take_over(run)
+    told = accept_lost_commits(run, is_final=False)
+    assert (told["step"], told["is_accepted"]) == (9, False)
+    assert "lists no commit of step 10, but step 22 was committed" in told["reason"]
+    with pytest.raises(StoreUnavailable):
+        take_over(run)
+    assert accept_lost_commits(run, is_final=True)["step"] == 9
+    assert list(counted_commit_keys(run)) == list(range(10))
+    assert take_over(run)[0].adopted_through == 9
+    audit = Audit(run, small_config()).run().document
+    assert audit["accepted_losses"] == [9]
+    assert not any("do not count" in problem for problem in audit["problems"])
+    assert "accepted: the run went on after step 9 without lost commits" in lines(audit)
+
+
+def test_the_audit_fails_if_a_takeover_left_out_more_commits_than_a_fenced_trainer_writes_late(run):
+    put_epoch(run, 3, parent=2, adopted_through=STEPS - 2)
+    assert lost_commits(run.list("commits"), read_epochs(run)) == []
+    put_epoch(run, 3, parent=2, adopted_through=-1)
+    put_commit(run, 0, 3)
+    problems = Audit(run, small_config()).run().problems
+    assert "23 commits of epoch 2 do not count, steps 0 to 22: epoch 3 adopted only steps through -1" in problems
+
+
+def test_commits_of_an_epoch_that_nobody_adopted_are_named(run):
+    put_epoch(run, 3, parent=2, adopted_through=STEPS)
+    put_epoch(run, 4, parent=2, adopted_through=STEPS)
+    for step in range(STEPS + 1, STEPS + 5):
+        put_commit(run, step, 3)
+    assert lost_commits(run.list("commits"), read_epochs(run)) == [
+        "4 commits of epoch 3 do not count, steps 23 to 26: epoch 4 adopted only steps through 22"
+    ]
+
+
+@pytest.mark.parametrize("name", ["commits/00000001.2.json~", "commits/a b.json", "epochs/000002 (copy).json"])
+def test_a_foreign_file_is_named_once_and_left_out(run, name, caplog):
+    run.put(name, b"{")
+    assert len(counted_commit_keys(run)) == STEPS + 1
+    assert read_stored_state(run).commit.step == STEPS
+    assert take_over(run)[0].adopted_through == STEPS
+    assert caplog.text.count(f"{run.url}/{name} is no object of a run and is left out") == 1
+    assert name in {*run.list("commits"), *run.list("epochs")}
+    assert epoch_key(2) in run.list("epochs")
