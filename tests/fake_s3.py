@@ -86,6 +86,7 @@ def serving() -> Iterator[FakeS3]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets; with Nagle a client waits 40 ms between them
     server: FakeS3
 
     def log_message(self, *_: object) -> None: ...

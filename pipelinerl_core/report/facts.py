@@ -189,8 +189,11 @@ def read_batch(store: ObjectStore, commit: Commit) -> list[TrainedRollout]:
     """The rows of a step in training order, rank by rank. Raises SchemaMismatch."""
     rows: list[TrainedRollout] = []
     for entry in commit.batches:
-        with pa.ipc.open_file(pa.BufferReader(store.get(entry.name)), options=_ONE_THREAD) as reader:
-            table = reader.read_all()
+        try:
+            with pa.ipc.open_file(pa.BufferReader(store.get(entry.name)), options=_ONE_THREAD) as reader:
+                table = reader.read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise SchemaMismatch(f"{store.url}/{entry.name} is damaged: {str(error).splitlines()[0]}") from None
         _check(f"{store.url}/{entry.name}", table)
         rows += _rows(commit.step, table)
     return rows

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.data.codec import decode_batch, from_segment
 from pipelinerl_core.data.compaction import list_rollouts, read_rollouts
-from pipelinerl_core.errors import BrokenRecord, SchemaMismatch, StoreError, StoreUnavailable
+from pipelinerl_core.errors import BrokenRecord, ChecksumMismatch, MissingObject, SchemaMismatch, StoreUnavailable
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import Commits, read_all_commits, read_commits
@@ -138,7 +138,7 @@ class Audit:
     def _read(self, commits: Commits, step: int) -> Commit | None:
         try:
             return commits[step]
-        except (StoreError, ValueError) as error:
+        except (MissingObject, BrokenRecord) as error:
             self._problem(f"{commits.keys_by_step[step]}: cannot be read: {str(error).splitlines()[0]}")
             return None
 
@@ -257,7 +257,7 @@ class Audit:
         try:
             data = self._store.get(key)
             verify(data, entry, key.rpartition("/")[0])
-        except StoreError as error:
+        except (MissingObject, ChecksumMismatch) as error:  # a store that does not answer ends the audit
             return None, str(error)
         self.num_files += 1
         self.num_bytes += len(data)
@@ -307,7 +307,7 @@ class Audit:
             try:
                 data = self._store.get(key)
                 rows = [row for batch in from_segment(data, key) for row in decode_batch(batch)]
-            except (StoreError, SchemaMismatch) as error:
+            except (MissingObject, SchemaMismatch) as error:
                 self.damaged.append(str(error))
                 continue
             self.num_files += 1
@@ -321,7 +321,7 @@ class Audit:
             try:
                 data = self._store.get(key)
                 from_segment(data, key)
-            except (StoreError, SchemaMismatch) as error:
+            except (MissingObject, SchemaMismatch) as error:
                 self.damaged.append(str(error))
                 continue
             self.num_files += 1
@@ -329,7 +329,7 @@ class Audit:
         for steps in list_rollouts(self._store):
             try:
                 read_rollouts(self._store, steps)
-            except StoreError as error:
+            except (MissingObject, BrokenRecord) as error:
                 self.damaged.append(str(error))
 
     def _problem(self, text: str) -> None:

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
 from pipelinerl_core.errors import EXIT_STORE
+from pipelinerl_core.run import compaction
 from pipelinerl_core.run.reading import read_record
 from pipelinerl_core.run.records import HUB_KEY, HubRecord
 from tests.chaos.services import Service
@@ -101,6 +103,55 @@ def store_fails(mode: str, world: World) -> str:
     time.sleep(STORE_SECONDS)
     world.proxy.mode = "pass"
     return f"{world.proxy.num_faults - before} requests"
+
+
+def listings_fail(world: World) -> str:
+    """No listing of the store succeeds for a while, and a role starts meanwhile."""
+    role = world.random.choice(_ROLES)
+    world.fail_listings(True)
+    try:
+        killed = kill(role, world)
+        time.sleep(STORE_SECONDS)
+    finally:
+        world.fail_listings(False)
+    return f"{role} {killed}"
+
+
+def foreign_files(world: World) -> str:
+    """Files of other programs in every folder of the run, and a role starts."""
+    folders = [path for path in world.directory.rglob("*") if path.is_dir()]
+    for folder in (world.directory, *folders):
+        with suppress(FileNotFoundError):  # a folder of weights that was removed meanwhile
+            for name in (".nfs000000000001", ".DS_Store", "notes.json~", "Thumbs.db"):
+                (folder / name).write_bytes(b"not of this run")
+    role = world.random.choice(_ROLES)
+    return f"{len(folders) + 1} folders, {role} {kill(role, world)}"
+
+
+def flipped_batch(world: World) -> str:
+    """A bit of a batch is another one while its step is compacted; later the batch is right again.
+
+    The campaign compacts beside the run, in small objects: a run compacts after 128 steps.
+    """
+    store, old = world.run.store, (compaction.FILE_STEPS, compaction.MARGIN_STEPS)
+    world.wait_for("a step that can be compacted", lambda: world.committed >= 6, RECOVERY_SECONDS)
+    compaction.FILE_STEPS, compaction.MARGIN_STEPS = 2, 2
+    try:
+        step = world.committed // 2 * 2 - 3
+        [path] = world.directory.glob(f"batches/{step:08d}.*/0000.arrow")
+        whole = path.read_bytes()
+        damage(path, world)
+        compaction.compact_commits(store)
+        compact_rollouts(store)
+        covered = [steps for steps in list_rollouts(store) if steps.first <= step <= steps.last]
+        path.write_bytes(whole)
+        compact_rollouts(store)
+        now = [steps for steps in list_rollouts(store) if steps.first <= step <= steps.last]
+    finally:
+        compaction.FILE_STEPS, compaction.MARGIN_STEPS = old
+    assert now, f"the rollouts of step {step} are in no object after the batch was right again"
+    assert not covered or len(read_rollouts(store, now[0], ["step"])), f"step {step} has no rows in its object"
+    return f"step {step}, {'compacted before' if covered else 'compacted after the repair'}"
 
 
 def store_outage(world: World) -> str:
@@ -264,6 +315,9 @@ def catalogue(
         "weights damaged": damaged_weights,
         "checkpoint damaged": damaged_checkpoint,
         "bare connections": bare_connections,
+        "listing fails": listings_fail,
+        "foreign file": foreign_files,
+        "bit flip in a batch before compaction": flipped_batch,
         "Prefect away": partial(away, lambda world: world.prefect, away_seconds),
         "MLflow away": partial(away, lambda world: world.mlflow, away_seconds),
     }
@@ -274,5 +328,6 @@ def catalogue(
     if kind == "s3":
         modes = {"503": "503", "slow": "slow", "torn": "torn", "full": "full"}
         faults |= {f"store {name}": partial(store_fails, mode) for name, mode in modes.items()}
+        faults["proxy answers HTML"] = partial(store_fails, "html")
         return faults | {"store outage": store_outage}
     return faults | {"disk full": disk_full}

@@ -12,6 +12,7 @@ UPSTREAM_SECONDS = 30
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "expect"})
 _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
 _NO_ROOM = b"<Error><Code>XMinioStorageFull</Code><Message>Storage backend has reached its minimum</Message></Error>"
+_PAGE = b"<html><head><title>Maintenance</title></head><body>Back soon</body></html>"
 
 
 class FaultyProxy(ThreadingHTTPServer):
@@ -24,6 +25,8 @@ class FaultyProxy(ThreadingHTTPServer):
     | slow  | waits up to a second before each request |
     | torn  | of half of the requests: the connection breaks in the middle of the body, or before the answer |
     | full  | answers 507 to writes |
+    | list  | answers 404 to listings, without a document of S3 |
+    | html  | answers everything with status 200 and a web page |
     """
 
     daemon_threads = True
@@ -65,6 +68,10 @@ class _Handler(BaseHTTPRequestHandler):
         if mode == "503" or (mode == "full" and self.command == "PUT" and is_write):
             proxy.num_faults += 1
             self.reply(503 if mode == "503" else 507, {}, _SLOW_DOWN if mode == "503" else _NO_ROOM)
+            return
+        if mode == "html" or (mode == "list" and "list-type=" in self.path):
+            proxy.num_faults += 1
+            self.reply(200 if mode == "html" else 404, {}, _PAGE)
             return
         if mode == "slow":
             proxy.num_faults += 1

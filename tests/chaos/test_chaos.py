@@ -12,10 +12,12 @@ CAMPAIGNS = {
     "file": [
         "kill trainer", "clock an hour ahead", "segments damaged", "kill reward worker", "Prefect away", "kill hub",
         "log damaged", "checkpoint damaged", "disk full", "bare connections", "stop actor", "kill flow",
+        "listing fails", "foreign file", "bit flip in a batch before compaction",
     ],
     "s3": [
         "kill actor", "store 503", "stop hub", "MLflow away", "store torn", "kill trainer", "store slow",
         "weights damaged", "store full", "stop trainer", "second trainer", "clock an hour behind",
+        "listing fails", "foreign file", "proxy answers HTML",
     ],
 }  # fmt: skip
 

@@ -132,6 +132,15 @@ class World:
         with self._clock.open("r+b" if self._clock.exists() else "wb") as file:  # in place: they have mapped the file
             file.write(struct.pack("d", offset_seconds))
 
+    def fail_listings(self, is_failing: bool) -> None:
+        """Whether listings of the store fail, in all processes of the run."""
+        if self.proxy is not None:
+            self.proxy.mode = "list" if is_failing else "pass"
+        elif is_failing:
+            self._clock.with_name("clock.listings-fail").touch()
+        else:
+            self._clock.with_name("clock.listings-fail").unlink()
+
     def await_servers(self) -> None:
         """Until Prefect and MLflow answer; those that are away come back first."""
         for timer in self.returning:

@@ -1,0 +1,344 @@
+"""Each request that a takeover, a hub, a compaction, a reader, ... makes of a store fails once, in each way.
+
+An operation gives the result of a healthy store, or raises an error that names the store. Afterwards, on a healthy
+store, each commit and each row is there, and the audit says what it said before. The requests fail where they leave
+this process: calls of the operating system below a directory, and answers of an S3 server.
+"""
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from pipelinerl_core.config import build_config
+from pipelinerl_core.data.codec import decode_batch, encode_rollouts, from_segment, to_segment
+from pipelinerl_core.data.compaction import compact_rollouts, list_rollouts, read_rollouts
+from pipelinerl_core.data.segments import SegmentReader
+from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.interfaces import ObjectStore
+from pipelinerl_core.messages import FateRecord
+from pipelinerl_core.report.document import build_report
+from pipelinerl_core.report.live_view import run_status
+from pipelinerl_core.roles.actor.main import next_epoch
+from pipelinerl_core.roles.hub.recovery import read_stored_state
+from pipelinerl_core.run import compaction
+from pipelinerl_core.run.commits import read_commits
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.history import check_not_fenced, counted_commit_keys, is_complete, read_epochs, take_over
+from pipelinerl_core.run.locate import find_run
+from pipelinerl_core.run.records import CheckpointRef, rollout_key
+from pipelinerl_core.storage.local import FileStore
+from pipelinerl_core.storage.s3 import S3Store
+from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.rollout_rows import build_rollout
+from pipelinerl_core.testing.synthetic_run import put_batch, training_row
+from pipelinerl_core.tools.audit import Audit
+from pipelinerl_core.tools.gc import collect
+from pipelinerl_core.training.checkpoint import load_checkpoint, save_checkpoint
+from pipelinerl_core.weights.publish import WeightPublisher
+from tests.builders import put_commit, put_epoch, put_run
+from tests.fake_s3 import OUTAGES, Answer, serving
+
+pytestmark = pytest.mark.slow
+
+STEPS, EPOCH, DROPPED_AT = 11, 2, 3
+CONFIG = build_config({"trainer": {"steps": 20}, "schedule": {"max_lag": 30}, "weights": {"keep": 4}})
+EMPTY_LISTING = Answer(
+    200, b"<?xml version='1.0'?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+)
+REFUSALS = {"403": Answer(403, b"<Error><Code>AccessDenied</Code></Error>"), "501": Answer(501)}
+ANSWERS = {**OUTAGES, **REFUSALS}
+ERRORS = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.EACCES]
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+def group(group_id: int, attempt: int = 0) -> list[Any]:
+    rng = np.random.default_rng(group_id)
+    return [
+        build_rollout(rng, group_id=group_id, attempt=attempt, rollout_index=index, group_size=2, num_tokens=5)
+        for index in range(2)
+    ]
+
+
+def fate(group_id: int, name: str = "trained") -> FateRecord:
+    return FateRecord(group_id=group_id, attempt=0, fate=name, num_tokens=10)
+
+
+def put_step(store: ObjectStore, step: int) -> None:
+    """Step n trains group n, whose rows are in segment n; step DROPPED_AT drops group 0 too."""
+    groups = [step] if step else []
+    fates = [fate(one) for one in groups]
+    batches: Any = ()
+    if step:
+        batches = put_batch(store, step, EPOCH, [training_row(one, advantage=step / 7) for one in group(step)])
+    if step == DROPPED_AT:
+        groups.append(0)
+        fates.append(fate(0, "dropped_stale"))
+    if groups:
+        rows = [one for group_id in groups for one in group(group_id)]
+        store.put(rollout_key("actor-0", 1, step), to_segment([encode_rollouts("run", rows)]))
+    publisher = WeightPublisher(store, run_id="run", epoch=EPOCH, use_shm=False)
+    manifest = publisher.publish(step, {"w": torch.full((2,), float(step))}, durable=True)
+    checkpoint = CheckpointRef(step=step // 4 * 4, epoch=EPOCH)
+    if step % 4 == 0:
+        save_checkpoint(store, step, EPOCH, {"weights.w": torch.full((2,), float(step))}, {"version": step})
+    put_commit(
+        store, step, EPOCH, fates=tuple(fates), batches=batches, next_group_id=step + 1, manifest=manifest,
+        open_groups=(0,) if step < DROPPED_AT else (), checkpoint=checkpoint,
+        weights_sha256=manifest.files[0].sha256,
+    )  # fmt: skip
+
+
+def whole_run() -> dict[str, bytes]:
+    """Key -> bytes of a run: some commits and rollouts are compacted, and there is something for each operation."""
+    store = MemoryStore()
+    put_run(store, CONFIG)
+    put_epoch(store, 1, "hub")
+    put_epoch(store, EPOCH)
+    for step in range(STEPS + 1):
+        put_step(store, step)
+        if step == 7:
+            compaction.compact_commits(store)
+    store.put(rollout_key("actor-0", 1, STEPS + 1), to_segment([encode_rollouts("run", group(STEPS + 1))]))
+    store.put("batches/00000002.1/0000.arrow", b"of a fenced trainer")
+    return {key: store.get(key) for key in store.list("")}
+
+
+# ---- operations and what must hold ---------------------------------------------------------------------------------
+
+
+def take(store: ObjectStore) -> Any:
+    epoch, commits = take_over(store)
+    return epoch.adopted_through, commits
+
+
+def start_hub(store: ObjectStore) -> Any:
+    state = read_stored_state(store)
+    assert state.commit is not None
+    groups = sorted((one.summary.ref.group_id, one.seq) for one in state.sealed)
+    return state.commit.step, groups, sorted(state.rows), state.retired
+
+
+def resume(store: ObjectStore) -> Any:
+    if find_run(store.url) is None:
+        return None
+    return open_run(store.url).config, is_complete(store, 20), next_epoch(store, "actor-0") > 0
+
+
+def collect_garbage(store: ObjectStore) -> None:
+    collect(store, CONFIG, with_rollouts=True, dry_run=False, now=True)
+
+
+def compact(store: ObjectStore) -> None:
+    compaction.compact_commits(store)
+    compact_rollouts(store)
+
+
+OPERATIONS: dict[str, Callable[[ObjectStore], Any]] = {
+    "takeover": take,
+    "fencing": lambda store: check_not_fenced(store, put_epoch(MemoryStore(), EPOCH)),
+    "hub": start_hub,
+    "compaction": compact,
+    "gc": collect_garbage,
+    "audit": lambda store: Audit(store, CONFIG).run().document,
+    "status": run_status,
+    "report": build_report,
+    "resume": resume,
+}
+
+
+class Kept(NamedTuple):
+    """What no operation may change."""
+
+    commits: dict[int, str]
+    trained: set[tuple[int, int, float]]
+    untrained: set[int]
+    problems: list[str]
+    epochs: list[int]
+
+
+def kept(store: ObjectStore) -> Kept:
+    commits = read_commits(store)
+    rows = {
+        (commit.step, row.rollout.group_id, row.advantage)
+        for commit in commits.values()
+        for entry in commit.batches
+        for batch in from_segment(store.get(entry.name), entry.name)
+        for row in decode_batch(batch)
+    }
+    reader = SegmentReader(store)
+    untrained = {ref.group_id for name in reader.segments() for ref in reader.groups_in(rollout_key(*name))}
+    for steps in list_rollouts(store):
+        untrained |= set(read_rollouts(store, steps, ["group_id"])["group_id"].to_pylist())
+    newest = commits.newest(1)[0]
+    assert newest.checkpoint is not None
+    load_checkpoint(store, newest.checkpoint.step, newest.checkpoint.epoch)
+    epochs = [record.epoch for record in read_epochs(store)]
+    return Kept(counted_commit_keys(store), rows, untrained, Audit(store, CONFIG).run().problems, epochs)
+
+
+def in_memory(objects: Mapping[str, bytes]) -> ObjectStore:
+    store = MemoryStore()
+    for key, data in objects.items():
+        store.put(key, data)
+    return store
+
+
+def check(objects: Mapping[str, bytes], before: Mapping[str, bytes], healthy: Kept, what: str) -> None:
+    """objects: what is in the store after a fault; before: what was in the store before the operation."""
+    if objects == before:
+        return
+    store = in_memory(objects)
+    left = kept(store)
+    assert set(left.epochs) >= set(healthy.epochs), what
+    assert left._replace(epochs=[]) == healthy._replace(epochs=[]), what
+    assert take_over(store)[0].adopted_through == STEPS, what
+
+
+def attempt(
+    operation: Callable[[ObjectStore], Any], store: ObjectStore, wanted: Any, what: str, *, is_lie: bool = False
+) -> None:
+    """The result of a healthy store, or a refusal. is_lie: the answer was well-formed; only what is kept counts."""
+    try:
+        result = operation(store)
+    except PipelineRLError as error:
+        raised = str(error)
+    else:
+        raised = ""
+    if raised:
+        assert store.url in raised, what
+        return
+    if isinstance(result, dict) and "problems" in result:  # an audit may fail, and may not pass by mistake
+        is_same = result == wanted or result["problems"] != wanted["problems"] or result["damaged"]
+    else:
+        is_same = wanted is None or _untimed(result) == _untimed(wanted)
+    assert is_same or is_lie, f"{what}: another result, without an error"
+
+
+def _untimed(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {key: value for key, value in result.items() if key not in ("heartbeat_age", "eta_seconds", "at")}
+    return result
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_objects():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compaction, "FILE_STEPS", 4)
+        patch.setattr(compaction, "MARGIN_STEPS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def objects():
+    return whole_run()
+
+
+# ---- a directory ---------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Counts calls of the operating system below a directory, and lets one of them fail."""
+
+    def __init__(self, root: str, patch: pytest.MonkeyPatch) -> None:
+        self.root, self.calls, self.fails_at, self.number = root, [], -1, 0
+        for module, name in (
+            (os, "scandir"), (os, "stat"), (os, "unlink"), (os, "replace"), (os, "link"), (os, "mkdir"), (io, "open"),
+        ):  # fmt: skip
+            patch.setattr(module, name, self._counted(name, getattr(module, name)))
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and os.fspath(path).startswith(self.root):
+                self.calls.append(f"{name} {os.fspath(path).removeprefix(self.root)}")
+                if len(self.calls) - 1 == self.fails_at:
+                    raise OSError(self.number, os.strerror(self.number), os.fspath(path))
+            return function(path, *arguments, **options)
+
+        return call
+
+    def arm(self, fails_at: int, number: int = 0) -> None:
+        self.calls.clear()
+        self.fails_at, self.number = fails_at, number
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_call_of_the_operating_system_fails(tmp_path, monkeypatch, objects, name):
+    operation, directory = OPERATIONS[name], tmp_path / "live"
+    saved = FileStore(tmp_path / "saved")
+    for key, data in objects.items():
+        saved.put(key, data)
+    store = FileStore(directory, retry_seconds=0)
+
+    def restore() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.copytree(tmp_path / "saved", directory, copy_function=os.link)
+
+    def stored() -> dict[str, bytes]:
+        files = (path for path in directory.rglob("[!.]*") if path.is_file())
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+    restore()
+    healthy = kept(in_memory(objects))
+    disk = Disk(str(directory), monkeypatch)
+    disk.arm(-1)
+    wanted = operation(store)
+    calls = list(disk.calls)
+    for index, call in enumerate(calls):
+        is_listing = call.startswith("scandir")
+        for number in [*ERRORS, errno.ENOENT] if is_listing else [ERRORS[index % len(ERRORS)]]:
+            disk.arm(-1)
+            restore()
+            disk.arm(index, number)
+            what = f"{name}, call {index}: {call}, {errno.errorcode[number]}"
+            attempt(operation, store, wanted, what, is_lie=number == errno.ENOENT)
+            disk.arm(-1)
+            check(stored(), objects, healthy, what)
+    assert calls
+
+
+# ---- S3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_answer_of_s3_is_another_one(s3_environment, objects, name):
+    operation = OPERATIONS[name]
+    with serving() as server:
+        s3_environment(server.endpoint)
+        store = S3Store("s3://bucket/run", retry_seconds=0.0)
+        assert store.is_conditional
+
+        def stored() -> dict[str, bytes]:
+            return {path.removeprefix("/bucket/run/"): data for path, data in server.objects.items()}
+
+        def restore() -> None:
+            server.fault = lambda asked: None
+            server.asked.clear()
+            server.objects = {f"/bucket/run/{key}": data for key, data in objects.items()}
+
+        healthy = kept(in_memory(objects))
+        restore()
+        wanted = operation(store)
+        asked = list(server.asked)
+        names = [*ANSWERS]
+        for index, request in enumerate(asked):
+            is_listing = "list-type" in request
+            chosen = [*names, "empty listing"] if is_listing else [names[index % len(names)]]
+            for answer in chosen:
+                restore()
+                fault = EMPTY_LISTING if answer == "empty listing" else ANSWERS[answer]
+                server.fault = lambda _, at=index, fault=fault: fault if len(server.asked) == at + 1 else None
+                what = f"{name}, request {index}: {request}, {answer}"
+                is_unread = request == "GET" and answer.startswith("200")  # a damaged object
+                attempt(operation, store, wanted, what, is_lie=answer == "empty listing" or is_unread)
+                server.fault = lambda asked: None
+                check(stored(), objects, healthy, what)
+        assert asked
