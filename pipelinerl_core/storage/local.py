@@ -109,6 +109,11 @@ class FileStore:
             if path.name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path):
                 path.unlink(missing_ok=True)
 
+    def remove_empty(self, prefix: str) -> None:
+        """Remove a directory without files; another process may use the directory."""
+        with suppress(OSError):
+            self._path(prefix).rmdir()
+
     def child(self, prefix: str) -> "FileStore":
         return FileStore(self._root / check_key(prefix), retry_seconds=self._retry_seconds)
 
@@ -231,6 +236,11 @@ class MemoryStore:
         return ()
 
     def discard(self, names: Iterable[str]) -> None: ...
+
+    def remove_empty(self, prefix: str) -> None:
+        """Remove a directory without files; another process may use the directory."""
+        with suppress(OSError):
+            self._path(prefix).rmdir()
 
     def child(self, prefix: str) -> "MemoryStore":
         return MemoryStore(join_key(self._root, check_key(prefix)))

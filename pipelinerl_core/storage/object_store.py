@@ -15,6 +15,7 @@ from pipelinerl_core.storage.keys import check_prefix
 from pipelinerl_core.storage.local import FileStore, MemoryStore
 from pipelinerl_core.storage.s3 import S3Store
 
+_CHECKS = "checks"
 CHECK_SECONDS = 5.0
 """How long `check_writable` waits for an endpoint."""
 
@@ -57,12 +58,24 @@ def open_store(url: str) -> Store:
 
 
 def check_writable(store: Store) -> None:
-    """Write and remove a small object. Raises ConfigError (one line) if that fails or takes longer than 5 seconds."""
+    """Write, list and remove a small object.
+
+    Raises ConfigError (one line) if that fails, takes longer than 5 seconds, or if a listing of this host does not
+    follow the write and the removal at once.
+    """
     target = store.limited(CHECK_SECONDS)
-    key = f"check-{uuid.uuid4().hex}"
+    key = f"{_CHECKS}/{uuid.uuid4().hex}"
     try:
         target.put(key, b"check")
+        has_it = key in target.list(_CHECKS)
         target.delete([key])
+        if not has_it or key in target.list(_CHECKS):
+            raise ConfigError(
+                f"the root {store.url} does not list an object right after its write, or still lists it after its "
+                "removal. Runs need a store that does; for NFS see docs/storage.md for the mount options"
+            )
+        if isinstance(target, FileStore):
+            target.remove_empty(_CHECKS)
     except StoreError as error:
         line = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to a writable store") from None

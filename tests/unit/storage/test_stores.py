@@ -62,6 +62,20 @@ def test_a_file_that_is_being_written_is_no_object(tmp_path):
     assert store.list("commits") == ["commits/1.json"]
 
 
+@pytest.mark.parametrize("late", ["write", "removal"])
+def test_a_root_whose_listings_are_late_is_refused(tmp_path, monkeypatch, late):
+    store, listings = open_store(str(tmp_path)), []
+
+    def list_late(prefix):
+        listings.append(FileStore.list(store, prefix))
+        return [] if late == "write" else listings[0]
+
+    monkeypatch.setattr(store, "limited", lambda seconds: store)
+    monkeypatch.setattr(store, "list", list_late)
+    with pytest.raises(ConfigError, match=r"does not list an object right after its write.*NFS"):
+        check_writable(store)
+
+
 KILLED_WRITER = """
 import os, signal, sys
 from pathlib import Path
