@@ -237,11 +237,6 @@ class MemoryStore:
 
     def discard(self, names: Iterable[str]) -> None: ...
 
-    def remove_empty(self, prefix: str) -> None:
-        """Remove a directory without files; another process may use the directory."""
-        with suppress(OSError):
-            self._path(prefix).rmdir()
-
     def child(self, prefix: str) -> "MemoryStore":
         return MemoryStore(join_key(self._root, check_key(prefix)))
 
