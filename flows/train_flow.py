@@ -1,27 +1,30 @@
 """The train flow: starts hub, trainer and actors, evaluates before and after training, and writes the report."""
 
 import logging
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
+from prefect.exceptions import Pause
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
-from pipelinerl.tasks.outage import await_store, crashed_by_outage, schedule_again
-from pipelinerl.tasks.placement import EVALUATOR, HUB, TRAINER, RunRoles, hub_token, name_flow_run
+from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
+from pipelinerl.tasks.placement import EVALUATOR, HUB, TRAINER, RunRoles, hub_token, name_flow_run, run_tag
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import RunConfig
 from pipelinerl_core.config.hub_models import pinned
-from pipelinerl_core.errors import PipelineRLError
+from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
 from pipelinerl_core.run.jobs import Job, new_job, resume_job
@@ -36,9 +39,10 @@ from pipelinerl_core.run.locate import (
     run_url,
 )
 from pipelinerl_core.run.mlflow_run import RunTracker, open_tracker
-from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.run.records import RUN_KEY, eval_key
 from pipelinerl_core.run.start_count import count_start
 from pipelinerl_core.run.user_code import warn_of_changed_code
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision.checks import start_seconds
 
 logger = logging.getLogger(__name__)
@@ -61,7 +65,8 @@ Changes = Annotated[
 Root = Annotated[
     str,
     Field(
-        description="A path or s3://bucket/prefix below which runs are stored. Empty: $PIPELINERL_ROOT, else ./runs."
+        description="A path or s3://bucket/prefix below which runs are stored. Empty: $PIPELINERL_ROOT, else ./runs. "
+        "The first start stores the location here, for retries."
     ),
 ]
 Resume = Annotated[
@@ -84,14 +89,28 @@ def train(
 ) -> dict[str, Any] | State[dict[str, Any]]:
     """Train a model: generation and training side by side, weights swapped in flight.
 
-    A retry of this flow run resumes the same run. Returns the report (report.json). If the run was drained, the
-    report is the data of a completed state named Drained. After an outage of the store that is longer than all
-    restarts of the roles, a worker starts the flow run again, and the start waits for the store.
+    A retry of this flow run resumes the same run, on any worker that reaches the root of the first start. Returns the
+    report (report.json). If the run was drained, the report is the data of a completed state named Drained. After an
+    outage of the store that is longer than all restarts of the roles, a worker starts the flow run again, and the
+    start waits for the store.
     """
     if flow_run.run_count > 1:  # perhaps after an outage of the store
         await_store(resume if "/" in resume else root_url(root))
+        refuse_lost_run(resume or run_url(root, new_run_id(preset, str(flow_run.id))))
     changes = (*settings.overrides(), *overrides)
-    return train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
+    result = train_run(resume_job(resume, changes, root) if resume else new_job(preset, changes, root))
+    if not server_answers(SERVER_SECONDS):
+        raise Pause  # without heartbeats the flow run becomes Crashed, and its next start completes it
+    return result
+
+
+def refuse_lost_run(url: str) -> None:
+    """Raise ConfigError if an earlier start of this flow run has created the run at `url`, and no run is there."""
+    if run_tag(url.rpartition("/")[2]) in flow_run.tags and not open_store(url).exists(RUN_KEY):
+        raise ConfigError(
+            f"{url}: an earlier start of this flow run has created this run, but host {socket.gethostname()} has no "
+            f"{RUN_KEY} there. Retry on a worker that reaches the run, or start a new flow run"
+        )
 
 
 def train_run(
@@ -115,13 +134,19 @@ def train_run(
 
 
 def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State[dict[str, Any]]:
-    """Train an opened run to its end, or until it is drained."""
-    name_flow_run(run.run_id)
+    """Train an opened run to its end, or until it is drained.
+
+    If the report of a complete run cannot be written, returns its id and number of steps only.
+    """
     logger.info("run %s", run.store.url)
+    report = None
     with RunWatch(run, tracker) as watch:
-        if watch.committed_step < run.config.trainer.steps:
+        if not watch.is_complete():
             run_roles(run, watch)
-        report = write_reports(run)
+        else:
+            evaluate_complete(run, watch)
+        with unless_complete(watch, "the report", f"`pipelinerl report {run.run_id}` writes it"):
+            report = write_reports(run)
         watch.finish(report)
     if watch.committed_step < run.config.trainer.steps:
         return Completed(
@@ -129,25 +154,51 @@ def train_opened(run: RunContext, tracker: RunTracker) -> dict[str, Any] | State
             message=f"stopped after step {watch.committed_step}; continue with `pipelinerl resume`",
             data=report,
         )
-    return report
+    return report or {"run_id": run.run_id, "steps": watch.committed_step}
+
+
+@contextmanager
+def unless_complete(watch: RunWatch, what: str, remedy: str) -> Iterator[None]:
+    """Raise an error of the block only if steps are missing; if the run is complete, name the error in the log.
+
+    Errors that start the flow run or its successor again are raised: an outage of the store on a worker, and a newer
+    start of the run, which completes the run.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_repeated = isinstance(error, Fenced) or (isinstance(error, StoreUnavailable) and deployment.id)
+        if is_repeated or not watch.is_complete():
+            raise
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.error("all steps are committed, but %s failed; %s. %s", what, remedy, line)
 
 
 def open_job(job: Job, *, is_checked: bool) -> tuple[RunContext, RunTracker]:
     """Create the run of a job, or open it if its run.json exists."""
     if job.run:
         note_resume(job.run.store, job.overrides)
-        return open_at(job.run.store.url, job.config, {}, run=job.run, is_checked=is_checked)
-    url = run_url(job.root, new_run_id(job.preset, str(flow_run.id)))
-    return open_at(url, job.config, {"preset": job.preset}, is_checked=is_checked)
+        url = job.run.store.url
+        return open_at(url, job.config, {}, run=job.run, is_checked=is_checked, parameters={"resume": url})
+    root = root_url(job.root)
+    url = run_url(root, new_run_id(job.preset, str(flow_run.id)))
+    return open_at(url, job.config, {"preset": job.preset}, is_checked=is_checked, parameters={"root": root})
 
 
 def open_at(
-    url: str, config: RunConfig, labels: Mapping[str, str], *, run: RunContext | None = None, is_checked: bool = False
+    url: str,
+    config: RunConfig,
+    labels: Mapping[str, str],
+    *,
+    run: RunContext | None = None,
+    is_checked: bool = False,
+    parameters: Mapping[str, str] | None = None,
 ) -> tuple[RunContext, RunTracker]:
     """Open the run at a URL; if there is none, create the run with this configuration.
 
     A run that exists keeps its stored configuration. labels: tags of the MLflow run. run: the run, if the caller has
-    opened it. is_checked: the caller has checked the configuration.
+    opened it. is_checked: the caller has checked the configuration. parameters: of the flow run, by which a retry
+    finds the run.
     """
     show_supervision()
     flow_run_id = str(flow_run.id)
@@ -159,6 +210,7 @@ def open_at(
         preflight(config, url.rpartition("/")[0], run=run)
     config = config if run else pinned(config)
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
+    name_flow_run(url.rpartition("/")[2], parameters or {}, is_new=run is None)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
     warn_of_changed_code(run)
@@ -198,16 +250,33 @@ def run_roles(
         if not roles.has_ended(TRAINER) and not wants_drain(run.store):  # drained meanwhile: no further step
             for index in range(config.placement.actors):
                 roles.start(f"actor-{index}")
-        follow(roles, watch, is_enough)
-        is_complete = watch.committed_step >= config.trainer.steps
-        roles.stop(keep_evaluator=evaluates and is_complete)
-        if evaluates and not wants_drain(run.store):
-            roles.evaluate("last")
+        with unless_complete(watch, "a role", "no step is missing"):
+            follow(roles, watch, is_enough)
+        with unless_complete(watch, *_evaluation(run)):
+            roles.stop(keep_evaluator=evaluates and watch.is_complete())
+            if evaluates and not wants_drain(run.store):
+                roles.evaluate("last")
     finally:
         try:
             roles.stop()
         finally:  # a second Ctrl-C may interrupt the stop
             remove_shared_memory(run)
+
+
+def evaluate_complete(run: RunContext, watch: RunWatch) -> None:
+    """Evaluate the last version of a complete run, unless an earlier start has."""
+    with unless_complete(watch, *_evaluation(run)):
+        if run.config.eval.num_prompts > 0 and not run.store.exists(eval_key(run.config.trainer.steps)):
+            roles = RunRoles(run, on_wait=watch.look)
+            try:
+                roles.evaluate("last")
+            finally:
+                roles.stop()
+
+
+def _evaluation(run: RunContext) -> tuple[str, str]:
+    """What `unless_complete` says of the last evaluation."""
+    return "the last evaluation", f"`pipelinerl resume {run.run_id}` repeats it"
 
 
 def follow(roles: RunRoles, watch: RunWatch, is_enough: Callable[[], bool] = lambda: False) -> None:

@@ -16,13 +16,16 @@ from prefect import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
+from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, Crashed
 
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE
-from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
+from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import CHECK_SECONDS, open_store
+from pipelinerl_core.supervision.checks import check_http
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,10 @@ RETRY_SECONDS = 60.0
 """Until the next start of a flow run of a deployment; its process ends within seconds."""
 STORE_SECONDS = 86_400.0
 """Deadline of the wait for the store at a repeated start."""
+SERVER_SECONDS = 600.0
+"""Deadline of the wait of a worker's flow run for the Prefect server at its end."""
 _POLL_SECONDS = 15.0
+_POLL_SERVER_SECONDS = 1.0
 
 
 def crashed_by_outage(run: RunContext, error: PipelineRLError) -> State[Any] | None:
@@ -63,6 +69,25 @@ def schedule_again(crashed: State[Any]) -> None:
     raise Pause(state=state)
 
 
+def server_answers(seconds: float) -> bool:
+    """Whether the Prefect server, if a server is set, answers within a deadline.
+
+    If a server is away at the end of a flow, Prefect's client repeats its request for a minute. Then Prefect raises
+    the error, and proposes the state Failed for a flow that has returned its result. Therefore the flows ask first,
+    and raise Pause if there is no answer: Prefect then ends without a further request.
+    """
+    url = get_current_settings().api.url
+    deadline = time.monotonic() + seconds
+    while url and time.monotonic() < deadline:
+        try:
+            check_http("PREFECT_API_URL", str(url))
+        except ConfigError:
+            time.sleep(_POLL_SERVER_SECONDS)
+        else:
+            return True
+    return not url
+
+
 def _answers(url: str) -> bool:
     try:
         open_store(url).limited(CHECK_SECONDS).exists(RUN_KEY)
@@ -76,8 +101,12 @@ def _answers(url: str) -> bool:
 def await_store(url: str) -> None:
     """Wait until the store at a URL accepts a small object. Raises DeadlineExceeded after a day.
 
-    Returns if the store refuses the object: the checks of the start report this.
+    Returns if the store refuses the object, or is a directory that this host does not have: the checks of the start
+    report this.
     """
+    directory = local_directory(url)
+    if directory is not None and not directory.is_dir():
+        return
     store, key = open_store(url).limited(CHECK_SECONDS), f"check-{uuid.uuid4().hex}"
     deadline = time.monotonic() + STORE_SECONDS
     has_warned = False

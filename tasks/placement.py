@@ -27,7 +27,7 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
@@ -328,14 +328,14 @@ class RunRoles:
                 except Fenced:
                     self._is_fenced = True
                     raise
-                except PipelineRLError as error:
+                except Exception as error:
                     if other != EVALUATOR:
                         raise
                     self._note_failed_evaluator(error)
                 self._check_node(other)
         return self._members[name].has_ended()
 
-    def _note_failed_evaluator(self, error: PipelineRLError) -> None:
+    def _note_failed_evaluator(self, error: Exception) -> None:
         if not self._has_evaluator_failed:
             logger.warning("no further evaluations during training: %s", error)
         self._has_evaluator_failed = True
@@ -389,6 +389,8 @@ class RunRoles:
         finally:
             _request_stop(all_members)
             self._await(all_members, begun + STOP_SECONDS)
+        for name in members:  # an error of a stopped role no longer counts
+            del self._members[name]
         if self._is_pooled and not self._is_fenced:
             name = secret_name(self._run.run_id)
             _quietly(f"could not delete the Secret block {name}", lambda: Secret.delete(name))
@@ -426,15 +428,24 @@ def run_tag(run_id: str) -> str:
     return f"pipelinerl.run:{run_id}"
 
 
-def name_flow_run(run_id: str) -> None:
-    """Give the current flow run the name and the tag of its run."""
+def name_flow_run(run_id: str, parameters: Mapping[str, str], *, is_new: bool) -> None:
+    """Give the current flow run the name and the tag of its run, and the parameters by which a retry finds the run.
 
-    def update() -> None:
+    is_new: run.json is written afterwards. If a worker has started the flow run, raises PipelineRLError if the server
+    does not store the parameters: a retry on a worker with another root would start the run again at step 0.
+    """
+    try:
         tags = dict.fromkeys([*flow_run.tags, run_tag(run_id)])
+        own = UUID(str(flow_run.id))
         with get_client(sync_client=True) as client:
-            client.update_flow_run(UUID(str(flow_run.id)), name=run_id, tags=list(tags))
-
-    _quietly("the flow run could not be named", update)
+            stored = client.read_flow_run(own).parameters
+            client.update_flow_run(own, name=run_id, tags=list(tags), parameters={**stored, **parameters})
+    except Exception as error:  # noqa: BLE001 (whatever the client raises)
+        if is_new and deployment.id:
+            raise PipelineRLError(
+                f"{run_id}: the Prefect server did not store the location of the run ({error}). Retry the flow run"
+            ) from None
+        logger.warning("the flow run could not be named: %s", error)
 
 
 def secret_name(run_id: str) -> str:

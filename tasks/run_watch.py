@@ -17,6 +17,7 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from pipelinerl.tasks.alarms import RUN_STALLED, Alarms
 from pipelinerl_core.config.model_path import resolve_model_path
@@ -103,12 +104,18 @@ class RunWatch:
     ) -> None:
         """Log the last metrics and rollouts, close the view, and end the MLflow run with the status of the run."""
         was_stopped = kind is not None and not issubclass(kind, Exception)
-        self._read()
+        _quietly("last reading of the run", self._read)
         _quietly("rollout table", lambda: self._write_table(TABLE_BATCHES if was_stopped else MAX_STEPS))
         self._view.__exit__(kind, error, trace)
         _quietly("table of logs", self._show_logs)
         status: Status = "KILLED" if was_stopped else "FAILED" if kind else "FINISHED"
-        self._tracker.close(status, self._log_rest)
+        _quietly("end of the MLflow run", lambda: self._tracker.close(status, self._log_rest), self._repeat)
+
+    def is_complete(self) -> bool:
+        """Whether the last step is committed, as of now."""
+        if self.committed_step < self._run.config.trainer.steps:
+            self._read()
+        return self.committed_step >= self._run.config.trainer.steps
 
     @property
     def committed_step(self) -> int:
@@ -139,23 +146,38 @@ class RunWatch:
         if time.monotonic() >= self._next_reading:
             self._read()
 
-    def finish(self, report: Mapping[str, Any]) -> None:
-        """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow."""
-        self._read()
-        evals = list(self._follower.evals.values())
-        _quietly("progress artifact", self._show_progress)
-        rows = version_rows(self._follower.commits.newest(TABLE_VERSIONS))
-        if rows:
-            _quietly("table artifact", lambda: self._table_artifact("versions", rows, "newest weight versions"))
-        _quietly(
-            "report artifact",
-            lambda: create_markdown_artifact(
-                report_markdown(report, evals), key=self._key("report"), description=f"report of {self._run.run_id}"
-            ),
-        )
+    def finish(self, report: Mapping[str, Any] | None) -> None:
+        """Read the remaining objects and make the artifacts: progress, weight versions, report, link to MLflow.
+
+        Raises nothing. report: None if it could not be written.
+        """
+        _quietly("last reading of the run", self._read)
+        if report is not None:
+            _quietly("files of the MLflow run", self._log_report, self._repeat)
+        _quietly("artifacts of the flow run", lambda: self._show_end(report), self._repeat)
+
+    @property
+    def _repeat(self) -> str:
+        """The command that makes up for what failed at the end."""
+        return f"; `pipelinerl resume {self._run.run_id}` repeats this"
+
+    def _log_report(self) -> None:
         for name in (REPORT_JSON_KEY, REPORT_HTML_KEY):
             self._tracker.log_artifact(name, self._run.store.get(name))
-        _quietly("link artifact", self._show_link)
+
+    def _show_end(self, report: Mapping[str, Any] | None) -> None:
+        """Make the artifacts of a run that has ended; after a failure of the Prefect server, none is tried."""
+        self._show_progress()
+        rows = version_rows(self._follower.commits.newest(TABLE_VERSIONS))
+        if rows:
+            self._table_artifact("versions", rows, "newest weight versions")
+        if report is not None:
+            create_markdown_artifact(
+                report_markdown(report, list(self._follower.evals.values())),
+                key=self._key("report"),
+                description=f"report of {self._run.run_id}",
+            )
+        self._show_link()
 
     def _read(self) -> None:
         """Log new commits and evaluations, and update the view with them and the hub's live totals."""
@@ -287,9 +309,13 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def _quietly(what: str, action: Callable[[], Any]) -> None:
-    """Call `action`; an error is logged: a failed artifact or alarm must not end the run."""
+def _quietly(what: str, action: Callable[[], Any], remedy: str = "") -> None:
+    """Call `action`; an error is logged: a failed artifact or alarm must not end the run.
+
+    Without the limit, Prefect's client repeats a request for a minute, in which the run is not watched.
+    """
     try:
-        action()
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}):
+            action()
     except Exception as error:  # noqa: BLE001 (the run does not depend on the Prefect server, whatever the client raises)
-        logger.warning("%s failed: %s", what, error)
+        logger.warning("%s failed%s: %s", what, remedy, error)

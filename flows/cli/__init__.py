@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pipelinerl.flows.cli import (
+    accept_loss,
     actor,
     audit,
     bench,
@@ -21,6 +22,7 @@ from pipelinerl.flows.cli import (
     logs,
     prepare,
     replay,
+    report,
     resume,
     runs,
     simulate,
@@ -39,10 +41,12 @@ COMMANDS = (
     runs.runs,
     status.status,
     logs.logs,
+    report.report,
     replay.replay,
     actor.actor,
     audit.audit,
     gc.gc,
+    accept_loss.accept_loss,
     evaluate.evaluate,
     export.export,
     compare.compare,

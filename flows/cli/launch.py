@@ -2,14 +2,17 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
 from types import FrameType
 from typing import Any
 
+import httpx
 from prefect import Flow
+from prefect.client.schemas.objects import State
 from prefect.events.worker import EventsWorker
-from prefect.exceptions import CrashedRun
+from prefect.exceptions import CrashedRun, Pause
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
@@ -18,10 +21,11 @@ from pipelinerl.flows.cli.local_server import local_server
 from pipelinerl.flows.compare_flow import compare, compare_runs
 from pipelinerl.flows.study_flow import study, study_arms
 from pipelinerl.flows.train_flow import train, train_run
+from pipelinerl.tasks.outage import server_answers
 from pipelinerl_core.comparison.plan import Plan
 from pipelinerl_core.comparison.whatif.study import WhatIf
 from pipelinerl_core.config import RunConfig
-from pipelinerl_core.errors import ConfigError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.run.locate import plain_name, root_url
@@ -30,6 +34,8 @@ from pipelinerl_core.supervision.process_groups import await_groups
 
 DRAIN_SECONDS = 2.0
 """Deadline of sending the last log lines and events to the local server."""
+SERVER_SECONDS = 10.0
+"""Deadline of an answer of the Prefect server at the end of a flow."""
 END_SECONDS = 15.0
 """Deadline of the end of all role processes after a signal; supervision/supervise.py kills the rest earlier."""
 
@@ -113,11 +119,36 @@ def run_study(planned: WhatIf) -> dict[str, Any]:
 def _with_body(flow: Flow[..., Any], name: str, body: Callable[[], Any]) -> Callable[..., Any]:
     """A copy of the flow whose runs have the given name, and that runs `body` instead of the flow's function.
 
-    Prefect records and shows the parameters; the caller has parsed and checked them, and `body` holds the result.
+    Prefect records and shows the parameters; the caller has parsed and checked them, and `body` holds the result. If
+    the Prefect server is gone at the end, the result or the error of `body` counts.
     """
     prepared = flow.with_options(flow_run_name=name)
-    prepared.fn = wraps(flow.fn)(lambda *_, **__: body())
-    return prepared
+    outcome: Future[Any] = Future()
+
+    def run_body(*_: Any, **__: Any) -> Any:
+        try:
+            outcome.set_result(body())
+        except BaseException as error:  # noqa: BLE001 (result() raises the error again)
+            outcome.set_exception(error)
+        if not server_answers(SERVER_SECONDS):
+            say("the Prefect server does not answer: the flow run has no end there")
+            raise Pause  # Prefect then asks the server for nothing; otherwise it waits for minutes and fails
+        return outcome.result()
+
+    prepared.fn = wraps(flow.fn)(run_body)
+
+    def run(**parameters: Any) -> Any:
+        try:
+            return prepared(**parameters)
+        except Pause:
+            result = outcome.result()
+        except httpx.HTTPError as error:
+            if not outcome.done():
+                raise PipelineRLError(f"the Prefect server does not answer: {error}") from None
+            result = outcome.result()
+        return result.result() if isinstance(result, State) else result
+
+    return run
 
 
 def _run(

@@ -22,7 +22,11 @@ def carry_out(job: Job, *, as_json: bool) -> None:
     from pipelinerl.flows.cli.launch import run_training
 
     report = run_training(job)
-    answer(report, summary(report, report_location(report["run_id"], job.root)), as_json=as_json)
+    if "wall_seconds" in report:
+        lines = summary(report, report_location(report["run_id"], job.root))
+    else:
+        lines = [f"{report['run_id']}: {report['steps']} steps; no report, see the log"]
+    answer(report, lines, as_json=as_json)
 
 
 def report_location(run_id: str, root: str) -> str:

@@ -9,6 +9,7 @@ from pipelinerl_core.config import RunConfig
 from pipelinerl_core.errors import Fenced
 from pipelinerl_core.run.context import RunContext, log_directory
 from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.follow import RunFollower
 from pipelinerl_core.run.history import is_complete, read_epochs
 from pipelinerl_core.run.hub_status import is_descendant, may_be_live, read_hub
@@ -37,8 +38,8 @@ HUB_STOP_SECONDS = 3.0
 def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = None) -> list[EvalRecord] | None:
     """Run the evaluator on the versions that `version` names; None if the evaluator was stopped.
 
-    version: first, last, all, due, or numbers with commas; of several versions, only those without a record are
-    evaluated.
+    version: first, last, all, due, scheduled, or numbers with commas; of several versions, only those without a
+    record are evaluated.
     enough: after two versions with at least this accuracy, later versions are skipped.
     """
     name = "evaluator-all" if names_several(version) else f"evaluator-{version}"
@@ -49,7 +50,7 @@ def evaluate(run: RunContext, version: str, stop: Event, enough: float | None = 
     follower = RunFollower(run.store)
     follower.refresh()
     evals = follower.evals
-    if version in (ALL, DUE):
+    if version in (ALL, DUE, SCHEDULED):
         return list(evals.values())
     wanted = {"first": min(evals, default=0), "last": max(evals, default=0)}
     steps = [wanted[one] if one in wanted else int(one) for one in version.split(",")]

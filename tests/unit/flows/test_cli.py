@@ -14,6 +14,7 @@ from pipelinerl_core.config import load_config
 from pipelinerl_core.errors import ConfigError
 from pipelinerl_core.run.locate import create_run, locate_run, new_run_id, remember_latest, run_url
 from pipelinerl_core.storage.object_store import open_store
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,8 +85,20 @@ def test_a_missing_model_directory_is_refused(tmp_path):
 
 
 def test_a_run_that_does_not_exist_is_refused(tmp_path):
-    for command in ("status", "resume"):
+    for command in ("status", "resume", "report"):
         assert "no run at" in refused(command, "nosuch-12345678", "--root", str(tmp_path))
+
+
+def test_report_writes_the_report_anew(tmp_path):
+    write_run(open_store(str(tmp_path / "synthetic")), Shape(steps=2))
+    for arguments in (["synthetic", "--root", str(tmp_path)], [str(tmp_path / "synthetic")]):
+        ended = pipelinerl("report", *arguments)
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.startswith("synthetic: 2 steps in ")
+        assert ended.stdout.splitlines()[-1].split() == ["report", f"{tmp_path}/synthetic/report.html"]
+    printed = pipelinerl("report", str(tmp_path / "synthetic"), "--json").stdout
+    assert json.loads(printed) == json.loads((tmp_path / "synthetic" / "report.json").read_text())
+    assert (tmp_path / "synthetic" / "report.html").stat().st_size > 10_000
 
 
 def test_bench_without_a_benchmark_of_that_name_is_refused():

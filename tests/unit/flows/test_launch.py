@@ -3,14 +3,16 @@
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from prefect.exceptions import CrashedRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Completed
 
 from pipelinerl.flows.cli import launch, training
 from pipelinerl.flows.cli.console import exit_codes
 from pipelinerl_core.config import load_config
-from pipelinerl_core.errors import ConfigError, StoreError, TrainingDiverged
+from pipelinerl_core.errors import ConfigError, PipelineRLError, StoreError, TrainingDiverged
 from pipelinerl_core.run.jobs import new_job
 from pipelinerl_core.run.locate import remember_latest
 
@@ -62,8 +64,50 @@ def test_the_command_to_continue_names_the_run_of_this_command_and_not_the_newes
     assert f"continue with: pipelinerl resume of-this-command --root {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_flow_run_of_a_command_has_no_random_name():
-    assert launch._with_body(launch.train, "quickstart", dict).flow_run_name == "quickstart"
+def fail():
+    raise StoreError("disk")
+
+
+@pytest.mark.parametrize(
+    ("body", "is_failed"),
+    [(lambda: {"steps": 3}, False), (lambda: Completed(data={"steps": 3}), False), (fail, True)],
+)
+@pytest.mark.parametrize("end", ["no answer", "an error of the engine"])
+def test_without_the_server_the_result_or_the_error_of_the_flow_counts(monkeypatch, body, is_failed, end):
+    def run_by_prefect(*, run_body):
+        result = run_body()
+        raise httpx.ConnectError(f"could not set the state of {result}")
+
+    flow = SimpleNamespace(fn=lambda: None, with_options=lambda flow_run_name: Prepared())
+
+    class Prepared:
+        def __call__(self):
+            return run_by_prefect(run_body=self.fn)
+
+    monkeypatch.setattr(launch, "server_answers", lambda seconds: end != "no answer")
+    run = launch._with_body(flow, "r-1", body)
+    if is_failed:
+        with pytest.raises(StoreError, match="disk"):
+            run()
+    else:
+        assert run() == {"steps": 3}
+
+
+def test_a_flow_that_no_server_takes_is_one_line(monkeypatch):
+    flow = SimpleNamespace(fn=lambda: None, with_options=lambda flow_run_name: prepared)
+
+    def prepared():
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(PipelineRLError, match="the Prefect server does not answer: refused"):
+        launch._with_body(flow, "r-1", dict)()
+
+
+def test_the_summary_of_a_complete_run_without_a_report_is_a_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(training, "check_all", lambda *_, **__: [])
+    monkeypatch.setattr(launch, "run_training", lambda job: {"run_id": "r-1", "steps": 3})
+    training.carry_out(new_job("quickstart", (), str(tmp_path)), as_json=False)
+    assert capsys.readouterr().out == "r-1: 3 steps; no report, see the log\n"
 
 
 def test_work_pools_without_a_server_are_refused_before_a_model_is_downloaded(monkeypatch, tmp_path):

@@ -1,6 +1,9 @@
 """What the train flow starts, and when it does not; roles that are only names."""
 
 import logging
+import socket
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -8,10 +11,18 @@ import pytest
 
 from pipelinerl.flows import environment, train_flow
 from pipelinerl.tasks import preflight
+from pipelinerl.tasks.run_watch import RunWatch
 from pipelinerl_core.config import load_config
+from pipelinerl_core.config.sections import EvalConfig
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, Fenced, StoreError, StoreUnavailable
+from pipelinerl_core.run.context import open_run
 from pipelinerl_core.run.drain import ask_to_drain
+from pipelinerl_core.run.records import eval_key
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import supervise
+from pipelinerl_core.supervision.supervise import RoleFailed
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
 
 
 class RunRoles:
@@ -54,7 +65,7 @@ def run(monkeypatch):
 
 
 def started(run) -> list[str]:
-    train_flow.run_roles(run, MagicMock(committed_step=0))
+    train_flow.run_roles(run, Watch(is_complete=False))
     assert RunRoles.newest.is_stopped
     return RunRoles.newest.started
 
@@ -84,6 +95,111 @@ def test_no_actor_is_started_after_a_drain_during_the_first_evaluation(run, monk
 def test_a_drain_that_a_resume_has_kept_is_not_evaluated_first(run):
     ask_to_drain(run.store, by="this test")
     assert started(run) == ["hub", "trainer", "evaluator"]
+
+
+class Watch(MagicMock):
+    """Of a run with its last commit, or without."""
+
+    def __init__(self, is_complete: bool) -> None:
+        super().__init__(committed_step=20 if is_complete else 7)
+        self.is_complete.return_value = is_complete
+
+    def _get_child_mock(self, **given):
+        return MagicMock(**given)
+
+
+def raising(error: BaseException):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "error", [RoleFailed("exit code 1\n  | log"), RuntimeError("x"), DeadlineExceeded("stalled")]
+)
+@pytest.mark.parametrize("broken", ["wait", "evaluate"])
+def test_after_the_last_commit_no_error_of_a_role_ends_the_run(run, monkeypatch, caplog, broken, error):
+    monkeypatch.setattr(RunRoles, broken, lambda self, arg: None if arg == "first" else raising(error)())
+    with pytest.raises(type(error)):
+        train_flow.run_roles(run, Watch(is_complete=False))
+    assert RunRoles.newest.is_stopped
+    caplog.clear()
+    monkeypatch.setattr(RunRoles, "has_ended", lambda self, name: broken == "evaluate" and "actor-1" in self.started)
+    train_flow.run_roles(run, Watch(is_complete=True))
+    assert RunRoles.newest.is_stopped
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("all steps are committed, but ")
+    assert line.endswith(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    assert ("last" in RunRoles.newest.started) == (broken == "wait")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Fenced("another process has taken over this run")])
+def test_an_interruption_and_a_newer_start_end_a_complete_run_too(run, monkeypatch, error):
+    monkeypatch.setattr(RunRoles, "wait", raising(error))
+    with pytest.raises(type(error)):
+        train_flow.run_roles(run, Watch(is_complete=True))
+
+
+@pytest.mark.parametrize("started_by", ["a worker", None])
+def test_a_worker_starts_a_complete_run_again_after_an_outage_of_the_store(monkeypatch, started_by):
+    monkeypatch.setattr(train_flow, "deployment", SimpleNamespace(id=started_by))
+    with (
+        pytest.raises(StoreUnavailable) if started_by else nullcontext(),
+        train_flow.unless_complete(Watch(is_complete=True), "the report", "write it"),
+    ):
+        raise StoreUnavailable("503")
+
+
+@pytest.fixture
+def complete(tmp_path, monkeypatch):
+    """A synthetic run with all commits and evaluations."""
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    monkeypatch.setattr(train_flow, "RunRoles", RunRoles)
+    monkeypatch.setattr(RunWatch, "finish", lambda self, report: self.finished.append(report))
+    monkeypatch.setattr(RunWatch, "finished", [], raising=False)
+    monkeypatch.setattr(RunWatch, "_show_logs", lambda self: None)
+    monkeypatch.setattr(train_flow, "write_reports", lambda run: {"run_id": "r-1", "steps": 2, "wall_seconds": 1.0})
+    RunRoles.newest = None
+    return open_run(f"file://{tmp_path}/r-1")
+
+
+def test_a_resume_of_a_complete_run_repeats_the_last_evaluation_only_if_it_is_missing(complete):
+    tracker = MagicMock(logged=None)
+    assert train_flow.train_opened(complete, tracker)["wall_seconds"] == 1.0
+    assert RunRoles.newest is None
+    complete.store.delete([eval_key(2)])
+    complete = replace(complete, config=complete.config.model_copy(update={"eval": EvalConfig(num_prompts=10)}))
+    train_flow.train_opened(complete, tracker)
+    assert RunRoles.newest.started == ["last"]
+    assert RunRoles.newest.is_stopped
+
+
+def test_a_complete_run_without_a_report_is_complete(complete, monkeypatch, caplog):
+    monkeypatch.setattr(train_flow, "write_reports", raising(StoreError("report.html: disk quota")))
+    tracker = MagicMock(logged=None)
+    assert train_flow.train_opened(complete, tracker) == {"run_id": "synthetic", "steps": 2}
+    assert RunWatch.finished == [None]
+    assert tracker.close.call_args.args[0] == "FINISHED"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == train_flow.logger.name]
+    remedy = "`pipelinerl report synthetic` writes it"
+    assert line == f"all steps are committed, but the report failed; {remedy}. StoreError: report.html: disk quota"
+
+
+@pytest.mark.parametrize("tags", [["pipelinerl.run:r-1"], ["pipelinerl.run:another"], []])
+def test_a_retry_on_a_host_without_the_run_is_refused_if_the_run_was_created(tmp_path, monkeypatch, tags):
+    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(tags=tags))
+    url = f"file://{tmp_path}/runs/r-1"
+    with pytest.raises(ConfigError) if tags == ["pipelinerl.run:r-1"] else nullcontext() as refused:
+        train_flow.refuse_lost_run(url)
+    assert list(tmp_path.iterdir()) == []
+    if refused:
+        said = (
+            f"{url}: an earlier start of this flow run has created this run, but host {socket.gethostname()} has no"
+        )
+        assert str(refused.value).startswith(said)
+        write_run(open_store(url), Shape(steps=2))
+        train_flow.refuse_lost_run(url)
 
 
 def test_log_lines_of_flows_and_tasks_reach_the_flow_run():

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from prefect.exceptions import Pause
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from pipelinerl.flows import train_flow
 from pipelinerl.tasks import outage
 from pipelinerl.tasks.automations import wanted_automations
-from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.errors import ConfigError, DeadlineExceeded, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.supervision.supervise import RoleFailed
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -110,6 +111,26 @@ def test_a_store_that_refuses_is_left_to_the_checks_of_the_start(monkeypatch, cl
     use(monkeypatch, store)
     outage.await_store("s3://bucket/runs")
     assert (store.num_requests, clock.now) == (1, 0.0)
+
+
+def test_a_directory_that_is_not_on_this_host_is_not_made(tmp_path):
+    outage.await_store(f"file://{tmp_path}/of-another-host")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prefect_server_that_is_away_at_the_end_has_a_deadline(monkeypatch, clock):
+    answers = iter([False] * 5 + [True])
+
+    def check_http(setting, url):
+        if not next(answers):
+            raise ConfigError("no answer")
+
+    monkeypatch.setattr(outage, "check_http", check_http)
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
+        assert not outage.server_answers(3.0)
+        assert outage.server_answers(3.0)
+    with temporary_settings({PREFECT_API_URL: None}):
+        assert outage.server_answers(3.0)
 
 
 class Client:

@@ -6,6 +6,9 @@ import subprocess
 import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +20,15 @@ from pipelinerl.flows.cli.deployment import SHIPPED
 from pipelinerl.tasks import placement
 from pipelinerl.tasks.placement import DeployedRole, LocalRole, RunRoles
 from pipelinerl_core.config import build_config
-from pipelinerl_core.errors import Fenced
+from pipelinerl_core.errors import Fenced, PipelineRLError
+from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.evaluations import SCHEDULED
 from pipelinerl_core.run.records import EpochRecord, eval_key
+from pipelinerl_core.storage.object_store import open_store
 from pipelinerl_core.supervision import run_roles
 from pipelinerl_core.supervision.supervise import STABLE_SECONDS, RoleFailed
 from pipelinerl_core.testing.fakes import MemoryStore
+from pipelinerl_core.testing.synthetic_run import Shape, write_run
 from tests.builders import epoch_record
 
 
@@ -32,6 +39,7 @@ class Server:
         self.states: dict[uuid.UUID, State | None] = {}
         self.runs: list[FlowRun] = []
         self.is_away = False
+        self.parameters: dict = {}
         self.started: list[tuple] = []
         """Deployment, parameters and job variables of each start."""
         self.template: dict = {}
@@ -65,7 +73,7 @@ class Server:
     def read_flow_run(self, run_id):
         if self.states[run_id] is None:
             raise ObjectNotFound(Exception())
-        return FlowRun(id=run_id, flow_id=uuid.uuid4(), state=self.states[run_id])
+        return FlowRun(id=run_id, flow_id=uuid.uuid4(), state=self.states[run_id], parameters=self.parameters)
 
     def set_flow_run_state(self, run_id, state):
         self.states[run_id] = state
@@ -299,31 +307,59 @@ def test_a_start_that_is_fenced_leaves_what_deployments_run_to_the_other_one(mon
 class FailedEvaluator(Superseded):
     """An evaluator that could not be restarted any more."""
 
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
     def check(self) -> None:
-        raise RoleFailed("evaluator-scheduled: ended with exit code 1")
+        raise self.error
 
 
-def test_an_evaluator_that_fails_ends_no_training_and_is_named_once(caplog):
+@pytest.mark.parametrize("error", [RoleFailed("exit code 1"), ValueError("int"), ConnectionError("no server")])
+def test_an_evaluator_that_fails_ends_no_training_and_is_named_once(caplog, error):
     crew = crew_of("local")
-    crew._members |= {"evaluator": FailedEvaluator(), "trainer": Worker([])}
+    crew._members |= {"evaluator": FailedEvaluator(error), "trainer": Worker([])}
     assert not crew.has_ended("trainer")
     assert not crew.has_ended("trainer")
-    text = "no further evaluations during training: evaluator-scheduled: ended with exit code 1"
-    assert [one.message for one in caplog.records] == [text]
+    assert [one.message for one in caplog.records] == [f"no further evaluations during training: {error}"]
     crew.wait_until("something", lambda: True, seconds=1)
+
+
+def test_the_scheduled_evaluator_may_end_before_the_flow_asks_for_its_last_record(tmp_path, monkeypatch):
+    write_run(open_store(str(tmp_path / "r-1")), Shape(steps=2))
+    run = open_run(f"file://{tmp_path}/r-1")
+    monkeypatch.setattr(run_roles, "supervise", lambda *_: SimpleNamespace(stopped=False))
+    crew = RunRoles(run)
+    with ThreadPoolExecutor() as pool:
+        evaluate = partial(pool.submit, run_roles.evaluate, run, SCHEDULED)
+        crew._begin("evaluator", LocalRole(evaluate, crew._changed))
+    crew.stop(keep_evaluator=True)
+    monkeypatch.setattr(crew, "_evaluator", lambda *_: pytest.fail("the record is there"))
+    crew.evaluate("last")
+    assert not crew._has_evaluator_failed
+
+
+def test_the_error_of_a_role_that_was_stopped_does_not_prevent_the_last_evaluation():
+    crew = crew_of("local")
+    crew._members |= {"evaluator": Worker([]), "actor-0": FailedEvaluator(RoleFailed("exit code 1"))}
+    with pytest.raises(RoleFailed):
+        crew.has_ended("evaluator")
+    crew.stop(keep_evaluator=True)
+    crew._run.store.put(eval_key(7), b"{}")
+    crew.evaluate("last")
 
 
 def test_the_evaluator_goes_on_alone_until_the_last_version_is_evaluated():
     crew = crew_of("local")
     crew._members |= {"evaluator": Worker([]), "trainer": Worker([]), "hub": Worker([])}
+    members = dict(crew._members)
     crew.stop(keep_evaluator=True)
-    assert {name for name, member in crew._members.items() if member.is_told} == {"trainer", "hub"}
+    assert {name for name, member in members.items() if member.is_told} == {"trainer", "hub"}
     looks = []
     crew._on_wait = lambda: looks.append(1) or (len(looks) == 2 and crew._run.store.put(eval_key(7), b"{}"))
     crew.evaluate("last")
     assert len(looks) == 2
     crew.stop()
-    assert crew._members["evaluator"].is_told
+    assert members["evaluator"].is_told
 
 
 def test_a_role_is_known_before_it_is_started():
@@ -363,15 +399,32 @@ def test_a_fenced_trainer_comes_back_if_the_newest_hub_is_of_its_own_start(monke
                 run_roles.trainer_is_replaced(run, threading.Event())
 
 
-def test_the_flow_run_gets_the_name_and_the_tag_of_its_run(server, monkeypatch):
+def named_flow_run(server, monkeypatch, tags, deployment=None) -> list:
+    """The updates of the current flow run."""
     own, updates = uuid.uuid4(), []
-    server.update_flow_run = lambda run_id, **fields: updates.append((run_id, fields))
-    monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=["team", "pipelinerl.run:one"]))
-    placement.name_flow_run("one")
-    assert updates == [(own, {"name": "one", "tags": ["team", "pipelinerl.run:one"]})]
-    monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=[]))
-    placement.name_flow_run("two")
-    assert updates[1] == (own, {"name": "two", "tags": ["pipelinerl.run:two"]})
+    server.states[own] = Running()
+    server.update_flow_run = lambda run_id, **fields: updates.append((run_id == own, fields))
+    monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=tags))
+    monkeypatch.setattr(placement, "deployment", SimpleNamespace(id=deployment))
+    return updates
+
+
+@pytest.mark.parametrize("tags", [["team", "pipelinerl.run:one"], ["team"]])
+def test_the_flow_run_gets_the_name_the_tag_and_the_place_of_its_run(server, monkeypatch, tags):
+    server.parameters = {"preset": "quickstart", "root": ""}
+    updates = named_flow_run(server, monkeypatch, tags)
+    placement.name_flow_run("one", {"root": "file:///runs"}, is_new=True)
+    parameters = {"preset": "quickstart", "root": "file:///runs"}
+    assert updates == [(True, {"name": "one", "tags": ["team", "pipelinerl.run:one"], "parameters": parameters})]
+
+
+@pytest.mark.parametrize(("deployment", "is_new"), [("a-worker", True), ("a-worker", False), (None, True)])
+def test_a_worker_creates_no_run_whose_place_the_server_does_not_store(server, monkeypatch, deployment, is_new):
+    named_flow_run(server, monkeypatch, [], deployment)
+    server.read_flow_run = lambda run_id: (_ for _ in ()).throw(ConnectionError("no server"))
+    is_refused = bool(deployment) and is_new
+    with pytest.raises(PipelineRLError, match="did not store the location") if is_refused else nullcontext():
+        placement.name_flow_run("one", {"root": "file:///runs"}, is_new=is_new)
 
 
 SIXTEEN = {

@@ -108,6 +108,35 @@ def test_equal_rewards_of_the_first_steps_are_one_warning_with_an_example(tmp_pa
     assert ', reference "' in warnings[0]
 
 
+def test_nothing_that_fails_at_the_end_fails_the_run_and_each_failure_is_a_line(tmp_path, watch, monkeypatch, caplog):
+    tracker = MagicMock(logged=None, close=MagicMock(side_effect=RuntimeError("no MLflow")))
+    watch._tracker = tracker
+    for name in ("create_table_artifact", "create_markdown_artifact"):
+        monkeypatch.setattr(run_watch, name, MagicMock(side_effect=ConnectionError("no server")))
+    with watch:
+        assert watch.is_complete()
+        watch.finish({"run_id": "r-1", "steps": 2})
+    remedy = "failed; `pipelinerl resume synthetic` repeats this"
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        f"files of the MLflow run {remedy}: no object 'report.json' in file://{tmp_path}/r-1",
+        f"artifacts of the flow run {remedy}: no server",
+        f"end of the MLflow run {remedy}: no MLflow",
+    ]
+
+
+def test_a_run_is_complete_with_its_last_commit(tmp_path, clock):
+    store = open_store(str(tmp_path / "r-1"))
+    write_run(store, Shape(steps=3))
+    (last,) = [key for key in store.list("commits") if "00000003" in key]
+    content = store.get(last)
+    store.delete([last])
+    watch = RunWatch(open_run(store.url), MagicMock(logged=None))
+    assert not watch.is_complete()
+    store.put(last, content)
+    assert watch.is_complete(), "although no further reading is due"
+
+
 @pytest.mark.parametrize("run_id", ["Half.Rate_lr1e-4-s0-deadbeef", "mine", "r-1"])
 def test_prefect_accepts_the_keys_of_a_run_of_any_name(watch, run_id):
     watch._run = SimpleNamespace(run_id=run_id)
