@@ -45,6 +45,22 @@ def test_segments_of_retired_lives_are_not_read(store):
     assert counting.requests["get rollouts"] == 3
 
 
+def test_a_segment_that_vanishes_after_the_listing_does_not_end_the_start(store, monkeypatch):
+    put_epoch(store, 1)
+    put_commit(store, 0, manifest=weight_manifest(0), next_group_id=3)
+    for seq in range(3):
+        put_segment(store, "actor-0", 9, seq, group_id=seq)
+    get, gone = store.get, rollout_key("actor-0", 9, 1)
+
+    def vanish(key):
+        if key == gone:
+            store.delete([gone])
+        return get(key)
+
+    monkeypatch.setattr(store, "get", vanish)
+    assert [group.seq for group in read_stored_state(store).sealed] == [0, 2]
+
+
 class FakeHub:
     """Notes which lives left the ledger."""
 

@@ -278,3 +278,17 @@ def test_old_commits_are_compacted_while_the_trainer_goes_on_and_after_a_start(s
     adopting._compacting.submit(int).result(60)
     adopting.close()
     assert list_commits(store).originals == newest
+
+
+@pytest.mark.parametrize("error", [StoreError("no answer"), OSError("disk"), MemoryError(), ValueError("rows")])
+def test_whatever_ends_a_compaction_is_in_the_log(store, monkeypatch, caplog, error):
+    def fail(store):
+        raise error
+
+    monkeypatch.setattr("pipelinerl_core.roles.trainer.committer.compact_rollouts", fail)
+    committer = committer_of(store)
+    committer.adopt(read_commit(store, put_commit(store, 0, 2)))
+    committer._compacting.submit(int).result(60)
+    committer.close()
+    [record] = [one for one in caplog.records if "old commits or rollouts are not compacted" in one.getMessage()]
+    assert bool(record.exc_info) == (not isinstance(error, StoreError))
