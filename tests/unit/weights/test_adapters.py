@@ -27,7 +27,7 @@ from pipelinerl_core.weights.base import BaseWeights
 from pipelinerl_core.weights.files import deserialize, serialize
 from pipelinerl_core.weights.publish import WeightPublisher
 from pipelinerl_core.weights.subscribe import WeightSubscriber
-from tests.builders import commit_record, epoch_record
+from tests.builders import commit_record, put_epoch
 from tests.unit.roles.actor.actor_case import Engine, Link, actor, turns
 from tests.waiting import until
 
@@ -229,7 +229,7 @@ def commit_with(manifest, step=0):
 
 def test_the_committer_names_the_file_for_what_it_holds(store, model):
     config = config_of(model, "weights.transport=object_store")
-    epoch = epoch_record(1)
+    epoch = put_epoch(store, 1)
     committer = Committer(store, config, run_id="run", epoch=epoch, link=None)
     weights = learner_of(config).weights()
     committer.submit(
