@@ -58,8 +58,24 @@ def test_one_wrong_listing_of_a_takeover_loses_no_step(run, folder, number, earl
     with suppress(StoreUnavailable):
         epoch, commits = take_over(WrongOnce(run, folder, number))
         assert (epoch.adopted_through, len(commits)) == (STEPS, STEPS + 1)
+        assert epoch.parent == (3 if earlier else 2)
     assert len(counted_commit_keys(run)) == STEPS + 1
     assert take_over(run)[0].adopted_through == STEPS
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_readers_of_a_claim_see_all_commits_whatever_one_listing_of_the_claimer_said(run, number):
+    class Dies(WrongOnce):
+        """The process ends after its claim."""
+
+        def put(self, key, data, **options):
+            self._store.put(key, data, **options)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        take_over(Dies(run, "commits", number))
+    assert read_epochs(run)[-1].is_claim
+    assert len(counted_commit_keys(run)) == STEPS + 1
 
 
 def test_a_fenced_trainer_does_not_pass_with_an_empty_listing(run):
@@ -73,6 +89,11 @@ def test_a_fenced_trainer_does_not_pass_with_an_empty_listing(run):
 def test_a_hub_lists_again_and_then_refuses(run, number):
     assert read_stored_state(WrongOnce(run, "commits", number)).commit.step == STEPS
     put_epoch(run, 3, parent=2, adopted_through=STEPS)
+    newest = run.get(commit_key(STEPS, 2))
+    run.delete([commit_key(STEPS, 2)])
+    with pytest.raises(StoreUnavailable, match=r"commits/00000022\.\*: .* step 22 was committed"):
+        read_stored_state(run)
+    run.put(commit_key(STEPS, 2), newest)
     run.delete([commit_key(7, 2)])
     with pytest.raises(StoreUnavailable, match=r"commits/00000007\.\*: .* step 22 was committed.*accept-loss"):
         read_stored_state(run)
