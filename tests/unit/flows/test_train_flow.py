@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from prefect.exceptions import Pause
 
 from pipelinerl.flows import environment, train_flow
 from pipelinerl.tasks import preflight
@@ -200,6 +201,13 @@ def test_a_retry_on_a_host_without_the_run_is_refused_if_the_run_was_created(tmp
         assert str(refused.value).startswith(said)
         write_run(open_store(url), Shape(steps=2))
         train_flow.refuse_lost_run(url)
+
+
+def test_a_flow_run_of_a_worker_does_not_fail_because_the_server_is_away_at_its_end(monkeypatch):
+    monkeypatch.setattr(train_flow, "train_run", lambda job: {"steps": 3})
+    monkeypatch.setattr(train_flow, "server_answers", lambda seconds: False)
+    with pytest.raises(Pause):
+        train_flow.train.fn()
 
 
 def test_log_lines_of_flows_and_tasks_reach_the_flow_run():
