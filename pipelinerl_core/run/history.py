@@ -98,6 +98,16 @@ def refuse_missing(
         )
 
 
+def refuse_shrunk(store: ObjectStore, listed: Collection[int], before: Iterable[int]) -> None:
+    """Raise StoreUnavailable if the store lists fewer steps than in an earlier listing. gc may remove old orphans."""
+    missing = max((step for step in before if step not in listed), default=None)
+    if missing is not None and missing > max(listed, default=-1):
+        raise StoreUnavailable(
+            f"{store.url}/{COMMITS_PREFIX}/{missing:08d}.*: the store listed the commit a moment ago, and now "
+            "does not list it: try again"
+        )
+
+
 def lost_commits(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> list[str]:
     """A sentence for each trainer epoch with more commits that do not count than a takeover leaves (MAX_LATE).
 
@@ -147,11 +157,11 @@ def is_complete(store: ObjectStore, steps: int) -> bool:
 
 
 def take_over(
-    store: ObjectStore, arithmetic: Mapping[str, str | int] = MappingProxyType({}), *, accepts_loss: bool = False
+    store: ObjectStore, arithmetic: Mapping[str, str | int] = MappingProxyType({}), *, accepts_loss: int | None = None
 ) -> tuple[EpochRecord, dict[int, str]]:
     """Claim the next trainer epoch and adopt the commits of earlier epochs: (epoch, step -> key of its commit).
 
-    accepts_loss: adopt the steps before the first missing commit only.
+    accepts_loss: the last step before missing commits that a user gives up; later steps are not adopted.
     Raises Fenced if a newer trainer has claimed an epoch in the meantime, StoreUnavailable as `refuse_missing`.
     """
     # Listed twice, because readers believe the claim until the adoption: one wrong answer must not change it.
@@ -167,14 +177,17 @@ def take_over(
     # Claims of earlier epochs are ignored. Their processes are fenced: they commit nothing, also if they adopt later.
     earlier = [record for record in trainers if not record.is_claim]
     commits = counting(keys, earlier)
-    if accepts_loss:
-        last = _last_whole(commits)
-        commits = {step: key for step, key in commits.items() if step <= last}
+    if accepts_loss is not None:
+        if _last_whole(commits) != accepts_loss:
+            raise StoreUnavailable(
+                f"{store.url}/{COMMITS_PREFIX}: the store lists other commits than a moment ago; nothing is given up"
+            )
+        commits = {step: key for step, key in commits.items() if step <= accepts_loss}
     else:
         refuse_missing(store, commits, earlier, through)
     adopted = {
         "is_claim": False,
-        "accepts_loss": accepts_loss,
+        "accepts_loss": accepts_loss is not None,
         "adopted_through": max(commits, default=-1),
         "parent": max((record.epoch for record in earlier), default=None),
     }
@@ -198,7 +211,7 @@ def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]
         raise ConfigError(f"{store.url}: no commit is missing, so there is no loss to accept")
     last = _last_whole(commits)
     if is_final:
-        last = take_over(store, accepts_loss=True)[0].adopted_through
+        take_over(store, accepts_loss=last)
     return {"run": store.url, "step": last, "reason": reason, "is_accepted": is_final}
 
 

@@ -15,7 +15,6 @@ from pipelinerl_core.storage.keys import check_prefix
 from pipelinerl_core.storage.local import FileStore, MemoryStore
 from pipelinerl_core.storage.s3 import S3Store
 
-_CHECKS = "checks"
 CHECK_SECONDS = 5.0
 """How long `check_writable` waits for an endpoint."""
 
@@ -64,18 +63,19 @@ def check_writable(store: Store) -> None:
     follow the write and the removal at once.
     """
     target = store.limited(CHECK_SECONDS)
-    key = f"{_CHECKS}/{uuid.uuid4().hex}"
+    folder = f"check-{uuid.uuid4().hex}"  # of its own: another process may check the same root
+    key = f"{folder}/check"
     try:
         target.put(key, b"check")
-        has_it = key in target.list(_CHECKS)
+        has_it = key in target.list(folder)
         target.delete([key])
-        if not has_it or key in target.list(_CHECKS):
+        if not has_it or key in target.list(folder):
             raise ConfigError(
                 f"the root {store.url} does not list an object right after its write, or still lists it after its "
                 "removal. Runs need a store that does; for NFS see docs/storage.md for the mount options"
             )
         if isinstance(target, FileStore):
-            target.remove_empty(_CHECKS)
+            target.remove_empty(folder)
     except StoreError as error:
         line = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"the root {store.url} cannot be written: {line}. Set --root to a writable store") from None

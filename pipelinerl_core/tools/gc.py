@@ -42,7 +42,7 @@ from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.roles.runtime.process import RUN, run_main
 from pipelinerl_core.run.commits import read_all_commits
 from pipelinerl_core.run.compacted import list_commits
-from pipelinerl_core.run.context import open_run
+from pipelinerl_core.run.context import open_run, refuse_arm
 from pipelinerl_core.run.history import lost_commits, read_epochs
 from pipelinerl_core.run.hub_status import HubWatch, refuse_second_hub
 from pipelinerl_core.run.locate import abandoned_shared_memory
@@ -253,6 +253,7 @@ def main() -> int:
 
 def _remove(options: argparse.Namespace) -> None:
     context = open_run(options.run)
+    refuse_arm(context, "Collect")
     garbage = collect(
         context.store, context.config, with_rollouts=options.rollouts, dry_run=options.dry_run,
         is_live=HubWatch(context.store).find_live() is not None, now=options.now,

@@ -17,6 +17,7 @@ from pipelinerl_core.run.history import (
 from pipelinerl_core.run.records import commit_key, epoch_key
 from pipelinerl_core.testing.fakes import MemoryStore
 from pipelinerl_core.tools.audit import Audit, lines
+from pipelinerl_core.tools.gc import collect
 from tests.builders import put_commit, put_epoch, small_config
 
 STEPS = 22
@@ -112,11 +113,21 @@ def test_a_user_may_accept_that_commits_are_lost(run):
         take_over(run)
     assert accept_lost_commits(run, is_final=True)["step"] == 9
     assert list(counted_commit_keys(run)) == list(range(10))
+    assert read_stored_state(run).commit.step == 9
     assert take_over(run)[0].adopted_through == 9
+    collect(run, small_config(), with_rollouts=True, dry_run=False)
     audit = Audit(run, small_config()).run().document
     assert audit["accepted_losses"] == [9]
     assert not any("do not count" in problem for problem in audit["problems"])
     assert "accepted: the run went on after step 9 without lost commits" in lines(audit)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_loss_is_accepted_as_the_user_was_told_or_not_at_all(run, number):
+    run.delete([commit_key(step, 2) for step in (10, 11)])
+    with suppress(StoreUnavailable):
+        assert accept_lost_commits(WrongOnce(run, "commits", number), is_final=True)["step"] == 9
+    assert len(counted_commit_keys(run)) >= 10
 
 
 def test_the_audit_fails_if_a_takeover_left_out_more_commits_than_a_fenced_trainer_writes_late(run):
