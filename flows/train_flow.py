@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Completed
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
@@ -18,7 +18,16 @@ from pydantic import Field
 from pipelinerl.flows.parameters import Settings, described
 from pipelinerl.tasks.drain_request import clear_earlier_drain_request
 from pipelinerl.tasks.outage import SERVER_SECONDS, await_store, crashed_by_outage, schedule_again, server_answers
-from pipelinerl.tasks.placement import EVALUATOR, HUB, TRAINER, RunRoles, hub_token, name_flow_run, run_tag
+from pipelinerl.tasks.placement import (
+    EVALUATOR,
+    HUB,
+    TRAINER,
+    RunRoles,
+    hub_token,
+    is_deployed,
+    name_flow_run,
+    run_tag,
+)
 from pipelinerl.tasks.preflight import preflight
 from pipelinerl.tasks.report import write_reports
 from pipelinerl.tasks.run_watch import RunWatch
@@ -27,6 +36,7 @@ from pipelinerl_core.config.hub_models import pinned
 from pipelinerl_core.errors import ConfigError, Fenced, PipelineRLError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext, note_resume
 from pipelinerl_core.run.drain import wants_drain
+from pipelinerl_core.run.history import is_complete
 from pipelinerl_core.run.jobs import Job, new_job, resume_job
 from pipelinerl_core.run.locate import (
     create_run,
@@ -167,7 +177,7 @@ def unless_complete(watch: RunWatch, what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        is_repeated = isinstance(error, Fenced) or (isinstance(error, StoreUnavailable) and deployment.id)
+        is_repeated = isinstance(error, Fenced) or (isinstance(error, StoreUnavailable) and is_deployed())
         if is_repeated or not watch.is_complete():
             raise
         line = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -205,14 +215,16 @@ def open_at(
     run = run or find_run(url)
     config = run.config if run else config
     refuse_if_live(url)
-    count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
-    if not is_checked:
-        preflight(config, url.rpartition("/")[0], run=run)
+    is_new = run is None
+    if run is None or not is_complete(run.store, config.trainer.steps):  # a complete run needs no GPU and no space
+        count_start(url, flow_run_id, flow_run.run_count, config.placement.max_resumes)
+        if not is_checked:
+            preflight(config, url.rpartition("/")[0], run=run)
     config = config if run else pinned(config)
     tracker, mlflow = open_tracker(config, url, run.record if run else None, flow_run_id, labels)
-    name_flow_run(url.rpartition("/")[2], parameters or {}, is_new=run is None)
     if run is None:
         run = create_run(url, config, flow_run_id=flow_run_id, mlflow=mlflow)
+    name_flow_run(run.run_id, parameters or {}, is_new=is_new)
     warn_of_changed_code(run)
     clear_earlier_drain_request(run.store, flow_run_id)
     remember_latest(url)

@@ -16,16 +16,15 @@ from prefect import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import Pause
 from prefect.runtime import deployment, flow_run
-from prefect.settings import get_current_settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 from prefect.states import AwaitingRetry, Crashed
 
 from pipelinerl.tasks.automations import OUTAGE_MESSAGE
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
+from pipelinerl_core.errors import DeadlineExceeded, PipelineRLError, StoreError, StoreUnavailable
 from pipelinerl_core.run.context import RunContext
 from pipelinerl_core.run.locate import local_directory
 from pipelinerl_core.run.records import RUN_KEY
 from pipelinerl_core.storage.object_store import CHECK_SECONDS, open_store
-from pipelinerl_core.supervision.checks import check_http
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +78,11 @@ def server_answers(seconds: float) -> bool:
     url = get_current_settings().api.url
     deadline = time.monotonic() + seconds
     while url and time.monotonic() < deadline:
-        try:
-            check_http("PREFECT_API_URL", str(url))
-        except ConfigError:
-            time.sleep(_POLL_SERVER_SECONDS)
-        else:
-            return True
+        # Prefect's client has the login, headers and certificates of the settings, and repeats without a deadline.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+            if client.api_healthcheck() is None:
+                return True
+        time.sleep(_POLL_SERVER_SECONDS)
     return not url
 
 
@@ -105,8 +103,13 @@ def await_store(url: str) -> None:
     report this.
     """
     directory = local_directory(url)
-    if directory is not None and not directory.is_dir():
-        return
+    if directory is not None:
+        try:
+            directory.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError:
+            pass  # an outage, for which the requests below wait
     store, key = open_store(url).limited(CHECK_SECONDS), f"check-{uuid.uuid4().hex}"
     deadline = time.monotonic() + STORE_SECONDS
     has_warned = False

@@ -24,10 +24,11 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.futures import PrefectFuture
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import flow_run
 from prefect.states import Cancelled, Cancelling
 
 from pipelinerl.tasks.role_tasks import NODE_PREFIX, run_actor, run_evaluation, run_hub, run_trainer, run_trainer_node
@@ -428,11 +429,17 @@ def run_tag(run_id: str) -> str:
     return f"pipelinerl.run:{run_id}"
 
 
+def is_deployed() -> bool:
+    """Whether a worker has started the current flow run. Asks no server, unlike `prefect.runtime.deployment`."""
+    context = FlowRunContext.get()
+    return bool(context and context.flow_run and context.flow_run.deployment_id)
+
+
 def name_flow_run(run_id: str, parameters: Mapping[str, str], *, is_new: bool) -> None:
     """Give the current flow run the name and the tag of its run, and the parameters by which a retry finds the run.
 
-    is_new: run.json is written afterwards. If a worker has started the flow run, raises PipelineRLError if the server
-    does not store the parameters: a retry on a worker with another root would start the run again at step 0.
+    is_new: no step of the run is trained yet. If a worker has started the flow run, raises PipelineRLError if the
+    server does not store the parameters: a retry on a worker with another root would start the run again at step 0.
     """
     try:
         tags = dict.fromkeys([*flow_run.tags, run_tag(run_id)])
@@ -441,7 +448,7 @@ def name_flow_run(run_id: str, parameters: Mapping[str, str], *, is_new: bool) -
             stored = client.read_flow_run(own).parameters
             client.update_flow_run(own, name=run_id, tags=list(tags), parameters={**stored, **parameters})
     except Exception as error:  # noqa: BLE001 (whatever the client raises)
-        if is_new and deployment.id:
+        if is_new and parameters and is_deployed():
             raise PipelineRLError(
                 f"{run_id}: the Prefect server did not store the location of the run ({error}). Retry the flow run"
             ) from None

@@ -169,7 +169,8 @@ class _Segments:
         self._reader = SegmentReader(store)
         self._segment_of: dict[GroupKey, SegmentName] = {}
         self._groups_in: dict[SegmentName, set[GroupKey]] = {}
-        # Listed twice: rows of a segment that one wrong listing lacks would be in no object, and deleted later.
+        # Listed twice, because one wrong listing may lack a segment. Its rows would be in no object, and a later call
+        # would delete the segment.
         for name in sorted({*self._reader.segments(), *self._reader.segments()}):
             try:
                 refs = self._reader.groups_in(rollout_key(*name))

@@ -83,7 +83,7 @@ def refuse_missing(
     """Raise StoreUnavailable if commits that existed are not among the counting `steps`, as the store listed them.
 
     These are steps below the newest one, steps that an earlier trainer epoch has adopted, and steps up to `known`.
-    The store may have given a wrong answer once; a run never goes on from such an answer.
+    The store may have given a wrong answer once; no run continues from a wrong answer.
     """
     adopters = [one for one in epochs if one.role == "trainer" and not one.is_claim]
     accepted = max((one.epoch for one in adopters if one.accepts_loss), default=0)
@@ -121,7 +121,7 @@ def lost_commits(keys: Iterable[str], epochs: Iterable[EpochRecord]) -> list[str
         reason = f"no epoch adopted epoch {epoch}"
         if later:  # the newest epoch is the first
             reason = f"epoch {later[-1].epoch} adopted only steps through {later[-1].adopted_through}"
-        if not any(record.accepts_loss for record in later):
+        if not any(record.accepts_loss and record.epoch > epoch for record in lineage):
             steps.setdefault((epoch, reason), []).append(step)
     return [
         f"{len(late)} commits of epoch {epoch} do not count, steps {late[0]} to {late[-1]}: {reason}"
@@ -199,15 +199,16 @@ def take_over(
 def accept_lost_commits(store: ObjectStore, *, is_final: bool) -> dict[str, Any]:
     """The last step before missing commits, and why they are missing; `is_final` makes the run continue there.
 
-    Raises ConfigError if no commit is missing.
+    Commits that a takeover has left out are accepted too. Raises ConfigError if no commit is missing or left out.
     """
     keys, epochs = list_commits(store).keys(), read_epochs(store)
     commits = counting(keys, epochs)
+    reason = next(iter(lost_commits(keys, epochs)), "")
     try:
         refuse_missing(store, commits, epochs)
     except StoreUnavailable as error:
         reason = str(error).partition(": ")[2].partition(". ")[0]
-    else:
+    if not reason:
         raise ConfigError(f"{store.url}: no commit is missing, so there is no loss to accept")
     last = _last_whole(commits)
     if is_final:

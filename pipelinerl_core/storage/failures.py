@@ -38,9 +38,10 @@ _NO_ANSWER = (
 )  # fmt: skip
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EBUSY, errno.EINTR)
 _OUTAGES = frozenset({*_NO_SPACE, *_NO_ANSWER, *_NO_RESOURCES})
-_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507})
-_NO_SPACE_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull"})
-"""Codes of a full Ceph or MinIO, with any status."""
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, *range(500, 600)}) - {501, 505}
+"""With the numbers of proxies that are in no standard, such as 520 to 530."""
+_TRANSIENT_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "RequestTimeout"})
+"""Codes of a full Ceph or MinIO and of a stalled upload, with any status."""
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 412
 
@@ -85,7 +86,9 @@ def _failure_of_answer(status: int, code: str) -> Failure:
     if status == _NOT_FOUND and code != "NoSuchBucket":
         # Without a document of S3, a proxy whose backend is away has answered, not the store.
         return Failure.MISSING if code else Failure.OUTAGE
-    return Failure.OUTAGE if status in _TRANSIENT_STATUS or code in _NO_SPACE_CODES else Failure.REFUSED
+    is_redirected_by_proxy = 300 <= status < 400 and not code
+    is_transient = status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES or is_redirected_by_proxy
+    return Failure.OUTAGE if is_transient else Failure.REFUSED
 
 
 def repeated(

@@ -204,6 +204,8 @@ def collect(
         if not now:
             before = _read_noted(store)
             noted = sorted(key for keys in garbage.values() for key in keys if key not in before)
+            if not with_rollouts:  # a call without --rollouts does not look at segments
+                noted += sorted(key for key in before if key.startswith("rollouts/"))
             garbage = {name: [key for key in keys if key in before] for name, keys in garbage.items()}
         store.put(GARBAGE_KEY, GarbageRecord(at=time.time(), keys=noted).model_dump_json().encode())
         for name, keys in garbage.items():

@@ -260,7 +260,7 @@ class Committer:
         try:
             compact_commits(self._store)
             compact_rollouts(self._store)
-        except Exception as error:  # nobody reads the result of this thread
+        except Exception as error:  # the result of this thread has no reader
             is_known = isinstance(error, StoreError)
             logger.warning("old commits or rollouts are not compacted, the trainer tries again later: %s",
                            error, exc_info=not is_known)  # fmt: skip

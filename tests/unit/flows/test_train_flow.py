@@ -144,7 +144,7 @@ def test_an_interruption_and_a_newer_start_end_a_complete_run_too(run, monkeypat
 
 @pytest.mark.parametrize("started_by", ["a worker", None])
 def test_a_worker_starts_a_complete_run_again_after_an_outage_of_the_store(monkeypatch, started_by):
-    monkeypatch.setattr(train_flow, "deployment", SimpleNamespace(id=started_by))
+    monkeypatch.setattr(train_flow, "is_deployed", lambda: bool(started_by))
     with (
         pytest.raises(StoreUnavailable) if started_by else nullcontext(),
         train_flow.unless_complete(Watch(is_complete=True), "the report", "write it"),
@@ -185,6 +185,38 @@ def test_a_complete_run_without_a_report_is_complete(complete, monkeypatch, capl
     (line,) = [record.getMessage() for record in caplog.records if record.name == train_flow.logger.name]
     remedy = "`pipelinerl report synthetic` writes it"
     assert line == f"all steps are committed, but the report failed; {remedy}. StoreError: report.html: disk quota"
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_complete_run_that_is_started_again_passes_no_check_of_a_start(complete, monkeypatch, is_over):
+    if not is_over:
+        complete.store.delete([key for key in complete.store.list("commits") if key.startswith("commits/00000002")])
+    checks = []
+    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(id="f-1", run_count=9, tags=[]))
+    monkeypatch.setattr(train_flow, "count_start", lambda *_: checks.append("count"))
+    monkeypatch.setattr(train_flow, "preflight", lambda *_, **__: checks.append("preflight"))
+    monkeypatch.setattr(train_flow, "open_tracker", lambda *_: (MagicMock(), None))
+    monkeypatch.setattr(train_flow, "name_flow_run", lambda *_, **__: None)
+    monkeypatch.setattr(train_flow, "hub_token", lambda run: "x" * 32)
+    train_flow.open_at(complete.store.url, complete.config, {})
+    assert checks == ([] if is_over else ["count", "preflight"])
+
+
+def test_the_flow_run_is_tagged_after_its_run_exists(tmp_path, monkeypatch):
+    url, config = f"file://{tmp_path}/r-1", load_config("quickstart")
+    monkeypatch.setattr(train_flow, "flow_run", SimpleNamespace(id="f-1", run_count=1, tags=[]))
+    monkeypatch.setattr(train_flow, "pinned", lambda config: config)
+    monkeypatch.setattr(train_flow, "open_tracker", lambda *_: (MagicMock(), None))
+    monkeypatch.setattr(train_flow, "hub_token", lambda run: "x" * 32)
+    named = []
+
+    def name_flow_run(run_id, parameters, *, is_new):
+        assert open_store(url).exists("run.json")
+        named.append((run_id, dict(parameters), is_new))
+
+    monkeypatch.setattr(train_flow, "name_flow_run", name_flow_run)
+    train_flow.open_at(url, config, {}, is_checked=True, parameters={"root": f"file://{tmp_path}"})
+    assert named == [("r-1", {"root": f"file://{tmp_path}"}, True)]
 
 
 @pytest.mark.parametrize("tags", [["pipelinerl.run:r-1"], ["pipelinerl.run:another"], []])

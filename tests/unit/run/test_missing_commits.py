@@ -137,6 +137,10 @@ def test_the_audit_fails_if_a_takeover_left_out_more_commits_than_a_fenced_train
     put_commit(run, 0, 3)
     problems = Audit(run, small_config()).run().problems
     assert "23 commits of epoch 2 do not count, steps 0 to 22: epoch 3 adopted only steps through -1" in problems
+    assert accept_lost_commits(run, is_final=True)["step"] == 0
+    document = Audit(run, small_config()).run().document
+    assert (document["accepted_losses"], document["problems"]) == ([0], [])
+    collect(run, small_config(), with_rollouts=True, dry_run=False)
 
 
 def test_commits_of_an_epoch_that_nobody_adopted_are_named(run):

@@ -62,6 +62,24 @@ def test_a_file_that_is_being_written_is_no_object(tmp_path):
     assert store.list("commits") == ["commits/1.json"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "is_outage"),
+    [
+        (Answer(522), True),
+        (Answer(302, b"<html>login</html>", "text/html"), True),
+        (Answer(400, b"<Error><Code>RequestTimeout</Code></Error>"), True),
+        (Answer(400, b"<Error><Code>InvalidArgument</Code></Error>"), False),
+        (Answer(501), False),
+    ],
+)
+def test_which_other_answers_are_outages(faulty, answer, is_outage):
+    server = faulty()
+    server.fault = lambda asked: answer
+    with pytest.raises(StoreError) as caught:
+        S3Store("s3://bucket/runs", retry_seconds=0.0).list("commits")
+    assert isinstance(caught.value, StoreUnavailable) == is_outage
+
+
 @pytest.mark.parametrize("late", ["write", "removal"])
 def test_a_root_whose_listings_are_late_is_refused(tmp_path, monkeypatch, late):
     store, listings = open_store(str(tmp_path)), []

@@ -1,5 +1,8 @@
 """An outage of the store that is longer than all restarts: the flow run is Crashed, and its next start waits."""
 
+import errno
+import os
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
@@ -10,7 +13,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from pipelinerl.flows import train_flow
 from pipelinerl.tasks import outage
 from pipelinerl.tasks.automations import wanted_automations
-from pipelinerl_core.errors import ConfigError, DeadlineExceeded, StoreError, StoreUnavailable
+from pipelinerl_core.errors import DeadlineExceeded, StoreError, StoreUnavailable
 from pipelinerl_core.run.jobs import Job
 from pipelinerl_core.supervision.supervise import RoleFailed
 from pipelinerl_core.testing.fakes import MemoryStore
@@ -118,14 +121,22 @@ def test_a_directory_that_is_not_on_this_host_is_not_made(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_directory_that_does_not_answer_is_waited_for(monkeypatch, clock, number):
+    def stat(path, **_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.stat", stat)
+    store = Store(2)
+    use(monkeypatch, store)
+    outage.await_store("file:///mnt/runs")
+    assert store.num_requests > 2
+
+
 def test_a_prefect_server_that_is_away_at_the_end_has_a_deadline(monkeypatch, clock):
-    answers = iter([False] * 5 + [True])
-
-    def check_http(setting, url):
-        if not next(answers):
-            raise ConfigError("no answer")
-
-    monkeypatch.setattr(outage, "check_http", check_http)
+    answers = iter([ConnectionError("no answer")] * 5 + [None])
+    client = SimpleNamespace(api_healthcheck=lambda: next(answers))
+    monkeypatch.setattr(outage, "get_client", lambda sync_client: nullcontext(client))
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
         assert not outage.server_answers(3.0)
         assert outage.server_answers(3.0)

@@ -405,7 +405,7 @@ def named_flow_run(server, monkeypatch, tags, deployment=None) -> list:
     server.states[own] = Running()
     server.update_flow_run = lambda run_id, **fields: updates.append((run_id == own, fields))
     monkeypatch.setattr(placement, "flow_run", SimpleNamespace(id=str(own), tags=tags))
-    monkeypatch.setattr(placement, "deployment", SimpleNamespace(id=deployment))
+    monkeypatch.setattr(placement, "is_deployed", lambda: bool(deployment))
     return updates
 
 

@@ -133,6 +133,15 @@ def test_a_first_call_notes_what_a_later_call_removes_if_it_still_is_garbage(sto
     assert Audit(store, CONFIG).run().problems == []
 
 
+def test_a_call_without_rollouts_keeps_the_noted_rollouts(store):
+    config = build_config({"trainer": {"steps": STEPS}, "schedule": {"max_lag": 1}, "engine": {"concurrency": 8}})
+    noted = collect(store, config, with_rollouts=True, dry_run=False)["noted"]
+    segments = [key for key in noted if key.startswith("rollouts/")]
+    assert segments
+    collect(store, config, with_rollouts=False, dry_run=False)
+    assert collect(store, config, with_rollouts=True, dry_run=False)["rollouts"] == segments
+
+
 def test_nothing_is_removed_of_a_run_that_lists_fewer_commits_than_it_has(store):
     put_orphans(store)
     before = everything(store)
