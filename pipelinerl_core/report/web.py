@@ -11,7 +11,7 @@
 The server reads only stored objects, so the server can run on any host and stop at any time.
 
 A page of the web can give its own name the address of this server (DNS rebinding) and would then read everything, so
-a request must name an IP address, this host, or a name that whoever started the server has allowed.
+the Host header of a request must be an IP address, the name of this host, or a name of --allowed-host.
 """
 
 import base64
@@ -148,7 +148,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, _Handler)
 
     def answers_to(self, host: str) -> bool:
-        """Whether the server is meant by a Host header; the port may be that of a forwarding."""
+        """Whether a Host header names this server; the port may be that of a forwarding."""
         try:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
             return name in self._names or bool(ip_address(name.partition("%")[0]))
