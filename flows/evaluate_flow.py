@@ -25,7 +25,7 @@ Root = Annotated[
 @flow(name="evaluate", task_runner=ThreadPoolTaskRunner(), persist_result=False)  # type: ignore[arg-type]
 @described
 def evaluate(run: Run = "latest", version: Version = "last", root: Root = "") -> list[dict[str, Any]]:
-    """Measure the mean reward of one sample per held-out prompt at temperature 1.
+    """Measure the mean reward over held-out prompts, sampled as the section `eval` of the run says.
 
     The result of each version is also written to evals/<version>.json.
     """

@@ -17,7 +17,7 @@ def evaluate(
     root: Root = "",
     as_json: Json = False,
 ) -> None:
-    """Measure the held-out accuracy of weight versions: mean reward of one sample per prompt at temperature 1.
+    """Measure the held-out accuracy of weight versions: the mean reward of sampled completions.
 
     Examples: `pipelinerl evaluate latest --version first`, `pipelinerl evaluate latest --version all`
     """

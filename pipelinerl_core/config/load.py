@@ -47,6 +47,8 @@ _SYNONYMS = {
     "loss.epsilon": "loss.clip_low",
 }
 """A key as other libraries name it -> the key of this project, for keys whose spelling differs too much."""
+_AUTO, _NUMBER = "literal['auto']", "constrained-float"
+"""pydantic's names for the alternatives of a key that is auto or a number: a mistake is told for the number."""
 PRESETS = resources.files("pipelinerl_core.config") / "presets"
 
 
@@ -97,7 +99,8 @@ def build_config(values: dict[str, Any]) -> RunConfig:
         chosen = {**values, "model": {**values["model"], "dtype": choose_dtype(config)}}
         return RunConfig.model_validate(chosen)  # again, because rules between sections read model.dtype
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(detail, values) for detail in error.errors())) from None
+        details = [detail for detail in error.errors() if detail["loc"][-1:] != (_AUTO,)]
+        raise ConfigError("; ".join(_explain(detail, values) for detail in details)) from None
 
 
 def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
@@ -105,11 +108,13 @@ def stored_config(values: typing.Mapping[str, Any]) -> RunConfig:
 
     Dropped keys are ignored. Runs from before prompts.held_out_share held out a twentieth of every table; runs from
     before trainer.skip_zero_advantage computed every rollout in the same way; runs from before loss.revision keep the
-    formulas of revision 1, and runs from before loss.dual_clip have no dual clip. A filter that is refused by now is
-    off: a resume trains the groups that have a gradient.
+    formulas of revision 1, and runs from before loss.dual_clip have no dual clip. Runs from before eval.temperature
+    are evaluated at 1, like their earlier evaluations. A filter that is refused by now is off: a resume trains the
+    groups that have a gradient.
     """
     kept = without_dropped(values)
     kept["trainer"] = {"skip_zero_advantage": False, **kept.get("trainer", {})}
+    kept["eval"] = {"temperature": 1.0, **kept.get("eval", {})}
     loss = kept["loss"] = {"revision": 1, **kept.get("loss", {})}
     if loss.get("kind", "reinforce") in kinds_of("loss.dual_clip"):
         loss.setdefault("dual_clip", 0.0)
@@ -184,7 +189,7 @@ def _kept(section: str, old: str, new: str, table: dict[str, Any]) -> dict[str, 
 
 
 def _explain(detail: ErrorDetails, values: dict[str, Any]) -> str:
-    location = [str(part) for part in detail["loc"]]
+    location = [str(part) for part in detail["loc"] if part != _NUMBER]
     dotted = _printable(".".join(_without_tags(location, values)))
     if dotted in DROPPED:
         return f"{dotted}: {DROPPED[dotted]}. Remove the key"

@@ -1,6 +1,11 @@
 """The base of every section of the configuration."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+Auto = Literal["auto"]
+"""The default of a number that follows from other keys."""
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from pipelinerl_core.config.losses import LossConfig, ReinforceLoss
 from pipelinerl_core.config.mixture import MixturePart
 from pipelinerl_core.config.mlflow_login import take_login
 from pipelinerl_core.config.rules import first_problem
-from pipelinerl_core.config.section import Section
+from pipelinerl_core.config.section import Auto, Section
 from pipelinerl_core.config.training import LearnerConfig, TrainerConfig
 
 MLFLOW_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -86,8 +86,8 @@ class RowPrompts(PromptsSection):
     """The keys of prompts that are rows of a table."""
 
     path: str
-    """kind=file: a .jsonl or .parquet file; kind=huggingface: name on the hub, a directory written by `save_to_disk`,
-    or a directory of data files."""
+    """kind=file: a .jsonl, .json, .csv, .tsv or .parquet file; kind=huggingface: name on the hub, a directory written
+    by `save_to_disk`, or a directory of data files."""
     prompt_column: str = "prompt"
     """Column with the text shown to the model."""
     answer_column: str = "answer"
@@ -101,12 +101,12 @@ class RowPrompts(PromptsSection):
 
 
 class FilePrompts(RowPrompts):
-    """Rows of a JSON Lines or Parquet file."""
+    """Rows of a JSON, CSV or Parquet file."""
 
     kind: Literal["file"] = "file"
     held_out_path: str = ""
-    """kind=file: a .jsonl or .parquet file with held-out prompts of one's own, with the same columns; empty:
-    held_out_share of the rows of `path` is held out."""
+    """kind=file: a file with held-out prompts of one's own, with the same columns; empty: held_out_share of the rows of
+    `path` is held out."""
 
 
 class HuggingFacePrompts(RowPrompts):
@@ -383,7 +383,16 @@ class EvalConfig(Section):
     one version; actors: an actor's engine, up to an eighth of its slots, without pinning the version; auto: own for
     the embedded engine with placement.kind=local, else actors."""
     samples: int = Field(1, ge=1, le=1024)
-    """Completions per prompt at temperature 1. Raise for a narrower confidence interval and for pass@k."""
+    """Sampled completions per prompt. Raise for a narrower confidence interval and for pass@k."""
+    temperature: Auto | Annotated[float, Field(ge=0)] = "auto"
+    """Temperature of the sampled completions, at least 0; auto: rollouts.temperature. Set to compare with figures
+    that were measured at another temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling of the sampled completions: probability mass to sample from; 1: all tokens, as in
+    training."""
+    max_tokens: int = Field(0, ge=0)
+    """Tokens of a completion of an evaluation at most; 0: as in training. Set if completions may be longer than in
+    training; engines reserve memory for them."""
     greedy: bool = False
     """Sample one more completion per prompt greedily, at temperature 0."""
     sets: dict[str, dict[str, Any]] = Field({})
@@ -582,7 +591,24 @@ class RunConfig(Section):
     @property
     def evaluation_seconds(self) -> float:
         """Deadline of one evaluation: half an hour, and several times the limit of the first evaluation per set."""
-        return 1800.0 + self.group_seconds + 4 * self.eval.max_seconds * (len(self.parts) + len(self.eval.sets))
+        group_seconds = self.for_evaluation.group_seconds
+        return 1800.0 + group_seconds + 4 * self.eval.max_seconds * (len(self.parts) + len(self.eval.sets))
+
+    @property
+    def for_evaluation(self) -> "RunConfig":
+        """This configuration with the sampling of an evaluation in place of the sampling of training."""
+        chosen, rollouts = self.eval, self.rollouts
+        update = {
+            "temperature": rollouts.temperature if chosen.temperature == "auto" else chosen.temperature,
+            "top_p": chosen.top_p,
+            "max_tokens": chosen.max_tokens or rollouts.max_tokens,
+        }
+        return self.model_copy(update={"rollouts": rollouts.model_copy(update=update)})
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens of a completion at most in the engine of an actor, which may evaluate too."""
+        return max(self.rollouts.max_tokens, self.eval.max_tokens if self.evaluates_on_actors else 0)
 
     @property
     def evaluates_on_actors(self) -> bool:
@@ -636,7 +662,8 @@ class RunConfig(Section):
         elif kind == "huggingface" and changes.keys() & {"path", "config_name", "split"}:
             every_row = {"held_out_split": changes.get("split", own.get("split", "train"))}
         prompts = _PROMPTS.validate_python({**own, **every_row, **changes})
-        return self.model_copy(update={"prompts": prompts, "mixture": {}})
+        sets = {"eval": self.eval.model_copy(update={"sets": {}})}
+        return self.model_copy(update={"prompts": prompts, "mixture": {}, **sets})
 
     @property
     def other_term(self) -> str:

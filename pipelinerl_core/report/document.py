@@ -15,7 +15,7 @@ from pipelinerl_core.emulation.report_lines import emulation
 from pipelinerl_core.interfaces import ObjectStore
 from pipelinerl_core.report import utilization
 from pipelinerl_core.report.actor_alarms import alarm_text
-from pipelinerl_core.report.advice import Evidence, advice, mean_delay_seconds, quarantine_advice
+from pipelinerl_core.report.advice import Evidence, advice, clipped_advice, mean_delay_seconds, quarantine_advice
 from pipelinerl_core.report.equal_rewards import NEXT_STEP, TINY_STEP, comparison_text, equal_reward, headline
 from pipelinerl_core.report.facts import RunFacts, StepFacts, collect
 from pipelinerl_core.report.parts import parts_report
@@ -81,6 +81,8 @@ def report_of(facts: RunFacts) -> dict[str, Any]:
     )
     if found["advice"] is not None:
         found = {**found, "advice": " ".join(filter(None, (found["advice"], model_advice(prediction))))}
+    if clipped := clipped_advice(commits, facts.run.config):
+        found = {**found, "advice": " ".join(filter(None, (f"{clipped}.", found["advice"])))}
     found = {**found, "advice": " ".join(filter(None, (quarantine_advice(commits), found["advice"]))) or None}
     reward = equal_reward(commits)
     parts = parts_report(facts)
@@ -178,8 +180,8 @@ def _learning(facts: RunFacts) -> dict[str, Any]:
 
 def _evaluation(record: EvalRecord) -> dict[str, Any]:
     wanted = {
-        "version", "last_version", "set", "num_prompts", "num_samples", "accuracy", "low", "high", "best", "greedy",
-        "components", "mean_tokens", "errors", "seconds", "lag",
+        "version", "last_version", "set", "num_prompts", "num_samples", "temperature", "top_p", "accuracy", "low",
+        "high", "best", "greedy", "components", "mean_tokens", "errors", "seconds", "lag",
     }  # fmt: skip
     return {**record.model_dump(mode="json", include=wanted), "lag": record.lag}
 

@@ -68,6 +68,7 @@ def evaluation_table(facts: RunFacts) -> str:
             f"{escape(one.set or 'held-out')}: {one.num_prompts:,}"
             + (f" x {one.num_samples}" if one.num_samples > 1 else "")
         ),
+        "temperature": lambda one: f"{one.temperature:g}" + (f", top_p {one.top_p:g}" if one.top_p < 1 else ""),
         "version": lambda one: (
             f"{one.version}" + (f" to {one.last_version}" if one.last_version > one.version else "")
         ),

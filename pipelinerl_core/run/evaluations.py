@@ -78,6 +78,8 @@ def weighted_mean(records: Sequence[EvalRecord], weights: Mapping[str, float]) -
         last_version=max(one.last_version for one in records),
         num_prompts=sum(one.num_prompts for one in records),
         num_samples=records[0].num_samples,
+        temperature=records[0].temperature,
+        top_p=records[0].top_p,
         accuracy=accuracy,
         low=None if below is None else accuracy - below,
         high=None if above is None else accuracy + above,

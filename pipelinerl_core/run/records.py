@@ -487,7 +487,11 @@ class EvalRecord(Record):
     of all parts."""
     num_prompts: Count
     num_samples: Count = 1
-    """Completions per prompt at temperature 1."""
+    """Sampled completions per prompt."""
+    temperature: Number = 1.0
+    """Of the sampled completions."""
+    top_p: Number = 1.0
+    """Of the sampled completions."""
     accuracy: Number
     """Mean over prompts of the mean reward of their completions (avg@num_samples); prompts without a reward are left
     out."""

@@ -43,8 +43,6 @@ PREPARE_SECONDS = 900.0
 """Limit of building a built-in model, which takes about a minute on one core."""
 DOWNLOAD_SECONDS = 7200.0
 """Limit of the download of a model."""
-_GSPO_PAPER_CLIP = 4e-4
-_GSPO_TOKENS = 1000
 _SMALL_FILES_BYTES = 200_000_000  # segments, batches, commits and logs of a run like the quickstart, with reserve
 _OPTIMIZER_COPIES = 3  # a checkpoint holds the weights and two moments
 _KEPT_CHECKPOINTS = 3
@@ -71,36 +69,25 @@ def check_learner(config: RunConfig) -> None:
         )
 
 
-def check_loss(config: RunConfig) -> list[str]:
-    """A warning if the bounds of GSPO's paper, for completions of thousands of tokens, meet short completions."""
-    loss, max_tokens = config.loss, config.rollouts.max_tokens
-    if loss.kind != "gspo" or loss.clip_high > _GSPO_PAPER_CLIP or max_tokens >= _GSPO_TOKENS:
-        return []
-    return [
-        f"loss.clip_high={loss.clip_high:g} of loss.kind=gspo is for completions of thousands of tokens, but "
-        f"rollouts.max_tokens={max_tokens}: most tokens would be clipped. Set loss.clip_low and loss.clip_high "
-        "higher (0.1 for completions of ten tokens), until importance/ratio_clipped_fraction is a few percent"
-    ]
-
-
 def check_context(config: RunConfig, directory: Path) -> None:
-    """The model's context must hold a completion of rollouts.max_tokens and a prompt of at least one token."""
+    """The model's context must hold a completion of max_tokens and a prompt of at least one token."""
     try:
         limit = json.loads((directory / "config.json").read_text()).get("max_position_embeddings")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.model.path}: its config.json cannot be read: {error}") from None
-    if isinstance(limit, int) and config.rollouts.max_tokens >= limit:
-        raise ConfigError(
-            f"rollouts.max_tokens={config.rollouts.max_tokens}: the context of the model has {limit} tokens, "
-            f"prompt included. Set rollouts.max_tokens below {limit}"
-        )
+    for key, longest in (("rollouts", config.rollouts.max_tokens), ("eval", config.eval.max_tokens)):
+        if isinstance(limit, int) and longest >= limit:
+            raise ConfigError(
+                f"{key}.max_tokens={longest}: the context of the model has {limit} tokens, "
+                f"prompt included. Set {key}.max_tokens below {limit}"
+            )
 
 
 def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) -> list[str]:
     """All checks of a configuration, cheap checks first; builds a missing built-in model.
 
     run: the run, if the run exists: it uses its stored copy of a user's file. Returns lines of text: number, held-out
-    share and lengths of the prompts, and warnings about the loss and the reward function.
+    share and lengths of the prompts, and warnings about the reward function.
     """
     check_root(root)
     check_hub_address(config)
@@ -113,7 +100,7 @@ def check_all(config: RunConfig, root: str, *, run: RunContext | None = None) ->
     is_model_there = resolve_model_path(config.model.path) is not None
     fits = check_fit(config)
     facts = check_prompts(config)
-    warnings = [*check_loss(config), *check_reward(config, run)]
+    warnings = check_reward(config, run)
     check_model(config)
     warnings += fits if is_model_there else check_fit(config)
     check_space(config, root)

@@ -265,7 +265,7 @@ def _actor(config: RunConfig, shape: ModelShape, card_bytes: float) -> RoleFit:
     engine, width = config.engine, _width(config)
     shards, gpus = engine.tensor_parallel, gpus_of(config, "actor")
     weights = width * shape.num_parameters
-    longest = config.rollouts.max_prompt_tokens + config.rollouts.max_tokens
+    longest = config.rollouts.max_prompt_tokens + config.longest_completion
     sequence = shape.cache_bytes * width / 2 * longest / min(shards, shape.groups)
     limit = _share(config) * card_bytes if gpus else 0.0
     parts = [

@@ -94,6 +94,7 @@ def _small(config: RunConfig) -> dict[str, Any]:
         # The evaluations of vLLM start two more engines, half a minute each.
         "eval.num_prompts": 0 if engine.kind == "vllm" and has_vllm else min(_EVAL_PROMPTS, config.eval.num_prompts),
         "eval.every_steps": 0,
+        "eval.max_tokens": 0,
         "placement.actors": actors,
         "placement.lease_seconds": max(60.0, placement.lease_seconds),
         **{f"placement.{key}": PlacementConfig.model_fields[key].default for key in _HOST_KEYS.split()},

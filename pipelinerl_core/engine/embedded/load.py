@@ -33,7 +33,7 @@ def load_engine(
     return EmbeddedEngine(
         model.to(device),
         slots=config.engine.concurrency,
-        max_len=max_prompt_tokens + config.rollouts.max_tokens,
+        max_len=max_prompt_tokens + config.longest_completion,
         eos_token_ids=_eos_of(model) if eos_token_ids is None else eos_token_ids,
         weight_version=weight_version,
         kv=config.engine.kv,

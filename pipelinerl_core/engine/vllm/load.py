@@ -37,7 +37,7 @@ async def start_vllm_engine(
     """
     directory = Path(path)
     model = model_config(directory)
-    max_len = max_prompt_tokens + config.rollouts.max_tokens
+    max_len = max_prompt_tokens + config.longest_completion
     core = VLLMCore(core_settings(directory, config, max_len=max_len, name=name))
     await core.start()
     engine = VLLMEngine(

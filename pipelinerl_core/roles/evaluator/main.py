@@ -97,7 +97,7 @@ class _Evaluator:
 @asynccontextmanager
 async def _evaluator(context: RunContext, follower: RunFollower, monitor: RoleMonitor) -> AsyncIterator[_Evaluator]:
     """The evaluator on the starting model, closed after the block. Accelerators are not emulated."""
-    config = context.config
+    config = context.config.for_evaluation
     wide = config.engine.model_copy(update={"concurrency": _CONCURRENCY})
     as_it_is = config.model_copy(update={"engine": wide, "emulation": EmulationConfig()})
     engine = await open_engine(as_it_is, run_id=context.run_id, name="evaluator")

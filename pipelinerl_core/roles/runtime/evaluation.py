@@ -176,6 +176,7 @@ async def measure(
     report: Callable[[str], None] = lambda progress: None,
 ) -> EvalRecord:
     """Evaluate the engine's version on the first `num_prompts` of a set; see `Evaluation`."""
+    config = config.for_evaluation
     started, version = time.monotonic(), engine.weight_version
     prompts = one.prompts[:num_prompts]
     numbers = [*range(config.eval.samples), *([_GREEDY] if config.eval.greedy else [])]
@@ -211,6 +212,8 @@ async def measure(
         version=version,
         set=one.name,
         num_samples=config.eval.samples,
+        temperature=config.rollouts.temperature,
+        top_p=config.rollouts.top_p,
         **_figures(ordered),
         seconds=time.monotonic() - started,
         finished_at=time.time(),
@@ -229,7 +232,8 @@ async def measure(
 def _sampler(config: RunConfig, index: int, number: int) -> Sampler:
     # No lease has a negative group id.
     seed = 0 if number == _GREEDY else rollout_seed(config.seed, -1 - number, index)
-    return Sampler(seed=seed, temperature=0.0 if number == _GREEDY else 1.0)
+    temperature = 0.0 if number == _GREEDY else config.rollouts.temperature
+    return Sampler(seed=seed, temperature=temperature, top_p=config.rollouts.top_p)
 
 
 def _request_id(one: EvalSet, index: int, number: int) -> str:

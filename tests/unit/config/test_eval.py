@@ -3,6 +3,7 @@
 import pytest
 
 from pipelinerl_core.config import load_config
+from pipelinerl_core.config.load import stored_config
 from pipelinerl_core.errors import ConfigError
 
 
@@ -81,5 +82,46 @@ def test_a_set_has_the_prompts_of_the_run_but_for_its_own_keys():
 )
 def test_a_wrong_set_is_one_line(setting, problem):
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
+        load_config("quickstart", [setting])
+    assert str(caught.value).startswith(problem)
+
+
+def test_an_evaluation_samples_as_training_does_unless_told():
+    def sampling(*overrides):
+        rollouts = load_config("quickstart", ["rollouts.temperature=0.7", *overrides]).for_evaluation.rollouts
+        return rollouts.temperature, rollouts.top_p, rollouts.max_tokens
+
+    assert sampling() == (0.7, 1.0, 80)
+    assert sampling("eval.temperature=0", "eval.top_p=0.9", "eval.max_tokens=200") == (0.0, 0.9, 200)
+    parts = ["mixture.a.weight=1", "mixture.b.weight=1", "mixture.b.max_tokens=20"]
+    parts = load_config("quickstart", parts).parts
+    assert [part.for_evaluation.rollouts.max_tokens for part in parts.values()] == [80, 20]
+
+
+def test_only_the_engine_that_evaluates_reserves_memory_for_longer_completions():
+    longer = load_config("quickstart", ["eval.max_tokens=200"])
+    assert (longer.longest_completion, longer.for_evaluation.longest_completion) == (80, 200)
+    assert load_config("quickstart", ["eval.max_tokens=200", "eval.on=actors"]).longest_completion == 200
+    assert load_config("quickstart", ["eval.max_tokens=20", "eval.on=actors"]).longest_completion == 80
+
+
+def test_runs_from_before_the_key_are_evaluated_at_temperature_1():
+    values = load_config("quickstart", ["rollouts.temperature=0.7"]).model_dump(mode="json")
+    assert stored_config(values).for_evaluation.rollouts.temperature == 0.7
+    for key in ("temperature", "top_p", "max_tokens"):
+        del values["eval"][key]
+    assert stored_config(values).for_evaluation.rollouts.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("eval.temperature=-1", "eval.temperature=-1: input should be greater than or equal to 0"),
+        ("eval.temperature=hot", "eval.temperature='hot': input should be a valid number"),
+        ("eval.top_p=0", "eval.top_p=0: input should be greater than 0"),
+    ],
+)
+def test_wrong_sampling_is_one_line(setting, problem):
+    with pytest.raises(ConfigError, match=r"^[^\n;]*$") as caught:
         load_config("quickstart", [setting])
     assert str(caught.value).startswith(problem)

@@ -290,12 +290,13 @@ def test_evaluations_are_a_table_and_a_curve_with_intervals(store):
     values = {"num_prompts": 50, "mean_tokens": 4.0, "errors": 0, "seconds": 1.0}
     further = {"low": 0.4, "high": 0.6, "components": {"<right>": 0.75}}
     put_record(store, eval_key(2), EvalRecord(version=2, accuracy=0.5, newest_step=4, **further, **values))
-    put_record(store, eval_key(2, "hard"), EvalRecord(version=2, last_version=3, set="hard", accuracy=0.1, **values))
+    hard = EvalRecord(version=2, last_version=3, set="hard", temperature=0.6, top_p=0.9, accuracy=0.1, **values)
+    put_record(store, eval_key(2, "hard"), hard)
     write_report(store)
     page = store.get(REPORT_HTML_KEY).decode()
     rows = [re.sub(r"<[^>]+>", "|", row) for row in page.split("<tr>")]
-    assert any(row.startswith("|held-out: 50||2||50.0%||40.0% to 60.0%||0.750||4.0||1.0||2|") for row in rows)
-    assert any(row.startswith("|hard: 50||2 to 3||10.0%||||||4.0||1.0||0|") for row in rows)
+    assert any(row.startswith("|held-out: 50||1||2||50.0%||40.0% to 60.0%||0.750||4.0||1.0||2|") for row in rows)
+    assert any(row.startswith("|hard: 50||0.6, top_p 0.9||2 to 3||10.0%||||||4.0||1.0||0|") for row in rows)
     assert "&lt;right&gt;" in page
     assert 'aria-label="Accuracy by version"' in page
     assert "best" not in re.search(r"<th>prompts</th>.*?</tr>", page).group(0), "no evaluation has this figure"

@@ -147,3 +147,22 @@ def test_the_first_sample_of_a_prompt_does_not_depend_on_the_others(changed):
     assert all(len(seen) == 1 for seen in seeds.values())
     sampled = [seed for name, seen in seeds.items() if not name.endswith("greedy") for seed in seen]
     assert len(set(sampled)) == len(sampled)
+
+
+def test_completions_are_sampled_as_in_training_unless_told_and_the_record_says_how():
+    asked = []
+
+    class Asked(Engine):
+        async def generate(self, request):
+            asked.append((request.sampler.temperature, request.sampler.top_p, request.max_tokens))
+            async for chunk in super().generate(request):
+                yield chunk
+
+    record = evaluated(Asked(), 1, "rollouts.temperature=0.7", "rollouts.max_tokens=12", "eval.greedy=true")
+    assert sorted(asked) == [(0.0, 1.0, 12), (0.7, 1.0, 12)]
+    assert (record.temperature, record.top_p) == (0.7, 1.0)
+    asked.clear()
+    chosen = ["eval.temperature=0.6", "eval.top_p=0.95", "eval.max_tokens=30"]
+    record = evaluated(Asked(), 1, "rollouts.temperature=0.7", *chosen)
+    assert asked == [(0.6, 0.95, 30)]
+    assert (record.temperature, record.top_p) == (0.6, 0.95)
